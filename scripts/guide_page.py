@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/guide.md: every example and table of the deployment guide by a command of ours, with its output.
+"""Write docs/guide.md: examples and figures that are commonly given for deployments, by a command of ours with its output.
 
 python scripts/guide_page.py            writes the page
 python scripts/guide_page.py --check    exits 1 if the page is not what the commands print now
@@ -15,18 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.cli import main as phalanx
-from phalanx.plan import search, subject
-from phalanx.plan.search import Layout, Plan, Rejected, Wanted
+from phalanx.plan import footprint, search, subject
+from phalanx.plan.search import Plan, PlannedLayout, PlanRequest, Rejected
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide.md"
 
-HEAD = """# The deployment guide, by commands
+HEAD = """# Common deployment figures, by commands
 
-Each example and each table of the guide that Phalanx implements, as a command and what it prints. This page is written by
-`scripts/guide_page.py`, and a test holds it to what the commands print now. No GPU and no network is needed.
+Examples, layouts and figures that are commonly given for inference on several GPUs (with `trtllm-serve` as the server), each as
+a command and what it prints. On this page "the guide" stands for them: they come without the GPU, the workload or the measurement.
+This page is written by `scripts/guide_page.py`, and a test holds it to what the commands print now. No GPU and no network is
+needed.
 
-A figure has a range that holds 9 of 10 measurements, and a label: `table` (a machine class that was measured: H200 with NVLink),
-`derived` (scaled from one), `estimated` (parts of it were never measured). How the figures are made: [planner.md](planner.md).
+A figure has a range and a label: `table` (a machine class that was measured: H200 with NVLink), `derived` (scaled from one),
+`estimated` (parts of it were never measured). For which figures the range was checked, and how the figures are made:
+[planner.md](planner.md).
 """
 
 SEVENTY = (
@@ -49,7 +52,7 @@ EXAMPLES = (
     ("70B on Kubernetes",
      "A Deployment of one container with four GPUs; the guide's has no selector, Service, shared memory and probes "
      "([kubernetes.md](kubernetes.md)).",
-     "phalanx deploy k8s meta-llama/Meta-Llama-3-70B --tp_size 4 --max_batch_size 128"),
+     "phalanx deploy k8s meta-llama/Meta-Llama-3-70B --tp_size 4 --max_batch_size 256"),
     ("What a GPU of 24 GB does with 70B", "Where nothing fits, the status is 2 and the nearest changes are named.",
      "phalanx plan meta-llama/Meta-Llama-3-70B --gpu RTX-4090 --gpus_per_node 2 --concurrency 1"),
 )  # fmt: skip
@@ -59,7 +62,7 @@ EXAMPLES = (
 class Claim:
     """A line of a table of the guide: a layout and what the guide says of it; None where it says nothing."""
 
-    layout: Layout
+    layout: PlannedLayout
     tokens_per_second: float | None = None
     ms_per_token: float | None = None
     efficiency: int | None = None
@@ -75,23 +78,25 @@ class Example:
     gpu: str
     nodes: int
     dtype: str
-    layout: Layout
+    layout: PlannedLayout
     tokens_per_second: tuple[float, float]
     ms_per_token: tuple[float, float] | None = None
 
 
+ONE = PlannedLayout(1, 1, 1, 1)
 TP_CLAIMS = (
-    Claim(Layout(1, 1, 1, 1), out_of_memory=True), Claim(Layout(2, 1, 1, 1), 6000, 18, 85),
-    Claim(Layout(4, 1, 1, 1), 11000, 16, 78), Claim(Layout(8, 1, 1, 1), 18000, 15, 64),
+    Claim(PlannedLayout(1, 1, 1, 1), out_of_memory=True), Claim(PlannedLayout(2, 1, 1, 1), 6000, 18, 85),
+    Claim(PlannedLayout(4, 1, 1, 1), 11000, 16, 78), Claim(PlannedLayout(8, 1, 1, 1), 18000, 15, 64),
 )  # fmt: skip
 EXAMPLE_CLAIMS = (
-    Example("8B FP16 on one A100", "llama-3-8b", "A100-80", 1, "fp16", Layout(1, 1, 1, 1), (3000, 5000)),
-    Example("70B FP8 on four A100", "llama-3-70b", "A100-80", 1, "fp8", Layout(4, 1, 1, 1), (10000, 15000), (15, 20)),
-    Example("70B FP8 on four H100", "llama-3-70b", "H100", 1, "fp8", Layout(4, 1, 1, 1), (10000, 15000), (15, 20)),
-    Example("405B FP8 on two nodes of eight H100", "llama-3.1-405b", "H100", 2, "fp8", Layout(8, 2, 1, 1), (20000, 30000)),
+    Example("8B FP16 on one A100", "llama-3-8b", "A100-80", 1, "fp16", PlannedLayout(1, 1, 1, 1), (3000, 5000)),
+    Example("70B FP8 on four A100", "llama-3-70b", "A100-80", 1, "fp8", PlannedLayout(4, 1, 1, 1), (10000, 15000), (15, 20)),
+    Example("70B FP8 on four H100", "llama-3-70b", "H100", 1, "fp8", PlannedLayout(4, 1, 1, 1), (10000, 15000), (15, 20)),
+    Example("405B FP8 on two nodes of eight H100", "llama-3.1-405b", "H100", 2, "fp8", PlannedLayout(8, 2, 1, 1), (20000, 30000)),
 )  # fmt: skip
 PP_CLAIMS = (
-    Claim(Layout(8, 1, 1, 1), out_of_memory=True), Claim(Layout(8, 2, 1, 1), 25000), Claim(Layout(8, 4, 1, 1), 45000),
+    Claim(PlannedLayout(8, 1, 1, 1), out_of_memory=True), Claim(PlannedLayout(8, 2, 1, 1), 25000),
+    Claim(PlannedLayout(8, 4, 1, 1), 45000),
 )  # fmt: skip
 
 
@@ -106,7 +111,7 @@ def page() -> str:
         "### Pipeline parallelism, 405B FP8 on nodes of 8 H100, InfiniBand NDR\n",
         table("llama-3.1-405b", "H100", 4, PP_CLAIMS),
     ]
-    parts += ["### Bytes of weights on one GPU\n", weights(), CLOSE]
+    parts += ["### Bytes on one GPU\n", gpu_bytes(), closing()]
     return "\n".join(parts)
 
 
@@ -175,9 +180,30 @@ token of one request of 128 tokens in. "Errs by" is the guide's figure over ours
 the guide, the nearer end counts.
 """
 
-CLOSE = """## What else the guide says
+WATCH = """## What to watch, and what to do
 
-- "Layers 0-40 and 41-80" for 405B: it has 126 layers; with two stages they are 0-62 and 63-125.
+| the guide | ours |
+|---|---|
+| `nvidia-smi dmon -s u`, `-s m` | `phalanx monitor URL` ([monitor.md](monitor.md)) |
+| `nvidia-smi nvlink --status` | `phalanx topo` ([topology.md](topology.md)) |
+| `curl localhost:8000/metrics` | the same ([operations.md](operations.md)) |
+| GPU utilization of 80 to 95 percent, memory even over the GPUs, tokens/s over all GPUs | what `phalanx monitor` shows |
+| uneven memory: check sizes and shards, restart | shards are equal, stages balanced in bytes; see `phalanx doctor` |
+| NVLink under 100 GB/s at TP 4: topology, a fall-back to PCIe, the switch | `phalanx topo`, `phalanx doctor` |
+| out of memory: larger TP, smaller batch, FP8, PP | `phalanx plan` names what would fit (70B on 24 GB, above) |
+
+More: [troubleshooting.md](troubleshooting.md).
+"""
+
+
+def closing() -> str:
+    shape = subject.shape_for("llama-3.1-405b")
+    stages = footprint.stage_layers(shape, "fp8", 2)
+    layers = " and ".join(f"{stage[0]}-{stage[-1]}" for stage in stages)
+    return f"""{WATCH}
+## What else the guide says
+
+- "Layers 0-40 and 41-80" for 405B: it has {shape.num_layers} layers; with two stages they are {layers}.
 - "The latency of TP is about that of one GPU, throughput 4x on 4": time per token of one request falls with TP (table above), and
   throughput grows less than the GPUs do where one GPU has room for all requests. Where it has not, as 70B on one H200, the second
   GPU brings more than twice.
@@ -196,8 +222,8 @@ def printed(command: str) -> str:
     return out.getvalue().rstrip()
 
 
-def wanted(concurrency: int, isl: int, osl: int, dtype: str = "fp8", kv_cache_dtype: str = "fp8") -> Wanted:
-    return Wanted(dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, max_seq_len=4096)
+def request(concurrency: int, isl: int, osl: int, dtype: str = "fp8", kv_cache_dtype: str = "fp8") -> PlanRequest:
+    return PlanRequest(dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, max_seq_len=4096)
 
 
 def examples() -> str:
@@ -206,8 +232,8 @@ def examples() -> str:
     for each in EXAMPLE_CLAIMS:
         shape, machine = subject.shape_for(each.model), subject.machine_for(each.gpu, nodes=each.nodes)[0]
         kv = "model" if machine.gpu.fp8_flops is None else "fp8"
-        many = search.examine(shape, machine, wanted(512, 1000, 1000, each.dtype, kv), each.layout)
-        one = search.examine(shape, machine, wanted(1, 128, 128, each.dtype, kv), each.layout)
+        many = search.examine(shape, machine, request(512, 1000, 1000, each.dtype, kv), each.layout)
+        one = search.examine(shape, machine, request(1, 128, 128, each.dtype, kv), each.layout)
         assert isinstance(many, Plan)
         assert isinstance(one, Plan)
         rate, wait = many.output_tokens_per_second, one.ms_per_token
@@ -229,8 +255,8 @@ def table(model: str, gpu: str, nodes: int, claims: tuple[Claim, ...]) -> str:
     ]
     base: tuple[float, int] | None = None
     for claim in claims:
-        many = search.examine(shape, machine, wanted(512, 1000, 1000), claim.layout)
-        one = search.examine(shape, machine, wanted(1, 128, 128), claim.layout)
+        many = search.examine(shape, machine, request(512, 1000, 1000), claim.layout)
+        one = search.examine(shape, machine, request(1, 128, 128), claim.layout)
         world, name = claim.layout.split.world, claim.layout.name
         if isinstance(many, Rejected) or isinstance(one, Rejected):
             reason = many.reason if isinstance(many, Rejected) else ""
@@ -269,18 +295,27 @@ def _off_range(claimed: tuple[float, float] | None, figure: search.Figure) -> st
     return f"{(low if low > figure.high else high) / figure.value - 1:+.0%}"
 
 
-def weights() -> str:
-    lines = ["| | guide | ours |", "|---|---|---|"]
-    for name, model, dtype, layout, dtype_text in (
-        ("8B FP16 on 1", "llama-3-8b", "fp16", Layout(1, 1, 1, 1), "16 GB"),
-        ("70B FP8 on 4", "llama-3-70b", "fp8", Layout(4, 1, 1, 1), "35 GB"),
-        ("405B FP8 on 16", "llama-3.1-405b", "fp8", Layout(8, 2, 1, 1), "25 GB"),
+def gpu_bytes() -> str:
+    """Weights, and the KV cache of the one example that names its bytes: as much as the GPU has room for, which is more."""
+    lines = ["| weights | guide | ours |", "|---|---|---|"]
+    for name, model, dtype, layout, weights_text in (
+        ("8B FP16 on 1", "llama-3-8b", "fp16", PlannedLayout(1, 1, 1, 1), "16 GB"),
+        ("70B FP8 on 4", "llama-3-70b", "fp8", PlannedLayout(4, 1, 1, 1), "35 GB"),
+        ("405B FP8 on 16", "llama-3.1-405b", "fp8", PlannedLayout(8, 2, 1, 1), "25 GB"),
     ):  # fmt: skip
         machine = subject.machine_for("H100", nodes=2)[0]
-        targets = Wanted(dtype=dtype, isl=512, osl=512)
-        plan = search.examine(subject.shape_for(model), machine, targets, layout)
+        request = PlanRequest(dtype=dtype, isl=512, osl=512)
+        plan = search.examine(subject.shape_for(model), machine, request, layout)
         assert isinstance(plan, Plan)
-        lines.append(f"| {name} | {dtype_text} | {plan.bytes['weights'] / 1e9:.1f} GB |")
+        lines.append(f"| {name} | {weights_text} | {plan.bytes['weights'] / 1e9:.1f} GB |")
+    alone = subject.machine_for("A100-80", gpus_per_node=1)[0]
+    plan = search.examine(subject.shape_for("llama-3-8b"), alone, PlanRequest(dtype="fp16", isl=512, osl=512), ONE)
+    assert isinstance(plan, Plan)
+    used = 64 * 1024 / plan.kv_tokens * plan.bytes["kv"] / 1e9
+    lines += [
+        "", "| KV cache | guide | ours |", "|---|---|---|",
+        f"| 8B FP16 on one A100 | 30 GB | room for {plan.bytes['kv'] / 1e9:.1f} GB; 64 x 1,024 tokens fill {used:.1f} GB |",
+    ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions that are committed before anything of the kind is measured: `python -m benchmarks.plan.predict` writes
-benchmarks/results/plan_predictions.json, with the commit of the coefficients. `--measured FILE ...` puts the figures of reports of
-`phalanx bench all --json FILE` beside them, in benchmarks/results/plan_predictions_measured.json.
-
-H100: a GPU that was never measured. Contexts of 2k to 32k on H200: the fit saw 200 tokens a row, and layers of 1,500. Mixtures of
-experts: no row of them is in the fit.
+"""Predictions that are committed before anything of the kind is measured: `python -m benchmarks.plan.predict` writes `CASES` to
+benchmarks/results/NAME.json, with the commit of the coefficients, and never over an older file. `--measured REPORT ...` puts the
+figures of reports of `phalanx bench all --json REPORT` beside every committed prediction of their engine, in NAME_measured.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +16,14 @@ from typing import Any
 
 from benchmarks import harness
 from phalanx.bench.workloads import parse
-from phalanx.plan import burst, search, subject
+from phalanx.plan import burst, coefficients, footprint, search, subject
 from phalanx.plan.burst import Limits
 from phalanx.plan.cost import Costs
-from phalanx.plan.search import Figure, Layout, Wanted
+from phalanx.plan.search import Figure, PlannedLayout, PlanRequest
 
-NAME = "plan_predictions"
-MEASURED = "plan_predictions_measured"
+NAMES = ("plan_predictions", "plan_predictions_2026_11_24")
+"""Results with predictions, the oldest first. The first was made by 852df57 with cases of its own: H100, which no coefficient was
+fitted to; contexts of 2k to 32k and mixtures of experts, which were not in the fit then."""
 
 
 @dataclass(frozen=True)
@@ -36,40 +35,45 @@ class Case:
     model: str
     dtype: str
     kv: str
-    layout: Layout
+    layout: PlannedLayout
     workloads: tuple[str, ...]
 
 
-DECODES = ("decode-1", "decode-64", "decode-256")
+ONE = PlannedLayout(1, 1, 1, 1)
+TP2 = PlannedLayout(2, 1, 1, 1)
+TP4 = PlannedLayout(4, 1, 1, 1)
 LONG = ("decode-1x2048x32", "decode-1x8192x32", "decode-1x32768x32", "decode-16x8192x32", "decode-8x32768x32")
+FRACTION = PlanRequest.fraction
+"""Of the free memory, the KV cache's part in every prediction: KV tokens of a start with another one are not compared."""
+SERVED = ("decode-1", "decode-64", "batch-512x1000x1000")
 CASES = (
-    Case("H100", "H100", "llama-3-8b", "bf16", "model", Layout(1, 1, 1, 1), (*DECODES, "batch-512x1000x1000")),
-    Case("H100", "H100", "llama-3-8b", "bf16", "fp8", Layout(1, 1, 1, 1), (*DECODES, "batch-512x1000x1000")),
-    Case("H100", "H100", "llama-3-8b", "fp8", "fp8", Layout(1, 1, 1, 1), (*DECODES, "batch-512x1000x1000")),
-    Case("contexts", "H200", "llama-3.1-8b", "bf16", "model", Layout(1, 1, 1, 1), LONG),
-    Case("contexts", "H200", "llama-3.1-8b", "bf16", "fp8", Layout(1, 1, 1, 1), LONG),
-    Case("contexts", "H200", "llama-3.1-70b", "fp8", "fp8", Layout(2, 1, 1, 1), LONG),
-    Case("experts", "H200", "mixtral-8x7b", "fp8", "model", Layout(1, 1, 1, 1), ("decode-1", "decode-64", "batch-512x1000x1000")),
-    Case("experts", "H200", "mixtral-8x22b", "fp8", "model", Layout(2, 1, 1, 1), ("decode-1", "decode-64")),
-    Case("experts", "H200", "qwen3-30b-a3b", "fp8", "model", Layout(1, 1, 1, 1), ("decode-1", "decode-64", "batch-512x1000x1000")),
-    Case("experts", "H200", "qwen3-235b-a22b", "fp8", "fp8", Layout(2, 1, 1, 1), ("decode-1", "decode-64")),
-    Case("experts", "H200", "gpt-oss-120b", "bf16", "model", Layout(1, 1, 1, 1), ("decode-1", "decode-64", "batch-512x1000x1000")),
-    Case("experts", "H200", "deepseek-v2-lite", "fp8", "model", Layout(1, 1, 1, 1), ("decode-1", "decode-64")),
+    Case("contexts", "H200", "llama-3.1-8b", "bf16", "model", ONE, ("decode-8x32768x32",)),
+    Case("contexts", "H200", "llama-3.1-8b", "bf16", "fp8", ONE, ("decode-8x32768x32",)),
+    Case("contexts", "H200", "llama-3.1-70b", "fp8", "fp8", TP2, LONG),
+    Case("dense", "H200", "llama-3.1-405b", "fp8", "fp8", TP4, ("decode-256", "batch-512x1000x1000")),
+    Case("dense", "H200", "llama-3.1-405b", "fp8", "fp8", PlannedLayout(8, 1, 1, 1), SERVED),
+    Case("experts", "H200", "mixtral-8x22b", "fp8", "model", TP2, SERVED),
+    Case("experts", "H200", "mixtral-8x22b", "fp8", "fp8", TP2, ("batch-512x1000x1000",)),
+    Case("experts", "H200", "qwen3-235b-a22b", "fp8", "fp8", TP2, ("batch-512x1000x1000",)),
+    Case("mxfp4", "H200", "gpt-oss-120b", "bf16", "model", ONE, SERVED),
+    Case("latent", "H200", "deepseek-v2-lite", "fp8", "model", ONE, ("decode-16", "decode-256")),
+    Case("latent", "H200", "deepseek-v2-lite", "bf16", "model", ONE, SERVED),
 )
+"""No row of these is measured; of gpt-oss only rows of an older MXFP4 GEMM are."""
 
 
 def predicted(case: Case) -> dict[str, Any]:
     """KV tokens, and each workload's figure with its interval: ms per token, or output tokens per second."""
     shape, machine = subject.shape_for(case.model), subject.machine_for(case.gpu)[0]
-    kv_size = 1 if case.kv == "fp8" else 2
+    kv_size = footprint.kv_itemsize(case.kv, case.dtype)
     longest = max(parse(name).seq_len for name in case.workloads)
-    wanted = Wanted(dtype=case.dtype, kv_cache_dtype=case.kv, max_seq_len=max(4096, longest))
-    _, kv_tokens, _ = search.memory(shape, machine, wanted, case.layout.split, 512, kv_size)
+    request = PlanRequest(dtype=case.dtype, kv_cache_dtype=case.kv, max_seq_len=max(4096, longest))
+    _, kv_tokens, _ = search.memory(shape, machine, request, case.layout.split, 512, kv_size)
     costs = Costs(shape, case.dtype, kv_size, case.layout.split, machine)
-    half = search.half_width(shape, machine, case.layout, costs)
     figures = {}
     for name in case.workloads:
         work = parse(name)
+        half = search.width(shape, machine, case.layout, costs, work.input_len + work.output_len / 2).half
         if work.kind == "decode":
             value = 1e3 * burst.decode_round(costs, work.requests, work.input_len + work.output_len / 2)
         else:
@@ -84,13 +88,15 @@ def predicted(case: Case) -> dict[str, Any]:
 
 
 def same_engine(row: dict[str, Any], report: dict[str, Any]) -> bool:
-    """Whether a report of `phalanx bench` measured the engine of a row of predictions: GPU, model, dtypes and layout."""
+    """Whether a report of `phalanx bench` measured the engine of a row of predictions: GPU, model, dtypes and layout. dtype: the
+    one that the engine ran in, as "auto" is the checkpoint's."""
     options, layout = report["asked"], row["layout"]
+    dtypes = {engine["dtype"] for engine in report["engines"].values()}
     gpu = " ".join(report["about"]["machine"]["gpus"][:1])
     return (
         row["gpu"] in gpu.split()
         and row["model"] == options["model"]
-        and row["dtype"] == options.get("dtype", "auto")
+        and dtypes == {row["dtype"]}
         and (row["kv_cache_dtype"] == "fp8") == (options.get("kv_cache_dtype") == "fp8")
         and layout["tp"] == options.get("tensor_parallel_size", 1)
         and layout["pp"] == options.get("pipeline_parallel_size", 1)
@@ -104,6 +110,7 @@ def beside(rows: list[dict[str, Any]], report: dict[str, Any]) -> list[dict[str,
     """One entry for each result of a report that was predicted: the figure with its interval, and what was measured."""
     entries = []
     kv_tokens = min(each["kv_tokens"] for each in report["engines"].values())
+    fraction = report["asked"].get("kv_cache_free_gpu_memory_fraction", FRACTION)
     for row in (row for row in rows if same_engine(row, report)):
         for result in report["results"]:
             figure = row["figures"].get(result["workload"])
@@ -116,49 +123,77 @@ def beside(rows: list[dict[str, Any]], report: dict[str, Any]) -> list[dict[str,
                 "unit": "ms per token" if result.get("tpot_ms") else "output tokens/s",
                 "predicted": figure, "measured": value, "error": figure["value"] / value - 1,
                 "inside": figure["low"] <= value <= figure["high"],
-                "kv_tokens": {"predicted": row["kv_tokens"], "start_gave": kv_tokens},
+                "kv_tokens": {"predicted": row["kv_tokens"], "start_gave": kv_tokens if fraction == FRACTION else None},
                 "measured_by": report["about"],
             })  # fmt: skip
     return entries
 
 
 def groups(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Each group's number of figures, mean and largest absolute error, and how many lie inside their interval."""
-    names = dict.fromkeys(entry["group"] for entry in entries)
-    sizes = {name: [abs(entry["error"]) for entry in entries if entry["group"] == name] for name in names}
-    inside = {name: sum(entry["inside"] for entry in entries if entry["group"] == name) for name in names}
+    """Each group's number of figures, mean and largest absolute error, how many lie inside their interval, and the median half
+    width of these."""
+    by_group: dict[str, list[dict[str, Any]]] = {}
+    for entry in entries:
+        by_group.setdefault(entry["group"], []).append(entry)
+    return {name: summary(members) for name, members in by_group.items()}
+
+
+def summaries(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all figures, of those on a machine that coefficients were fitted on, of each group and of each model."""
+    machines = coefficients.document()["machines"]
+    measured = [entry for entry in entries if entry["gpu"] in machines]
+    models = {name: summary([each for each in entries if each["model"] == name]) for name in {each["model"] for each in entries}}
+    parts = {"all": summary(entries), "groups": groups(entries), "models": dict(sorted(models.items()))}
+    return parts | ({"measured_machine": summary(measured)} if measured else {})
+
+
+def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of measured predictions: their number, errors, how many are inside their interval, and its median half width."""
+    errors = [abs(entry["error"]) for entry in entries]
+    widths = [entry["predicted"]["high"] / entry["predicted"]["value"] - 1 for entry in entries]
     return {
-        name: {"figures": len(errors), "mean_error": sum(errors) / len(errors), "worst_error": max(errors), "inside": inside[name]}
-        for name, errors in sizes.items()
-    }
+        "figures": len(errors), "mean_error": sum(errors) / len(errors), "worst_error": max(errors),
+        "inside": sum(entry["inside"] for entry in entries), "median_half_width": statistics.median(widths),
+    }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measured", type=Path, nargs="*", default=[], help="reports of `phalanx bench all`")
     options = parser.parse_args()
-    if not options.measured:
-        print(f"written: {harness.write(NAME, {'rows': [predicted(each) for each in CASES]}).relative_to(harness.ROOT)}")
+    if options.measured:
+        reports = [json.loads(file.read_text(encoding="utf-8")) for file in options.measured]
+        if not sum(compare(name, reports) for name in NAMES):
+            print("no result of these reports was predicted, or all of them had been measured", file=sys.stderr)
+            return 1
         return 0
-    predictions = json.loads((harness.RESULTS / f"{NAME}.json").read_text(encoding="utf-8"))
-    path = harness.RESULTS / f"{MEASURED}.json"
-    old = json.loads(path.read_text(encoding="utf-8"))["figures"] if path.is_file() else []
-    new = [
-        entry for file in options.measured for entry in beside(predictions["rows"], json.loads(file.read_text(encoding="utf-8")))
-    ]
-    if not new:
-        print("no result of these reports was predicted", file=sys.stderr)
+    if (harness.RESULTS / f"{NAMES[-1]}.json").exists():
+        print(f"{NAMES[-1]}.json exists: a prediction is made once; add a name to NAMES", file=sys.stderr)
         return 1
-    names = {key(entry) for entry in new}
-    figures = [entry for entry in old if key(entry) not in names] + new
+    print(f"written: {harness.write(NAMES[-1], {'rows': [predicted(each) for each in CASES]}).relative_to(harness.ROOT)}")
+    return 0
+
+
+def compare(name: str, reports: list[dict[str, Any]]) -> int:
+    """Put the reports beside the predictions of a results file; how many figures are new. The first measurement of a figure
+    stays: a later one is of another engine than the one that was predicted."""
+    if not (harness.RESULTS / f"{name}.json").is_file():
+        return 0
+    predictions = json.loads((harness.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    path = harness.RESULTS / f"{name}_measured.json"
+    entries = json.loads(path.read_text(encoding="utf-8"))["figures"] if path.is_file() else []
+    known = {key(entry) for entry in entries}
+    new = [entry for report in reports for entry in beside(predictions["rows"], report) if key(entry) not in known]
     for entry in new:
         print(
             f"{entry['gpu']} {entry['model']} {entry['dtype']} kv {entry['kv_cache_dtype']} {entry['workload']:22} "
             f"predicted {entry['predicted']['value']:10,.2f} measured {entry['measured']:10,.2f} "
             f"{entry['error']:+7.1%} {'inside' if entry['inside'] else 'OUTSIDE'}"
         )
-    harness.write(MEASURED, {"predicted_at": predictions["about"]["commit"], "groups": groups(figures), "figures": figures})
-    return 0
+    if new:
+        figures = entries + new
+        harness.write(path.stem, {"predicted_at": predictions["about"]["commit"], **summaries(figures), "figures": figures})
+    return len(new)
 
 
 def key(entry: dict[str, Any]) -> tuple[Any, ...]:

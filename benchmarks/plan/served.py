@@ -54,7 +54,7 @@ from phalanx.hardware.catalogue import GpuSpec
 from phalanx.plan import subject
 from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.cost import Costs, Machine
-from phalanx.plan.footprint import Split
+from phalanx.plan.footprint import Split, kv_itemsize
 
 GOALS = {50: 0.10, 90: 0.10, 99: 0.20}
 """By percentile: the part of the served figure by which the simulated one may differ."""
@@ -79,12 +79,14 @@ def main() -> int:
         os.environ["OMP_NUM_THREADS"] = "1"  # server, client and rank have a core each; both sides compute alike
     trace = trace_of(options)
     runs: list[dict[str, Any]] = []
+    rejected: list[dict[str, Any]] = []
     for _ in range(_TRIES * options.repeats):
         one = run(options, trace)
         print(f"\nrun {len(runs) + 1} of {options.repeats}: {_line(one)}", flush=True)
         show(figures_of([one]))
         if (one["drift"] or 0.0) > DRIFT:
             print(f"does not count: the machine changed by more than {DRIFT:.0%}", flush=True)
+            rejected.append({"drift": one["drift"], "figures": figures_of([one])})
             continue
         runs.append(one)
         if len(runs) == options.repeats:
@@ -97,7 +99,7 @@ def main() -> int:
     show(figures)
     requests = " ".join(f"{each.at:.4f}:{each.input_len}:{each.output_len}" for each in trace)
     asked = {name: value for name, value in vars(options).items() if name not in ("again", "events", "folder")}
-    document = {"asked": asked, "figures": figures, "runs": runs, "requests": requests}
+    document = {"asked": asked, "figures": figures, "runs": runs, "rejected": rejected, "requests": requests}
     print(f"written: {harness.write(options.name or f'plan_served_{options.device}', document, options.folder)}")
     return int(missed(figures))
 
@@ -222,7 +224,7 @@ def simulated_again(facts: dict[str, Any], trace: Sequence[Arrival]) -> list[Ser
     else:
         gpu = GpuSpec(**facts["gpu"])
         machine = Machine(gpu, gpu.link, 1, 1, None, Coefficients.from_json(facts["coefficients"]), "measured")
-    kv_size = 1 if facts["kv_cache_dtype"] == "fp8" else 4 if facts["dtype"] == "fp32" else 2
+    kv_size = kv_itemsize(facts["kv_cache_dtype"], facts["dtype"])
     costs = Costs(subject.shape_for(facts["model"]), facts["dtype"], kv_size, Split(), machine)
     return simulate.run(costs, SchedulerOptions(**facts["limits"]), trace, frontend=Frontend(**facts["frontend"])).served
 

@@ -21,7 +21,7 @@ from phalanx.bench.prediction import arrivals, scenario
 from phalanx.bench.prediction.arrivals import HASHED
 from phalanx.engine.scheduler import SchedulerOptions
 from phalanx.plan import subject
-from phalanx.plan.search import Wanted
+from phalanx.plan.search import PlanRequest
 
 BLOCK = 16
 
@@ -57,8 +57,8 @@ def engine(model: str, tp: int, room: int) -> scenario.Engine:
     """With a cache of so many tokens, whatever the GPUs have: to see what can be found at all."""
     machine, _ = subject.machine_for("H200")
     shape = subject.shape_for(model)
-    wanted = Wanted(dtype="fp8", kv_cache_dtype="fp8", max_batch_size=256, max_seq_len=131072)
-    made = scenario.Engine.of(shape, machine, wanted, tp=tp)
+    request = PlanRequest(dtype="fp8", kv_cache_dtype="fp8", max_batch_size=256, max_seq_len=131072)
+    made = scenario.Engine.of(shape, machine, request, tp=tp)
     options = SchedulerOptions(**{**vars(made.options), "num_blocks": room // BLOCK}) if room else made.options
     return scenario.Engine(made.costs, options, made.layout)
 

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from benchmarks.harness import RESULTS
-from benchmarks.plan import predict
+from benchmarks.plan import fit, predict
+from phalanx.plan import coefficients
+from phalanx.plan.coefficients import Coefficients
 
 ROW = {
     "group": "H100", "gpu": "H100", "model": "llama-3-8b", "dtype": "bf16", "kv_cache_dtype": "fp8", "kv_tokens": 900,
@@ -17,11 +20,12 @@ ROW = {
 }  # fmt: skip
 
 
-def report(gpu: str = "NVIDIA H100 80GB HBM3", tpot_ms: float = 5.0, **options: object) -> dict[str, object]:
+def report(gpu: str = "NVIDIA H100 80GB HBM3", tpot_ms: float = 5.0, dtype: str = "bf16", **options: object) -> dict[str, object]:
+    """dtype: the one that the engine ran in."""
     return {
         "about": {"machine": {"gpus": [gpu]}},
-        "asked": {"model": "llama-3-8b", "dtype": "bf16", "kv_cache_dtype": "fp8", **options},
-        "engines": {"AUTO": {"kv_tokens": 1000}},
+        "asked": {"model": "llama-3-8b", "dtype": dtype, "kv_cache_dtype": "fp8", **options},
+        "engines": {"AUTO": {"kv_tokens": 1000, "dtype": dtype}},
         "results": [{"workload": "decode-1", "tpot_ms": tpot_ms}, {"workload": "decode-7", "tpot_ms": 1.0}],
     }
 
@@ -33,6 +37,27 @@ def test_a_figure_stands_beside_its_prediction():
     assert entry["kv_tokens"] == {"predicted": 900, "start_gave": 1000}
     (entry,) = predict.beside([ROW], report(tpot_ms=6.1))
     assert not entry["inside"]
+
+
+def test_the_dtype_is_the_one_that_the_engine_ran_in():
+    automatic = report()
+    del automatic["asked"]["dtype"]
+    assert len(predict.beside([ROW], automatic)) == 1
+    automatic["engines"]["AUTO"]["dtype"] = "fp16"
+    assert predict.beside([ROW], automatic) == []
+
+
+def test_kv_tokens_of_another_fraction_are_not_compared():
+    (entry,) = predict.beside([ROW], report(kv_cache_free_gpu_memory_fraction=0.95))
+    assert entry["kv_tokens"] == {"predicted": 900, "start_gave": None}
+
+
+def test_the_first_measurement_of_a_prediction_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(predict.harness, "RESULTS", tmp_path)
+    (tmp_path / "p.json").write_text(json.dumps({"about": {"commit": "c"}, "rows": [ROW]}))
+    assert predict.compare("p", [report()]) == 1
+    assert predict.compare("p", [report(tpot_ms=9.0)]) == 0
+    assert json.loads((tmp_path / "p_measured.json").read_text())["figures"][0]["measured"] == 5.0
 
 
 @pytest.mark.parametrize(
@@ -47,9 +72,13 @@ def test_another_engine_is_not_compared(other):
     assert predict.beside([ROW], report(**other)) == []
 
 
-def test_the_committed_figures_are_what_was_predicted_before():
-    document = json.loads((RESULTS / f"{predict.MEASURED}.json").read_text())
-    predictions = json.loads((RESULTS / f"{predict.NAME}.json").read_text())
+MEASURED = [name for name in predict.NAMES if (RESULTS / f"{name}_measured.json").is_file()]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_committed_figures_are_what_was_predicted_before(name):
+    document = json.loads((RESULTS / f"{name}_measured.json").read_text())
+    predictions = json.loads((RESULTS / f"{name}.json").read_text())
     assert document["predicted_at"] == predictions["about"]["commit"]
     for entry in document["figures"]:
         (row,) = [
@@ -58,4 +87,36 @@ def test_the_committed_figures_are_what_was_predicted_before():
             if all(row[name] == entry[name] for name in ("gpu", "model", "dtype", "kv_cache_dtype", "layout"))
         ]
         assert entry["predicted"] == row["figures"][entry["workload"]]
-    assert document["groups"] == predict.groups(document["figures"])
+    for part, figures in predict.summaries(document["figures"]).items():
+        assert document[part] == figures
+
+
+def test_no_measured_report_is_left_out():
+    """Every committed result of a predicted engine stands beside its prediction."""
+    compared = {predict.key(entry) for entry in json.loads((RESULTS / "plan_predictions_measured.json").read_text())["figures"]}
+    rows = json.loads((RESULTS / "plan_predictions.json").read_text())["rows"]
+    for path in [*(RESULTS / "experts").glob("*.json"), *(RESULTS / "h100").glob("*.json"), *(RESULTS / "serving").glob("*.json")]:
+        document = json.loads(path.read_text())
+        if "engines" in document and document["engines"] and "about" in document:
+            missing = [predict.key(entry) for entry in predict.beside(rows, document) if predict.key(entry) not in compared]
+            assert not missing, path.name
+
+
+def test_widths_and_coverage_are_those_of_the_rows_left_out():
+    """Of all rows under the committed coefficients, each with its model out of the fit and out of the width."""
+    fitted = json.loads((RESULTS / "plan_fit.json").read_text())["rows"]
+    intervals = coefficients.document()["intervals"]
+    for part in ("model", "layout"):
+        assert intervals["checked"][part] == fit.coverage(fitted, part)
+        assert intervals["kinds"]["dense"][part] == fit.half_width([row[f"{part}_left_out"] for row in fitted])
+    now = Coefficients.from_json(coefficients.document()["machines"]["H200"]["coefficients"])
+    errors = sorted(
+        fit.predicted(row, now) / row.measured - 1 for row in fit.fitted_rows() if fit.kind(row) in ("dense", "experts")
+    )
+    assert errors == pytest.approx(sorted(row["fit"] for row in fitted), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", predict.NAMES)
+def test_predictions_say_by_which_commit(name):
+    about = json.loads((RESULTS / f"{name}.json").read_text())["about"]
+    assert re.fullmatch("[0-9a-f]{12}", about["commit"]), "predicted with uncommitted changes"

@@ -50,6 +50,8 @@ def test_memory_of_h200_is_what_cuda_reported():
         ("NVIDIA H100 PCIe", "H100-PCIE"),
         ("NVIDIA A100-SXM4-80GB", "A100-80"),
         ("NVIDIA A100 80GB PCIe", "A100-80-PCIE"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40-PCIE"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA T4", None),
@@ -69,6 +71,8 @@ def test_the_machine_at_hand():
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(OptionError, match="known: A100-40"):
         catalogue.gpu("V100")
+    with pytest.raises(OptionError, match="gpu MI300X is not supported; its GPUs run ROCm"):
+        catalogue.gpu("mi300x")
     with pytest.raises(OptionError, match="ib-ndr"):
         catalogue.network("token-ring")
     assert catalogue.network("ib-ndr").bandwidth == 50e9

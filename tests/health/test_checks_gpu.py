@@ -337,8 +337,8 @@ def test_memory_budget_is_the_planners(tp, pp):
     from phalanx.plan import search
     from phalanx.plan.subject import machine_for, shape_for
 
-    wanted = search.Wanted(dtype="fp8", kv_cache_dtype="fp8", max_batch_size=256)
-    plan = search.examine(shape_for("llama-3-70b"), machine_for("H200")[0], wanted, search.Layout(tp, pp, 1, 1))
+    request = search.PlanRequest(dtype="fp8", kv_cache_dtype="fp8", max_batch_size=256)
+    plan = search.examine(shape_for("llama-3-70b"), machine_for("H200")[0], request, search.PlannedLayout(tp, pp, 1, 1))
     examined = subject(
         "llama-3-70b", dtype="fp8", kv_cache_dtype="fp8", tensor_parallel_size=tp, pipeline_parallel_size=pp, max_batch_size=256
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -22,6 +23,7 @@ def test_installed_coefficients_win_and_are_called_measured(tmp_path, monkeypatc
     assert calibration.installed("H100") == mine
     machine, _ = subject.machine_for("H100")
     assert (machine.coefficients, machine.known) == (mine, "measured")
+    assert subject.machine_for("h100")[0].known == "measured"
     path.write_text("{}")
     with pytest.raises(TableError, match="calibrate again"):
         calibration.installed("H100")
@@ -32,5 +34,15 @@ def test_a_machine_that_the_catalogue_does_not_hold(tmp_path, monkeypatch):
     held = {name: value for name, value in asdict(spec).items() if name != "sources"}
     monkeypatch.setattr(calibration, "folder", lambda: tmp_path)
     calibration.install("CPU", cost.coefficients_for(spec)[0], {"gpu": held})
-    machine, _ = subject.machine_for("CPU")
-    assert (machine.gpu, machine.known) == (spec, "measured")
+    for name in ("CPU", "cpu"):
+        machine, _ = subject.machine_for(name)
+        assert (machine.gpu, machine.known) == (spec, "measured")
+
+
+def test_a_calibration_without_later_coefficients_is_read(tmp_path):
+    """Coefficients that came later have defaults: what a host measured before stays."""
+    values = asdict(cost.coefficients_for(catalogue.gpu("H200"))[0])
+    del values["c_latent"], values["mxfp4"]
+    (tmp_path / "H200.json").write_text(json.dumps({"coefficients": values}))
+    installed = calibration.installed("H200", tmp_path)
+    assert (installed.c_latent, installed.mxfp4) == (0.0, 1.0)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.plan import accuracy
+from benchmarks.plan.rows import HELD_OUT
 from phalanx.hardware import catalogue
 from phalanx.plan import coefficients, cost, subject
 from phalanx.plan.cost import Costs, Work
@@ -25,7 +26,7 @@ def costs(model="llama-3-70b", tp=4, pp=1, ep=1, machine=MACHINE, dtype="fp8"):
 
 def test_decode_rows_are_predicted_within_the_gates():
     errors = [abs(line.error) for line in accuracy.decodes()]
-    assert len(errors) >= 91
+    assert len(errors) >= 89
     assert sum(errors) / len(errors) <= accuracy.GATES["decode rows, mean"]
     assert max(errors) <= accuracy.GATES["decode rows, worst"]
 
@@ -34,7 +35,38 @@ def test_rows_left_out_of_the_fit_are_within_the_gates():
     residuals = coefficients.document()["machines"]["H200"]["residuals"]
     assert residuals["without its model"]["mean"] <= accuracy.GATES["a model left out, mean"]
     assert residuals["without its layout"]["mean"] <= accuracy.GATES["a layout left out, mean"]
-    assert residuals["without its model"]["rows"] >= 91
+    assert residuals["without its model"]["rows"] >= 85
+
+
+def test_rows_that_were_held_out_are_within_the_gate():
+    """No coefficient was fitted to an engine's row of a long context: attention of decodes is that of the kernel alone."""
+    held_out = [line for line in accuracy.decodes() if line.file in HELD_OUT]
+    assert len(held_out) >= 2
+    assert max(abs(line.error) for line in held_out) <= accuracy.GATES["decode rows, worst"]
+
+
+def test_nine_of_ten_rows_that_were_not_fitted_are_inside():
+    """By widths that these rows have no part in. Half of them is at most 8 percent for a model that the fit has seen, which is the
+    goal, and 8.5 for another one."""
+    for part, most in (("layout", 0.08), ("model", 0.085)):
+        checked = coefficients.document()["intervals"]["checked"][part]
+        assert set(checked) == {"dense", "experts"}
+        for each in checked.values():
+            assert each["inside"] >= 0.9 * each["rows"]
+            assert each["median_half_width"] <= most
+
+
+def test_latent_attention_and_mxfp4_cost_more():
+    """Each has a coefficient of its own, fitted to the only model of its kind."""
+    for model, dtype, name, work in (
+        ("deepseek-v2-lite", "fp8", "c_latent", Work(1, 1)), ("gpt-oss-120b", "bf16", "mxfp4", Work(64, 64)),
+    ):  # fmt: skip
+        mine = costs(model, tp=1, dtype=dtype)
+        without = replace(MACHINE.coefficients, **{name: 0.0 if name == "c_latent" else 1.0})
+        plain = costs(model, tp=1, dtype=dtype, machine=replace(MACHINE, coefficients=without))
+        assert mine.seconds(work) > 1.1 * plain.seconds(work)
+    lines = [line for line in accuracy.decodes() if line.file == "deepseek-v2-lite"]
+    assert max(abs(line.error) for line in lines) < 0.05
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4096), st.integers(1, 512), st.floats(1.01, 3))

@@ -11,25 +11,25 @@ import pytest
 from phalanx.config import EngineOptions
 from phalanx.config.sources import build_options, read_sources
 from phalanx.plan import explain, search, subject
-from phalanx.plan.search import Wanted
+from phalanx.plan.search import PlanRequest
 
 
 def made(model="llama-3-70b", gpu="H100", nodes=2, **options):
     shape, machine = subject.shape_for(model), subject.machine_for(gpu, nodes=nodes)[0]
-    wanted = Wanted(**{"dtype": "fp8", "kv_cache_dtype": "fp8", **options})
-    return model, shape, machine, wanted, search.search(shape, machine, wanted)
+    request = PlanRequest(**{"dtype": "fp8", "kv_cache_dtype": "fp8", **options})
+    return model, shape, machine, request, search.search(shape, machine, request)
 
 
 @pytest.mark.parametrize("model", ["llama-3-70b", "mixtral-8x22b"])
 def test_command_and_yaml_are_the_plans_options(model, tmp_path):
-    name, _, machine, wanted, found = made(model)
+    name, _, machine, request, found = made(model)
     for plan in found.plans:
-        words = shlex.split(explain.command(name, machine, wanted, plan)[0])
+        words = shlex.split(explain.command(name, machine, request, plan)[0])
         assert words[:3] == ["phalanx", "serve", model]
         flags = {words[at].removeprefix("--"): words[at + 1] for at in range(3, len(words), 2)}
         by_flags = build_options(EngineOptions, read_sources({**flags, "model": model}, environ={}))
         file = tmp_path / "options.yaml"
-        file.write_text(explain.yaml(explain.options(name, machine, wanted, plan)))
+        file.write_text(explain.yaml(explain.options(name, machine, request, plan)))
         by_file = build_options(EngineOptions, read_sources({}, file=file, environ={}))
         assert by_flags == by_file
         layout = plan.layout
@@ -37,12 +37,12 @@ def test_command_and_yaml_are_the_plans_options(model, tmp_path):
         assert (by_file.expert_parallel_size, by_file.moe_expert_parallel_size) == (layout.ep, layout.moe_ep)
         assert by_file.world_size == layout.split.world
         assert by_file.nnodes == -(-layout.split.world // machine.gpus_per_node)
-        assert by_file.max_seq_len == wanted.isl + wanted.osl
+        assert by_file.max_seq_len == request.isl + request.osl
 
 
 def test_the_text_has_the_tree_the_plans_and_the_reasons():
-    model, shape, machine, wanted, found = made()
-    text = explain.text(model, shape, machine, wanted, found)
+    model, shape, machine, request, found = made()
+    text = explain.text(model, shape, machine, request, found)
     assert "  -> under 80 GB: tp 2 or 4 in one node" in text
     assert f"chosen: {found.plans[0].layout.name}" in text
     assert "tp 16 spans nodes: 160 all-reduces a token over 50 GB/s" in text
@@ -52,10 +52,12 @@ def test_the_text_has_the_tree_the_plans_and_the_reasons():
 
 
 def test_json_has_every_layout_in_the_form_for_programs():
-    model, _, machine, wanted, found = made()
-    document = json.loads(json.dumps(explain.as_json(model, machine, wanted, found)))
+    model, _, machine, request, found = made()
+    document = json.loads(json.dumps(explain.as_json(model, machine, request, found)))
     assert len(document["plans"]) == len(found.plans)
     assert len(document["rejected"]) == len(found.rejected)
+    assert all(isinstance(plan["range_checked"], bool) for plan in document["plans"])
+    assert "as many replicas as the GPUs hold" in document["replicas"]
     for plan in document["plans"]:
         assert {"tp", "pp", "ep", "replicas"} <= set(plan["layout"])
         for name in ("ms_per_token", "ttft_ms", "output_tokens_per_second"):

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from phalanx.errors import ModelError, ModelNotFound, OptionError
+from phalanx.hardware import catalogue
 from phalanx.hardware.probe import Gpu, Machine
 from phalanx.plan import subject
 from phalanx.plan.families import known
@@ -64,6 +66,9 @@ def test_the_machine_at_hand_and_the_named_one(monkeypatch, tmp_path):
     monkeypatch.setattr(subject.probe, "detect_machine", lambda: Machine(tuple(here), 1, 1, 1))
     machine, why = subject.machine_for()
     assert (machine.gpu.name, machine.gpus_per_node, machine.nodes, why) == ("H200", 4, 1, "4 found here")
+    assert machine.gpu.memory_bytes == catalogue.gpu("H200").memory_bytes  # NVML tells more: the smaller one counts
+    here[1] = replace(here[1], total_memory=70 << 30)
+    assert subject.machine_for()[0].gpu.memory_bytes == (70 << 30) - catalogue.DRIVER_BYTES
     machine, _ = subject.machine_for("h100", nodes=2)
     assert (machine.gpus, machine.network.name) == (16, "ib-ndr")
     monkeypatch.setattr(subject.probe, "detect_machine", lambda: Machine((), 1, 1, 1))

@@ -23,6 +23,9 @@ def test_every_example_and_table_is_there():
         "--tp_size 4 --ep_size 2",
         "--tp_size 8 --pp_size 2 --num_workers 2",
         "errs by",
+        "--tp_size 4 --max_batch_size 256",
+        "`phalanx monitor URL`",
+        "| 8B FP16 on one A100 | 30 GB |",
     ):
         assert phrase in text
     assert text.count("phalanx serve meta-llama/Meta-Llama-3-70B --tp_size 4") == 3  # two plans, and the guide's own command

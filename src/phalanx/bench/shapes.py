@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published model shapes by name. A folder with config.json and a substitute tokenizer is all that dummy weights need.
 
-Dimensions: config.json of meta-llama/Meta-Llama-3-8B, Meta-Llama-3-70B and Llama-3.1-405B on the Hugging Face Hub.
+The dimensions are those of the planner's models (src/phalanx/plan/data/models.json).
 """
 
 from __future__ import annotations
@@ -18,43 +18,26 @@ from phalanx.bench.report import os_failure
 from phalanx.errors import OptionError
 from phalanx.plan.families import known
 
-_LLAMA_3: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "rope_theta": 500000.0, "max_position_embeddings": 8192, "num_key_value_heads": 8, "tie_word_embeddings": False,
-    "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001,
-}  # fmt: skip
-_LONG: dict[str, Any] = {
-    "max_position_embeddings": 131072,
-    "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}  # fmt: skip
-
-
-def _llama(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        **_LLAMA_3, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-    }  # fmt: skip
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": _llama(4096, 14336, 32, 32),
-    "llama-3-70b": _llama(8192, 28672, 80, 64),
-    "llama-3.1-8b": {**_llama(4096, 14336, 32, 32), **_LONG},
-    "llama-3.1-70b": {**_llama(8192, 28672, 80, 64), **_LONG},
-    "llama-3.1-405b": {**_llama(16384, 53248, 126, 128), **_LONG},
-}
-"""Name -> config.json."""
-
-_KNOWN = (
-    "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v2-lite",
-    "deepseek-v2", "deepseek-v3",
+_NAMES = (
+    "llama-3-8b", "llama-3-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mixtral-8x7b", "mixtral-8x22b",
+    "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3",
 )  # fmt: skip
-for _name in _KNOWN:
-    _config = known(_name)
-    assert _config is not None
-    SHAPES[_name] = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", **_config}
+_LLAMA = {
+    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}  # fmt: skip
+_OTHERS = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+
+
+def _config(name: str) -> dict[str, Any]:
+    """config.json of a model that the planner knows, with what only an engine reads."""
+    config = known(name)
+    assert config is not None, name
+    return {**(_LLAMA if name.startswith("llama") else _OTHERS), **config}
+
+
+SHAPES: dict[str, dict[str, Any]] = {name: _config(name) for name in _NAMES}
+"""Name -> config.json."""
 
 
 def write(name: str, folder: Path) -> Path:

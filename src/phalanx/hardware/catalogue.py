@@ -82,9 +82,12 @@ def missing(name: str) -> list[str]:
 
 @cache
 def gpu(name: str) -> GpuSpec:
-    """The GPU of a name, in either case. Raises OptionError with the known names, or with the figures that are missing."""
+    """The GPU of a name, in either case. Raises OptionError with the known names, with the figures that are missing, or for a GPU
+    that Phalanx does not run on."""
     known = {each.lower(): each for each in names()}
     spelled = known.get(name.lower().replace("_", "-"))
+    if spelled is None and (why := _document()["unsupported"].get(name.upper())):
+        raise OptionError(f"gpu {name.upper()} is not supported", why=why, next=f"known: {', '.join(names())}")
     if spelled is None:
         raise OptionError(f"gpu {name!r} is not in the catalogue", next=f"known: {', '.join(names())}")
     if lacks := missing(spelled):

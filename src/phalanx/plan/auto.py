@@ -9,7 +9,7 @@ from phalanx.hardware import probe
 from phalanx.log import get_logger
 from phalanx.plan import explain, search, subject
 from phalanx.plan.cost import Machine
-from phalanx.plan.search import Found, Plan, Wanted
+from phalanx.plan.search import Plan, PlanRequest, SearchResult
 from phalanx.plan.shape import Shape
 
 logger = get_logger(__name__)
@@ -46,11 +46,11 @@ def planned(options: EngineOptions) -> EngineOptions:
 
 def choose(options: EngineOptions, shape: Shape, machine: Machine) -> EngineOptions:
     """The options of the best layout on the machine. Raises as `planned`."""
-    wanted = wanted_of(options, shape)
-    result = search.search(shape, machine, wanted)
-    result = Found([plan for plan in result.plans if _holds(options, plan)], result.rejected, result.changes)
+    request = request_of(options, shape)
+    result = search.search(shape, machine, request)
+    result = SearchResult([plan for plan in result.plans if _holds(options, plan)], result.rejected, result.changes)
     best = search.require(result)
-    for line in explain.text(options.model, shape, machine, wanted, result).splitlines():
+    for line in explain.text(options.model, shape, machine, request, result).splitlines():
         logger.info("%s", line)
     layout = {
         "tensor_parallel_size": best.layout.tp, "pipeline_parallel_size": best.layout.pp,
@@ -60,19 +60,20 @@ def choose(options: EngineOptions, shape: Shape, machine: Machine) -> EngineOpti
 
 
 def _holds(options: EngineOptions, plan: Plan) -> bool:
-    """Whether the layout is one for which the options that depend on it have an effect."""
+    """Whether the layout is one for which the options that depend on it have an effect. No GPU has measured groups of experts
+    (ep): only an option that is of them alone chooses them."""
     moves = options.rebalance_experts_every is None or plan.layout.moe_ep > 1
-    return moves and (options.expert_exchange == "ALL_GATHER" or plan.layout.ep > 1)
+    return moves and (options.expert_exchange == "ALL_TO_ALL") == (plan.layout.ep > 1)
 
 
-def wanted_of(options: EngineOptions, shape: Shape) -> Wanted:
+def request_of(options: EngineOptions, shape: Shape) -> PlanRequest:
     """What the engine's options ask of a plan."""
     dtype = options.dtype if options.dtype != "auto" else "bf16" if shape.dtype == "fp32" else shape.dtype
     asks_fp8 = shape.quantization is not None and shape.quantization.kv
     cache = ("fp8" if asks_fp8 else "model") if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     longest = min(options.max_seq_len or shape.max_positions, shape.max_positions)
     tokens = max(min(_TOKENS, longest // 2), 1)
-    return Wanted(
+    return PlanRequest(
         dtype, cache, tokens, tokens, min(_REQUESTS, options.max_batch_size), "throughput", max_batch_size=options.max_batch_size,
         max_num_tokens=options.max_num_tokens or 8192, max_seq_len=longest, fraction=options.kv_cache_free_gpu_memory_fraction,
         strategy="NCCL" if options.allreduce_strategy == "NCCL" else "AUTO", redundant_experts=options.redundant_experts,

@@ -49,7 +49,7 @@ def _mixed_sizes(most: int) -> tuple[int, ...]:
 
 
 def computed_rows(costs: Costs, rows: int, most: int) -> int:
-    """Rows that a step of so many rows of one token computes: those of the graph that replays it, where graphs are. most: rows of
+    """Rows that a step of so many decode rows computes: those of the graph that replays it, where graphs are. most: rows of
     the largest graph."""
     return next((size for size in _decode_sizes(most) if size >= rows), rows) if costs.machine.replays_graphs else rows
 

@@ -19,7 +19,11 @@ def folder() -> Path:
 
 
 def path_of(gpu: str, where: Path | None = None) -> Path:
-    return (where or folder()) / f"{gpu}.json"
+    """The file of a GPU, whose name is taken in either case."""
+    path = (where or folder()) / f"{gpu}.json"
+    if path.is_file() or not path.parent.is_dir():
+        return path
+    return next((each for each in path.parent.glob("*.json") if each.stem.lower() == gpu.lower()), path)
 
 
 def installed(gpu: str, where: Path | None = None) -> Coefficients | None:

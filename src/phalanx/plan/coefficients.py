@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ class Coefficients:
     e_experts_flops: of the grouped GEMMs over experts. e_far, e_far_fp8: of decode attention beyond FAR_ROW tokens of a row.
     passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer whose kernels the host launches
     one by one, which a step without a graph takes at least. c_call: of another call of a layer's attention, where rows of other
-    sizes have one of their own (on a CPU). e_kv_fp8 and e_prompt_fp8: with an FP8 cache. e_bytes_16: of weights in
-    16 bit.
-    ns_row, ns_long_row: of one row's attention, for each token of its context up to LONG_ROW and beyond. landed: the part of an
-    all-reduce that long steps hide, since GEMMs write into their owners' memory."""
+    sizes have one of their own (on a CPU). c_latent: more of a chain for a layer with latent attention. e_kv_fp8 and e_prompt_fp8:
+    with an FP8 cache. e_bytes_16: of weights in 16 bit. mxfp4: times as long as reading them at e_experts do GEMMs over experts in
+    MXFP4 take, which widen their weights.
+    ns_row, ns_long_row: of one row's attention, for each token of its context up to LONG_ROW and beyond. gemm_rs_hidden_part:
+    of an all-reduce, what long steps hide, since GEMMs write into their owners' memory."""
 
     e_bytes: float
     e_bytes_16: float
@@ -39,7 +40,7 @@ class Coefficients:
     e_prompt_fp8: float
     passes: float
     passes_experts: float
-    landed: float
+    gemm_rs_hidden_part: float
     ns_row: float
     ns_long_row: float
     c_layer: float
@@ -49,10 +50,14 @@ class Coefficients:
     c_hop: float
     c_eager: float
     c_call: float
+    c_latent: float = 0.0
+    mxfp4: float = 1.0
 
     @classmethod
     def from_json(cls, values: dict[str, float]) -> Coefficients:
-        return cls(**{each.name: float(values[each.name]) for each in fields(cls)})
+        """Raises KeyError where one without a default is missing."""
+        chosen = (each for each in fields(cls) if each.default is MISSING or each.name in values)
+        return cls(**{each.name: float(values[each.name]) for each in chosen})
 
 
 @cache

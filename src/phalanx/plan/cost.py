@@ -85,9 +85,9 @@ def coefficients_for(gpu: GpuSpec) -> tuple[Coefficients, Label]:
 
 @dataclass(frozen=True)
 class Work:
-    """One step of one replica. tokens: computed; rows: that sample; kv_tokens: read by rows of one token, over all of them; pairs:
+    """One step of one replica. tokens: computed; rows: that sample; kv_tokens: read by decode rows, over all of them; pairs:
     of prompt tokens with the keys that each sees. eager: launched kernel by kernel, not replayed from a graph. longest: context of
-    the longest row of one token. calls: of each layer's attention."""
+    the longest decode row. calls: of each layer's attention."""
 
     tokens: int
     rows: int
@@ -206,11 +206,11 @@ class Costs:
         for gemm in gemms:
             seconds += gemm.count * self._gemm_seconds(gemm, tokens, everywhere)
         seconds += cs.passes * tokens * between / machine.bandwidth
-        chain = cs.c_one if tokens == 1 else cs.c_layer
+        chain = (cs.c_one if tokens == 1 else cs.c_layer) + (cs.c_latent if self.shape.latent is not None else 0.0)
         seconds += layers * chain * 1e-6 + moe_layers * self._around_experts(everywhere)
         hidden_bytes = tokens * self.shape.hidden_size * 2.0
         if split.tp > 1:
-            hidden_part = cs.landed * min(tokens / LONG_STEP, 1.0) if self.strategy != "NCCL" else 0.0
+            hidden_part = cs.gemm_rs_hidden_part * min(tokens / LONG_STEP, 1.0) if self.strategy != "NCCL" else 0.0
             seconds += 2 * layers * self._all_reduce().us(hidden_bytes) * (1 - hidden_part) * 1e-6
         if split.ep > 1 and moe_layers:  # each rank gathers the tokens of all dp indices, and as many sums are scattered
             seconds += 2 * moe_layers * self._exchange().us(hidden_bytes * split.ep) * 1e-6
@@ -248,7 +248,8 @@ class Costs:
             physical = experts.count + self.split.redundant
             nbytes = gemm.weight_bytes * _touched(experts, self.split.redundant, everywhere) / physical
             flops = gemm.flops * everywhere * experts.per_token / physical
-            peak, part = _reached_flops(gpu, cs, gemm.fp8, cs.e_experts_flops), cs.e_experts
+            peak = _reached_flops(gpu, cs, gemm.fp8, cs.e_experts_flops)
+            part = cs.e_experts / (cs.mxfp4 if experts.mxfp4 else 1.0)
         else:
             nbytes, flops = float(gemm.weight_bytes), gemm.flops * tokens
             peak, part = _reached_flops(gpu, cs, gemm.fp8, cs.e_flops), cs.e_bytes if gemm.fp8 else cs.e_bytes_16

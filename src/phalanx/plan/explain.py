@@ -10,13 +10,19 @@ from typing import Any
 from phalanx.plan import footprint
 from phalanx.plan.cost import Machine
 from phalanx.plan.footprint import Split
-from phalanx.plan.search import Figure, Found, Plan, Wanted
+from phalanx.plan.search import Figure, Plan, PlanRequest, SearchResult
 from phalanx.plan.shape import Shape
 
 LABELS = {
     "measured": "coefficients measured on this machine", "table": "a machine class that was measured",
     "derived": "scaled from a measured class", "estimated": "parts of it were never measured",
 }  # fmt: skip
+
+RANGES = {
+    True: "the range held 9 of 10 measured figures that were not fitted",
+    False: "the range is meant for 9 of 10 measurements, which was not checked on such a machine and model",
+}
+"""By `Plan.checked`."""
 
 # The guide's tree is by bytes of weights, for GPUs of 80 GB; a node has 8.
 _BRANCHES = (
@@ -32,15 +38,15 @@ def branch(weights: float) -> int:
     return next(index for index, (below, _) in enumerate(_BRANCHES) if weights < below)
 
 
-def tree(shape: Shape, wanted: Wanted, best: Plan | None) -> list[str]:
+def tree(shape: Shape, request: PlanRequest, best: Plan | None) -> list[str]:
     """The guide's decision tree with the branch that it takes, and what the search chose instead, with its reason."""
-    weights = footprint.weight_bytes(shape, wanted.dtype, Split())[0]
+    weights = footprint.weight_bytes(shape, request.dtype, Split())[0]
     taken = branch(weights)
-    lines = [f"weights: {weights / 1e9:,.1f} GB in {wanted.dtype}"]
+    lines = [f"weights: {weights / 1e9:,.1f} GB in {request.dtype}"]
     for index, (_, text) in enumerate(_BRANCHES):
         lines.append(f"  {'->' if index == taken else '  '} {text}")
     if best is not None:
-        goal = "tokens per second" if wanted.goal == "throughput" else "time per token"
+        goal = "tokens per second" if request.goal == "throughput" else "time per token"
         lines.append(f"  chosen: {best.layout.name}, the best {goal} of all that fit")
     return lines
 
@@ -53,25 +59,25 @@ def describe(machine: Machine) -> str:
     return f"{nodes} x {gpu.name} ({gpu.memory_bytes / 1e9:.1f} GB), {machine.link} at {gpu.link_bandwidth / 1e9:g} GB/s{between}"
 
 
-def text(model: str, shape: Shape, machine: Machine, wanted: Wanted, result: Found, *, rejected: int = 12) -> str:
+def text(model: str, shape: Shape, machine: Machine, request: PlanRequest, result: SearchResult, *, rejected: int = 12) -> str:
     """All of it: what was asked, the tree, the plans, the rejected, the command. rejected: how many of these at most."""
     bounds = [
-        f"{name} <= {value * 1e3:g} ms" for name, value in (("TTFT", wanted.slo_ttft), ("time per token", wanted.slo_tpot))
+        f"{name} <= {value * 1e3:g} ms" for name, value in (("TTFT", request.slo_ttft), ("time per token", request.slo_tpot))
         if value is not None
     ]  # fmt: skip
     lines = [
         f"{model} on {describe(machine)}",
-        f"{wanted.concurrency} requests at once, {wanted.isl:,} tokens in, {wanted.osl:,} out; dtype {wanted.dtype}, KV cache "
-        f"{wanted.kv_cache_dtype}; goal {wanted.goal}{''.join(f'; {bound}' for bound in bounds)}",
+        f"{request.concurrency} requests at once, {request.isl:,} tokens in, {request.osl:,} out; dtype {request.dtype}, KV cache "
+        f"{request.kv_cache_dtype}; goal {request.goal}{''.join(f'; {bound}' for bound in bounds)}",
         "",
-        *tree(shape, wanted, result.plans[0] if result.plans else None),
+        *tree(shape, request, result.plans[0] if result.plans else None),
         "",
     ]
     if result.plans:
         lines += plans_table(result.plans)
         lines += ["", *(f"note: {note}" for note in result.plans[0].notes)]
         label = result.plans[0].output_tokens_per_second.label
-        lines.append(f"label {label}: {LABELS[label]}; the range holds 9 of 10 measurements")
+        lines.append(f"label {label}: {LABELS[label]}; {RANGES[result.plans[0].checked]}")
         lines.append("time per token = (end - first token) / (tokens - 1), mean over requests; TTFT of the median request")
     else:
         lines += ["no layout fits", *(f"  nearest: {change}" for change in result.changes)]
@@ -81,7 +87,7 @@ def text(model: str, shape: Shape, machine: Machine, wanted: Wanted, result: Fou
         if len(result.rejected) > rejected:
             lines.append(f"  and {len(result.rejected) - rejected} more (--json - has all)")
     if result.plans:
-        lines += ["", *command(model, machine, wanted, result.plans[0])]
+        lines += ["", *command(model, machine, request, result.plans[0])]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -132,7 +138,7 @@ def _table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     return lines
 
 
-def options(model: str, machine: Machine, wanted: Wanted, plan: Plan) -> dict[str, Any]:
+def options(model: str, machine: Machine, request: PlanRequest, plan: Plan) -> dict[str, Any]:
     """The engine's options, by their long names; layouts that stay at their default are left out."""
     layout = plan.layout
     nodes = -(-layout.split.world // machine.gpus_per_node)
@@ -147,8 +153,8 @@ def options(model: str, machine: Machine, wanted: Wanted, plan: Plan) -> dict[st
         chosen["replicas"] = layout.replicas
     if nodes > 1:
         chosen["nnodes"] = nodes
-    chosen |= {"dtype": wanted.dtype, "kv_cache_dtype": wanted.kv_cache_dtype, "max_batch_size": plan.max_batch_size}
-    return {**chosen, "max_num_tokens": wanted.max_num_tokens, "max_seq_len": wanted.seq_len}
+    chosen |= {"dtype": request.dtype, "kv_cache_dtype": request.kv_cache_dtype, "max_batch_size": plan.max_batch_size}
+    return {**chosen, "max_num_tokens": request.max_num_tokens, "max_seq_len": request.seq_len}
 
 
 _SHORT = {
@@ -157,9 +163,9 @@ _SHORT = {
 }  # fmt: skip
 
 
-def command(model: str, machine: Machine, wanted: Wanted, plan: Plan) -> list[str]:
+def command(model: str, machine: Machine, request: PlanRequest, plan: Plan) -> list[str]:
     """The serve command and the same as YAML for `--config`."""
-    chosen = options(model, machine, wanted, plan)
+    chosen = options(model, machine, request, plan)
     flags = " ".join(f"--{_SHORT.get(name, name)} {value}" for name, value in chosen.items() if name != "model")
     lines = [f"phalanx serve {shlex.quote(model)} {flags}"]
     if plan.layout.replicas > 1 and "replicas" not in chosen:
@@ -173,14 +179,15 @@ def yaml(chosen: dict[str, Any]) -> str:
     return "".join(f"{name}: {value}\n" for name, value in chosen.items())
 
 
-def as_json(model: str, machine: Machine, wanted: Wanted, result: Found) -> dict[str, Any]:
+def as_json(model: str, machine: Machine, request: PlanRequest, result: SearchResult) -> dict[str, Any]:
     """For programs: every plan and every rejected layout."""
     document: dict[str, Any] = {
-        "model": model, "machine": describe(machine), "isl": wanted.isl, "osl": wanted.osl, "concurrency": wanted.concurrency,
+        "model": model, "machine": describe(machine), "isl": request.isl, "osl": request.osl, "concurrency": request.concurrency,
+        "replicas": "each layout stands once, with as many replicas as the GPUs hold",
         "plans": [plan.as_json() for plan in result.plans], "rejected": [each.as_json() for each in result.rejected],
     }  # fmt: skip
     if result.plans:
-        document["serve"] = command(model, machine, wanted, result.plans[0])[0]
+        document["serve"] = command(model, machine, request, result.plans[0])[0]
     else:
         document["changes"] = result.changes
     return document

@@ -39,6 +39,11 @@ def itemsize(dtype: str) -> int:
     return DTYPES["bf16" if dtype == "fp8" else dtype].itemsize
 
 
+def kv_itemsize(kv_cache_dtype: str, dtype: str) -> int:
+    """Bytes of a cached value. kv_cache_dtype: "fp8", or "model" for the model's dtype."""
+    return 1 if kv_cache_dtype == "fp8" else itemsize(dtype)
+
+
 def tensor_bytes(shape: Shape, tensor: Tensor, dtype: str, split: Split) -> int:
     """Bytes of a declared tensor on one rank, its scales among them.
 

@@ -25,7 +25,7 @@ costs."""
 
 
 class GraphSize(NamedTuple):
-    """The size of a graph: tokens, the first `decode_rows` of which may be rows of one token each, and `prefill_rows` rows for the
+    """The size of a graph: tokens, the first `decode_rows` of which may be decode rows, and `prefill_rows` rows for the
     other tokens. With 0 prefill rows it is a decode graph, which ends with the argmax tokens; else a mixed graph."""
 
     tokens: int

@@ -24,7 +24,7 @@ BLOCK = 16
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanRequest:
     """What is asked of a plan. dtype, kv_cache_dtype: as the engine's options, but concrete; isl, osl: tokens in and out of each of
     `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's part.
     redundant_experts: as the engine's option."""
@@ -67,7 +67,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """Ranks of one replica, and how many replicas. moe_ep: experts split inside the tensor-parallel group; redundant: copies of
     experts in each layer."""
 
@@ -100,9 +100,9 @@ class Layout:
 @dataclass(frozen=True)
 class Plan:
     """One layout that runs. bytes: of the fullest rank by kind; kv_tokens: of one replica, never more than its start gives;
-    max_concurrency: requests of the asked length that its cache holds. Frozen; `plan.explain` shows it."""
+    max_concurrency: requests of the asked length that its cache holds. checked: as `Width`'s. Frozen; `plan.explain` shows it."""
 
-    layout: Layout
+    layout: PlannedLayout
     bytes: dict[str, int]
     kv_tokens: int
     max_concurrency: int
@@ -111,13 +111,14 @@ class Plan:
     ttft_ms: Figure
     output_tokens_per_second: Figure
     notes: tuple[str, ...] = ()
+    checked: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return {
             "layout": self.layout.as_json(), "ms_per_token": self.ms_per_token.as_json(), "ttft_ms": self.ttft_ms.as_json(),
             "output_tokens_per_second": self.output_tokens_per_second.as_json(), "kv_tokens": self.kv_tokens,
             "max_concurrency": self.max_concurrency, "max_batch_size": self.max_batch_size, "gpus": self.layout.gpus,
-            "bytes_per_gpu": self.bytes, "notes": list(self.notes),
+            "bytes_per_gpu": self.bytes, "notes": list(self.notes), "range_checked": self.checked,
         }  # fmt: skip
 
 
@@ -125,7 +126,7 @@ class Plan:
 class Rejected:
     """A layout that is out, and the reason that binds. short: bytes of one GPU that are missing, where memory is the reason."""
 
-    layout: Layout
+    layout: PlannedLayout
     reason: str
     short: int = 0
 
@@ -134,41 +135,41 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Plans, the best first, and the rejected layouts."""
 
     plans: list[Plan]
     rejected: list[Rejected]
     changes: list[str] = field(default_factory=list)
 
-    def only(self, tp: int | None = None, pp: int | None = None, ep: int | None = None) -> Found:
+    def only(self, tp: int | None = None, pp: int | None = None, ep: int | None = None) -> SearchResult:
         """Those layouts that have these sizes; None for any."""
 
-        def fits(layout: Layout) -> bool:
+        def fits(layout: PlannedLayout) -> bool:
             return tp in (None, layout.tp) and pp in (None, layout.pp) and ep in (None, layout.ep)
 
         plans, rejected = ([each for each in group if fits(each.layout)] for group in (self.plans, self.rejected))
-        return Found(plans, rejected, self.changes)  # type: ignore[arg-type]
+        return SearchResult(plans, rejected, self.changes)  # type: ignore[arg-type]
 
 
-def search(shape: Shape, machine: Machine, wanted: Wanted) -> Found:
+def search(shape: Shape, machine: Machine, request: PlanRequest) -> SearchResult:
     """All layouts on up to all GPUs of the machine; the nearest changes that would fit where nothing does.
 
     Raises OptionError for a length that the model does not have.
     """
-    if wanted.seq_len > shape.max_positions:
+    if request.seq_len > shape.max_positions:
         raise OptionError(
-            f"requests of {wanted.seq_len} tokens do not fit the model", held=f"its positions end at {shape.max_positions}",
+            f"requests of {request.seq_len} tokens do not fit the model", held=f"its positions end at {shape.max_positions}",
             next=f"use --isl and --osl that add up to at most {shape.max_positions}",
         )  # fmt: skip
     plans: list[Plan] = []
     rejected: list[Rejected] = []
-    for layout in layouts(shape, machine, wanted.redundant_experts):
-        verdict = examine(shape, machine, wanted, layout)
+    for layout in layouts(shape, machine, request.redundant_experts):
+        verdict = examine(shape, machine, request, layout)
         (plans if isinstance(verdict, Plan) else rejected).append(verdict)  # type: ignore[arg-type]
-    plans.sort(key=lambda plan: _rank(plan, wanted.goal))
+    plans.sort(key=lambda plan: _rank(plan, request.goal))
     rejected.sort(key=lambda each: (_UNEVEN in each.reason, each.short))
-    return Found(plans, rejected, [] if plans else nearest(shape, machine, wanted, rejected))
+    return SearchResult(plans, rejected, [] if plans else nearest(shape, machine, request, rejected))
 
 
 def _rank(plan: Plan, goal: Goal) -> tuple[float, ...]:
@@ -177,7 +178,7 @@ def _rank(plan: Plan, goal: Goal) -> tuple[float, ...]:
     return (rate, wait, *tie) if goal == "throughput" else (wait, rate, *tie)
 
 
-def layouts(shape: Shape, machine: Machine, redundant: int = 0) -> Iterator[Layout]:
+def layouts(shape: Shape, machine: Machine, redundant: int = 0) -> Iterator[PlannedLayout]:
     """Every product of sizes up to the machine's GPUs, each with as many replicas as there is room for. redundant: copies of
     experts in each layer."""
     total = machine.gpus
@@ -187,32 +188,32 @@ def layouts(shape: Shape, machine: Machine, redundant: int = 0) -> Iterator[Layo
                 ep = world // tp // pp
                 if (ep > 1 and shape.experts is None) or (tp & (tp - 1) and shape.num_heads % tp):
                     continue
-                yield Layout(tp, pp, ep, total // world, redundant=redundant)
+                yield PlannedLayout(tp, pp, ep, total // world, redundant=redundant)
                 if ep == 1 and shape.experts is not None:
-                    yield from (Layout(tp, pp, 1, total // world, inner, redundant) for inner in _divisors(tp) if inner > 1)
+                    yield from (PlannedLayout(tp, pp, 1, total // world, inner, redundant) for inner in _divisors(tp) if inner > 1)
 
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def examine(shape: Shape, machine: Machine, wanted: Wanted, layout: Layout) -> Plan | Rejected:
+def examine(shape: Shape, machine: Machine, request: PlanRequest, layout: PlannedLayout) -> Plan | Rejected:
     """A plan for the layout, or why there is none: it does not divide, spans nodes, does not fit, or misses an objective."""
     if reason := _illegal(shape, machine, layout):
         return Rejected(layout, reason)
-    kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
-    share = -(-wanted.concurrency // layout.replicas)
-    slots = wanted.max_batch_size or min(max(8, -(-share // 8) * 8), 512)
+    kv_size = footprint.kv_itemsize(request.kv_cache_dtype, request.dtype)
+    share = -(-request.concurrency // layout.replicas)
+    slots = request.max_batch_size or min(max(8, -(-share // 8) * 8), 512)
     if slots < layout.ep:
         return Rejected(layout, f"ep {layout.ep} runs requests of its own in each group, and max_batch_size is {slots}")
-    rank_bytes, kv_tokens, short = memory(shape, machine, wanted, layout.split, slots, kv_size)
-    if kv_tokens < wanted.seq_len:
-        return Rejected(layout, _too_small(rank_bytes, kv_tokens, short, wanted), short)
-    costs = Costs(shape, wanted.dtype, kv_size, layout.split, machine, wanted.strategy)
-    outcome = burst.run(costs, share, wanted.isl, wanted.osl, Limits(slots, wanted.max_num_tokens, kv_tokens))
-    plan = _plan(shape, machine, wanted, layout, costs, outcome, rank_bytes, kv_tokens, slots)
+    rank_bytes, kv_tokens, short = memory(shape, machine, request, layout.split, slots, kv_size)
+    if kv_tokens < request.seq_len:
+        return Rejected(layout, _too_small(rank_bytes, kv_tokens, short, request), short)
+    costs = Costs(shape, request.dtype, kv_size, layout.split, machine, request.strategy)
+    outcome = burst.run(costs, share, request.isl, request.osl, Limits(slots, request.max_num_tokens, kv_tokens))
+    plan = _plan(shape, machine, request, layout, costs, outcome, rank_bytes, kv_tokens, slots)
     for name, value, bound in (
-        ("TTFT", outcome.ttft_s, wanted.slo_ttft), ("time per token", outcome.ms_per_token / 1e3, wanted.slo_tpot),
+        ("TTFT", outcome.ttft_s, request.slo_ttft), ("time per token", outcome.ms_per_token / 1e3, request.slo_tpot),
     ):  # fmt: skip
         if bound is not None and value > bound:
             return Rejected(layout, f"{name} {value * 1e3:,.1f} ms is over the objective of {bound * 1e3:,.1f} ms")
@@ -222,7 +223,7 @@ def examine(shape: Shape, machine: Machine, wanted: Wanted, layout: Layout) -> P
 _UNEVEN = "do not stand evenly on nodes of"
 
 
-def _illegal(shape: Shape, machine: Machine, layout: Layout) -> str:
+def _illegal(shape: Shape, machine: Machine, layout: PlannedLayout) -> str:
     tp, pp, ep, moe_ep = layout.tp, layout.pp, layout.ep, layout.moe_ep
     experts = shape.experts
     if pp > shape.num_layers:
@@ -248,7 +249,7 @@ def _illegal(shape: Shape, machine: Machine, layout: Layout) -> str:
     return ""
 
 
-def _no_copies(experts: Experts | None, layout: Layout) -> str:
+def _no_copies(experts: Experts | None, layout: PlannedLayout) -> str:
     """Why a layer's experts can have no such copies; empty where they can."""
     if experts is None or layout.moe_ep == 1:
         why = "the model has no experts" if experts is None else "only ranks of moe_ep above 1 hold copies"
@@ -260,15 +261,15 @@ def _no_copies(experts: Experts | None, layout: Layout) -> str:
 
 
 def memory(
-    shape: Shape, machine: Machine, wanted: Wanted, split: Split, slots: int, kv_size: int
+    shape: Shape, machine: Machine, request: PlanRequest, split: Split, slots: int, kv_size: int
 ) -> tuple[dict[str, int], int, int]:  # fmt: skip
     """Bytes of the fullest rank by kind, KV tokens of a replica, and the bytes that are missing for one request of the asked
     length."""
     total = machine.gpu.memory_bytes
-    sizes = footprint.Sizes(wanted.dtype, kv_size, slots, wanted.max_num_tokens, BLOCK, wanted.fraction)
+    sizes = footprint.Sizes(request.dtype, kv_size, slots, request.max_num_tokens, BLOCK, request.fraction)
     rank = footprint.rank_memory(shape, split, total, sizes)
-    needed = -(-wanted.seq_len // BLOCK) * rank.block
-    short = max(math.ceil((needed - rank.budget) / wanted.fraction), 0)
+    needed = -(-request.seq_len // BLOCK) * rank.block
+    short = max(math.ceil((needed - rank.budget) / request.fraction), 0)
     rank_bytes = {
         "weights": rank.weights, "activations_and_context": rank.beside, "graphs": rank.graphs, "kv": rank.kv,
         "unused": max(total - rank.weights - rank.beside - rank.graphs - rank.kv, 0), "capacity": total,
@@ -276,12 +277,12 @@ def memory(
     return rank_bytes, rank.kv_tokens, short
 
 
-def _too_small(rank_bytes: dict[str, int], kv_tokens: int, short: int, wanted: Wanted) -> str:
+def _too_small(rank_bytes: dict[str, int], kv_tokens: int, short: int, request: PlanRequest) -> str:
     beside = rank_bytes["activations_and_context"] + rank_bytes["graphs"]
     text = f"memory: weights {_gb(rank_bytes['weights'])} and {_gb(beside)} beside them on a GPU of {_gb(rank_bytes['capacity'])}"
     if rank_bytes["weights"] + beside > rank_bytes["capacity"]:
         return f"{text}: {_gb(rank_bytes['weights'] + beside - rank_bytes['capacity'])} too much"
-    return f"{text} leave room for {kv_tokens:,} KV tokens, and a request takes {wanted.seq_len:,}: {_gb(short)} short"
+    return f"{text} leave room for {kv_tokens:,} KV tokens, and a request takes {request.seq_len:,}: {_gb(short)} short"
 
 
 def _gb(count: int) -> str:
@@ -289,20 +290,20 @@ def _gb(count: int) -> str:
 
 
 def _plan(
-    shape: Shape, machine: Machine, wanted: Wanted, layout: Layout, costs: Costs, outcome: Outcome, rank_bytes: dict[str, int],
-    kv_tokens: int, slots: int,
+    shape: Shape, machine: Machine, request: PlanRequest, layout: PlannedLayout, costs: Costs, outcome: Outcome,
+    rank_bytes: dict[str, int], kv_tokens: int, slots: int,
 ) -> Plan:  # fmt: skip
-    label, half = costs.label, half_width(shape, machine, layout, costs)
-    rate = outcome.output_tokens_per_second * wanted.concurrency / -(-wanted.concurrency // layout.replicas)
+    label, interval = costs.label, width(shape, machine, layout, costs, request.isl + request.osl / 2)
+    rate = outcome.output_tokens_per_second * request.concurrency / -(-request.concurrency // layout.replicas)
     notes = []
-    if wanted.dtype == "fp8" and machine.gpu.fp8_flops is None:
+    if request.dtype == "fp8" and machine.gpu.fp8_flops is None:
         notes.append(f"{machine.gpu.name} has no FP8 arithmetic: weights are stored in FP8 and GEMMs run in 16 bit")
     if layout.split.world > machine.gpus_per_node and layout.pp == 1:
         notes.append("expert parallelism over nodes")
     return Plan(
-        layout, rank_bytes, kv_tokens, kv_tokens // wanted.seq_len * layout.replicas, slots,
-        Figure.of(outcome.ms_per_token, half, label), Figure.of(outcome.ttft_s * 1e3, half * TTFT_WIDER, label),
-        Figure.of(rate, half, label), tuple(notes),
+        layout, rank_bytes, kv_tokens, kv_tokens // request.seq_len * layout.replicas, slots,
+        Figure.of(outcome.ms_per_token, interval.half, label), Figure.of(outcome.ttft_s * 1e3, interval.half * TTFT_WIDER, label),
+        Figure.of(rate, interval.half, label), tuple(notes), interval.checked,
     )  # fmt: skip
 
 
@@ -310,34 +311,60 @@ TTFT_WIDER = 1.5
 """Times as wide as the others' is the interval of the time to the first token: no coefficient is fitted to it."""
 
 
-def half_width(shape: Shape, machine: Machine, layout: Layout, costs: Costs) -> float:
-    """Half of the interval of 90 percent, as a part of the figure: the 90th percentile of the residuals of the class that it
-    belongs to (fitted; a layout or a model left out), or the committed width of a class that was never measured."""
+Kind = Literal["dense", "experts", "contexts", "latent", "mxfp4"]
+LONG_CONTEXT = 4096
+"""Tokens of a mean context from which on a figure is one of `contexts`."""
+
+
+def kind(shape: Shape, context: float) -> Kind:
+    """The kind of rows that say how wide a figure's interval is. context: mean tokens of a request while it decodes."""
+    if shape.experts is not None and shape.experts.mxfp4:
+        return "mxfp4"
+    if shape.latent is not None:
+        return "latent"
+    if context >= LONG_CONTEXT:
+        return "contexts"
+    return "dense" if shape.experts is None else "experts"
+
+
+@dataclass(frozen=True)
+class Width:
+    """half: of the interval, as a part of the figure. checked: whether 9 of 10 rows
+    whose model or layout neither the fit nor the width had seen were inside such an interval."""
+
+    half: float
+    checked: bool
+
+
+def width(shape: Shape, machine: Machine, layout: PlannedLayout, costs: Costs, context: float) -> Width:
+    """The interval of a figure by its kind: of the errors of a measured class (its layout left out of the fit, or its model, where
+    the fit has not seen it), and at least the committed width of a class that was never measured."""
     widths = coefficients.document()["intervals"]
-    parts = [widths[costs.label]]
-    if costs.label in ("measured", "table"):
-        if [layout.tp, layout.pp] not in widths["layouts"]:
-            parts.append(widths["layout"])
-        if [shape.hidden_size, shape.num_layers] not in widths["models"]:
-            parts.append(widths["model"])
-    if shape.experts is not None:
-        parts.append(widths["experts"])
-    if layout.tp > 1 and not machine.link.startswith("nvlink"):
+    of_kind = kind(shape, context)
+    part = "layout" if [shape.hidden_size, shape.num_layers] in widths["models"] else "model"
+    parts = [widths["kinds"][of_kind][part]]
+    if costs.label in ("derived", "estimated"):
+        parts.append(widths[costs.label])
+    linked = layout.tp == 1 or machine.link.startswith("nvlink")
+    if not linked:
         parts.append(widths["estimated"])
-    return max(float(part) for part in parts)
+    coverage = widths["checked"][part].get(of_kind)
+    held = coverage is not None and coverage["inside"] >= 0.9 * coverage["rows"]
+    half = max(float(each) for each in parts)
+    return Width(half, held and linked and costs.label in ("measured", "table"))
 
 
-def nearest(shape: Shape, machine: Machine, wanted: Wanted, rejected: list[Rejected]) -> list[str]:
+def nearest(shape: Shape, machine: Machine, request: PlanRequest, rejected: list[Rejected]) -> list[str]:
     """The smallest changes, one at a time, each of which leads to a plan."""
     changes = []
     tight = [each for each in rejected if each.short]
     if tight:
         best = min(tight, key=lambda each: each.short)
         changes.append(f"{best.layout.name} is {_gb(best.short)} short on each GPU")
-    choices: list[tuple[str, Wanted]] = [("", wanted)]
-    if wanted.dtype != "fp8" and shape.quantization is None and machine.gpu.fp8_flops:
-        choices.append(("--dtype fp8", replace(wanted, dtype="fp8")))
-    if wanted.kv_cache_dtype != "fp8":
+    choices: list[tuple[str, PlanRequest]] = [("", request)]
+    if request.dtype != "fp8" and shape.quantization is None and machine.gpu.fp8_flops:
+        choices.append(("--dtype fp8", replace(request, dtype="fp8")))
+    if request.kv_cache_dtype != "fp8":
         choices += [(f"{name} --kv_cache_dtype fp8".strip(), replace(other, kv_cache_dtype="fp8")) for name, other in choices[:]]
     fewest = math.inf
     for name, other in choices:
@@ -346,10 +373,10 @@ def nearest(shape: Shape, machine: Machine, wanted: Wanted, rejected: list[Rejec
             flags, layout = change
             fewest = layout.gpus
             changes.append(f"{' '.join(part for part in (name, flags) if part)} would run as {layout.name}")
-    if length := _longest(shape, machine, wanted):
+    if length := _longest(shape, machine, request):
         changes.append(f"requests of at most {length:,} tokens (--isl and --osl together; --max_seq_len {length}) would fit")
-    slower = replace(wanted, slo_ttft=None, slo_tpot=None)
-    if slower != wanted and (fastest := _first(shape, machine, slower)):
+    slower = replace(request, slo_ttft=None, slo_tpot=None)
+    if slower != request and (fastest := _first(shape, machine, slower)):
         plan = examine(shape, machine, slower, fastest)
         if isinstance(plan, Plan):
             changes.append(
@@ -359,8 +386,8 @@ def nearest(shape: Shape, machine: Machine, wanted: Wanted, rejected: list[Rejec
     return changes
 
 
-def _fewest_gpus(shape: Shape, machine: Machine, wanted: Wanted) -> tuple[str, Layout] | None:
-    """The fewest GPUs, from this machine's on, that hold the model as wanted, as flags; and the best layout on them."""
+def _fewest_gpus(shape: Shape, machine: Machine, request: PlanRequest) -> tuple[str, PlannedLayout] | None:
+    """The fewest GPUs, from this machine's on, that hold the model, as flags; and the best layout on them."""
     sizes = [(per_node, 1) for per_node in (1, 2, 4, 8) if machine.gpus_per_node <= per_node <= machine.gpu.gpus_per_node]
     sizes += [(max(machine.gpus_per_node, machine.gpu.gpus_per_node), nodes) for nodes in (2, 4, 8)]
     for per_node, nodes in sizes:
@@ -368,31 +395,31 @@ def _fewest_gpus(shape: Shape, machine: Machine, wanted: Wanted) -> tuple[str, L
             continue
         network = machine.network or catalogue.network("ib-ndr")
         larger = replace(machine, gpus_per_node=per_node, nodes=nodes, network=network if nodes > 1 else None)
-        if layout := _first(shape, larger, wanted):
+        if layout := _first(shape, larger, request):
             same = (per_node, nodes) == (machine.gpus_per_node, machine.nodes)
             flags = f"--gpus_per_node {per_node}" + (f" --nodes {nodes}" if nodes > 1 else "")
             return "" if same else flags, layout
     return None
 
 
-def _first(shape: Shape, machine: Machine, wanted: Wanted) -> Layout | None:
-    verdicts = (examine(shape, machine, wanted, layout) for layout in layouts(shape, machine, wanted.redundant_experts))
+def _first(shape: Shape, machine: Machine, request: PlanRequest) -> PlannedLayout | None:
+    verdicts = (examine(shape, machine, request, layout) for layout in layouts(shape, machine, request.redundant_experts))
     plans = [verdict for verdict in verdicts if isinstance(verdict, Plan)]
-    return min(plans, key=lambda plan: _rank(plan, wanted.goal)).layout if plans else None
+    return min(plans, key=lambda plan: _rank(plan, request.goal)).layout if plans else None
 
 
-def _longest(shape: Shape, machine: Machine, wanted: Wanted) -> int:
+def _longest(shape: Shape, machine: Machine, request: PlanRequest) -> int:
     """Tokens of the longest request that some layout holds, 0 for none."""
     longest = 0
-    kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
-    for layout in layouts(shape, machine, wanted.redundant_experts):
+    kv_size = footprint.kv_itemsize(request.kv_cache_dtype, request.dtype)
+    for layout in layouts(shape, machine, request.redundant_experts):
         if not _illegal(shape, machine, layout):
-            slots = wanted.max_batch_size or 8
-            longest = max(longest, memory(shape, machine, wanted, layout.split, slots, kv_size)[1] // layout.ep)
-    return longest if 0 < longest < wanted.seq_len else 0
+            slots = request.max_batch_size or 8
+            longest = max(longest, memory(shape, machine, request, layout.split, slots, kv_size)[1] // layout.ep)
+    return longest if 0 < longest < request.seq_len else 0
 
 
-def require(result: Found) -> Plan:
+def require(result: SearchResult) -> Plan:
     """The best plan. Raises CapacityError with the nearest changes where there is none."""
     if result.plans:
         return result.plans[0]

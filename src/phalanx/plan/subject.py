@@ -91,9 +91,11 @@ def machine_for(
         if link == "nvlink":
             raise OptionError(f"{spec.name} has no NVLink between all GPUs of a node", held=f"its link is {spec.link}")
         spec = replace(spec, link=LINKS[link], link_bandwidth=spec.pcie_bandwidth)
+    if here is not None:  # a part of a GPU, or one with less memory than its like
+        spec = replace(spec, memory_bytes=min(spec.memory_bytes, *(each.total_memory - catalogue.DRIVER_BYTES for each in gpus)))
     calibration = installed(spec.name)
     coefficients, label = coefficients_for(spec)
-    if calibration is not None and gpu in (None, spec.name):
+    if calibration is not None:
         coefficients, label = calibration, "measured"
     between = catalogue.network(network or "ib-ndr") if nodes > 1 else None
     count = gpus_per_node or len(gpus) or spec.gpus_per_node

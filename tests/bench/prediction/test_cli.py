@@ -7,7 +7,10 @@ import json
 
 import pytest
 
+from benchmarks.plan.rows import RESULTS
 from phalanx.cli import main
+from phalanx.plan import calibration
+from phalanx.plan.coefficients import Coefficients
 
 
 def test_a_plan_as_json_on_stdout(capsys):
@@ -17,6 +20,16 @@ def test_a_plan_as_json_on_stdout(capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["plans"][0]["layout"]["tp"] == 4
     assert document["serve"].startswith("phalanx serve meta-llama/Meta-Llama-3-70B --tp_size 4")
+
+
+def test_verified_plans_are_in_the_json_and_stdout_is_json_alone(capsys, tmp_path, monkeypatch):
+    run = json.loads((RESULTS / "plan_served_cpu.json").read_text())["runs"][0]
+    monkeypatch.setattr(calibration, "folder", lambda: tmp_path)
+    calibration.install("CPU", Coefficients.from_json(run["coefficients"]), {"gpu": run["gpu"]})
+    asked = ["plan", "demo", "--gpu", "cpu", "--dtype", "fp32", "--isl", "16", "--osl", "4", "--concurrency", "2"]
+    assert main([*asked, "--verify", "--verify_plans", "1", "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["verified"]
+    assert set(row["measured"]) == {"output_tokens_per_second", "ms_per_token", "ttft_ms", "kv_tokens"}
 
 
 def test_nothing_fits_is_status_2_with_the_nearest_change(capsys):
@@ -75,3 +88,21 @@ def test_a_simulation_and_its_fewest_replicas(tmp_path, capsys):
     assert found["within_slo"] >= 0.9
     assert found["asked"]["replicas"] >= 1
     assert f"x {found['asked']['replicas']} replicas" in capsys.readouterr().out
+
+
+def test_a_simulation_says_what_lies_before_the_engine(capsys):
+    burst = ["plan", "simulate", "burst", "--model", "llama-3-8b", "--gpu", "H100", "--requests", "4", "--isl", "64", "--osl", "8"]
+
+    def simulated(*more):
+        assert main([*burst, *more, "--json", "-"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    bare, measured = simulated("--path_ms", "0", "--event_us", "0"), simulated()
+    assert bare["frontend"] == {"path_ms": 0.0, "event_us": 0.0, "source": "given"}
+    assert measured["frontend"]["source"] == "measured on H200, 2 runs"
+    assert 4.0 < measured["frontend"]["path_ms"] < 5.0
+    later = measured["ttft_ms"]["p50"] - bare["ttft_ms"]["p50"]
+    assert later == pytest.approx(measured["frontend"]["path_ms"], abs=4 * measured["frontend"]["event_us"] / 1e3)
+    assert "path_ms given" in simulated("--path_ms", "1")["frontend"]["source"]
+    assert main([*burst, "--event_us", "3"]) == 0
+    assert "HTTP path" in capsys.readouterr().out

@@ -10,15 +10,15 @@ from phalanx.bench.prediction import arrivals, scenario
 from phalanx.bench.prediction.scenario import Bounds, Engine
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.plan import subject
-from phalanx.plan.search import Wanted
+from phalanx.plan.search import PlanRequest
 
 SHAPE = subject.shape_for("llama-3-8b")
 
 
 def engine(gpu="H200", **options):
     machine, _ = subject.machine_for(gpu)
-    wanted = Wanted(dtype="bf16", isl=1, osl=1, max_batch_size=64, max_seq_len=4096)
-    return Engine.of(SHAPE, machine, wanted, **{"tp": 1, **options})
+    request = PlanRequest(dtype="bf16", isl=1, osl=1, max_batch_size=64, max_seq_len=4096)
+    return Engine.of(SHAPE, machine, request, **{"tp": 1, **options})
 
 
 ROWS = arrivals.of("poisson:40", isl=1000, osl=100, requests=300, seed=5)
@@ -71,6 +71,6 @@ def test_the_report_adds_up(tmp_path):
 
 def test_what_cannot_run_is_told_before_it_is_simulated():
     with pytest.raises(CapacityError, match="does not fit; memory: weights"):
-        Engine.of(subject.shape_for("llama-3-70b"), subject.machine_for("L4")[0], Wanted(max_seq_len=2048), tp=1)
+        Engine.of(subject.shape_for("llama-3-70b"), subject.machine_for("L4")[0], PlanRequest(max_seq_len=2048), tp=1)
     with pytest.raises(LayoutError, match="does not divide"):
         engine(tp=3)

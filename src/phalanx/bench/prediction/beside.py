@@ -12,7 +12,7 @@ from phalanx.errors import PhalanxError
 from phalanx.plan import burst, search, subject
 from phalanx.plan.burst import Limits
 from phalanx.plan.cost import Costs
-from phalanx.plan.search import Figure, Layout
+from phalanx.plan.search import Figure, PlannedLayout
 from phalanx.plan.shape import Shape
 
 
@@ -24,7 +24,7 @@ def predicted(model: ModelShape, facts: EngineFacts, workload: Workload, strateg
         machine, _ = subject.machine_for("CPU" if facts.device.startswith("cpu") else None)
     except PhalanxError:
         return None
-    shape, layout = Shape.of(model), Layout(tp, pp, ep, 1)
+    shape, layout = Shape.of(model), PlannedLayout(tp, pp, ep, 1)
     tokens = facts.num_blocks * facts.block_size
     kv_bytes = sum(rank.bytes.get("kv", 0) for rank in facts.ranks)
     elements = sum(shape.kv_elements(layer, tp) for layer in range(shape.num_layers)) * tp * tokens
@@ -35,4 +35,5 @@ def predicted(model: ModelShape, facts: EngineFacts, workload: Workload, strateg
     else:
         limits = Limits(facts.max_batch_size, facts.max_num_tokens, tokens)
         value = burst.run(costs, workload.requests, workload.input_len, workload.output_len, limits).output_tokens_per_second
-    return Figure.of(value, search.half_width(shape, machine, layout, costs), costs.label).as_json()
+    half = search.width(shape, machine, layout, costs, workload.input_len + workload.output_len / 2).half
+    return Figure.of(value, half, costs.label).as_json()

@@ -34,6 +34,12 @@ Trace = Annotated[str, typer.Argument(metavar="TRACE|poisson:RATE|burst", help="
 FindReplicas = Annotated[bool, typer.Option("--find_replicas", help="The smallest number of replicas that holds the bounds.")]
 GpuHour = Annotated[float | None, typer.Option("--gpu_hour", help="Price of one GPU for an hour, for cost per million tokens.")]
 Prefixes = Annotated[bool, typer.Option("--prefix_caching/--no_prefix_caching", help="Of traces that tell contents.")]
+PathMs = Annotated[
+    float | None, typer.Option("--path_ms", help="HTTP path of a request beside its steps, ms; as measured on a server otherwise.")
+]
+EventUs = Annotated[
+    float | None, typer.Option("--event_us", help="One streamed token in server and client, us; as measured on a server otherwise.")
+]
 Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the latencies there; needs phalanx[tune].")]
 Yaml = Annotated[str | None, typer.Option("--yaml", metavar="FILE", help="Write the options of the best plan, for --config.")]
 Verify = Annotated[bool, typer.Option("--verify", help="Run the best plans here, and set them beside the predictions.")]
@@ -97,48 +103,58 @@ def layouts(
     report.json_path(json)
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
-    wanted = wanted_of(
+    request = request_of(
         shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
         slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len, redundant_experts=redundant_experts,
     )  # fmt: skip
-    result = search.search(shape, machine, wanted).only(tp_size, pp_size, ep_size)
-    document = explain.as_json(model, machine, wanted, result)
-    _give(document, explain.text(model, shape, machine, wanted, result), json)
-    if result.plans and (path := report.json_path(yaml)) is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(explain.yaml(explain.options(model, machine, wanted, result.plans[0])), encoding="utf-8")
-    if not result.plans:
-        raise typer.Exit(2)
-    if verify:
+    result = search.search(shape, machine, request).only(tp_size, pp_size, ep_size)
+    document = explain.as_json(model, machine, request, result)
+    if json != "-":
+        print(explain.text(model, shape, machine, request, result), flush=True)
+    if verify and result.plans:
         from phalanx.bench.prediction import verified
 
-        print(verified.text(verified.run(model, machine, wanted, result.plans[:verify_plans])))
+        document["verified"] = verified.run(model, machine, request, result.plans[:verify_plans])
+        if json != "-":
+            print(verified.text(document["verified"]))
+    _write(document, json)
+    if result.plans and (path := report.json_path(yaml)) is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(explain.yaml(explain.options(model, machine, request, result.plans[0])), encoding="utf-8")
+    if not result.plans:
+        raise typer.Exit(2)
 
 
 def _give(document: dict[str, Any], text: str, json: str | None) -> None:
     """Show a report as text, and write it as JSON where that was asked for; "-": JSON alone, on stdout."""
+    if json != "-":
+        print(text)
+    _write(document, json)
+
+
+def _write(document: dict[str, Any], json: str | None) -> None:
+    """Write a report as JSON where that was asked for; "-": on stdout."""
     from phalanx.bench import report
 
     if json == "-":
         print(json_format.dumps(document, indent=1))
-        return
-    print(text)
-    if (path := report.json_path(json)) is not None:
+    elif (path := report.json_path(json)) is not None:
         report.write(path, document)
 
 
-def wanted_of(
+def request_of(
     shape: Any, *, dtype: str, kv_cache_dtype: str, isl: int, osl: int, concurrency: int, goal: str = "throughput",
     slo_ttft: float | None = None, slo_tpot: float | None = None, max_batch_size: int | None = None, max_num_tokens: int = 8192,
     max_seq_len: int | None = None, redundant_experts: int = 0,
 ) -> Any:  # fmt: skip
     """What the flags ask for, with every auto settled. Raises OptionError."""
-    from phalanx.plan.search import Wanted
+    from phalanx.config.dtypes import parse_dtype
+    from phalanx.plan.search import PlanRequest
 
-    dtype = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}.get(dtype, dtype)
+    dtype = dtype if dtype in ("auto", "fp8") else parse_dtype(dtype)
     for name, value, known in (
-        ("dtype", dtype, ("auto", "fp32", "fp16", "bf16", "fp8")), ("kv_cache_dtype", kv_cache_dtype, ("auto", "model", "fp8")),
+        ("kv_cache_dtype", kv_cache_dtype, ("auto", "model", "fp8")),
         ("goal", goal, ("latency", "throughput")),
     ):  # fmt: skip
         if value not in known:
@@ -150,7 +166,7 @@ def wanted_of(
         dtype = "bf16" if shape.dtype == "fp32" else shape.dtype
     asks_fp8 = shape.quantization is not None and shape.quantization.kv
     cache = ("fp8" if asks_fp8 else "model") if kv_cache_dtype == "auto" else kv_cache_dtype
-    return Wanted(
+    return PlanRequest(
         dtype, cache, isl, osl, concurrency, goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
         None if slo_tpot is None else slo_tpot / 1e3, max_batch_size, max_num_tokens, max_seq_len,
         redundant_experts=redundant_experts,
@@ -185,6 +201,8 @@ def simulate(
     max_num_tokens: StepTokens = 8192,
     max_seq_len: SeqLen = None,
     prefix_caching: Prefixes = True,
+    path_ms: PathMs = None,
+    event_us: EventUs = None,
     seed: int = 0,
     json: Json = None,
     plot: Plot = None,
@@ -202,18 +220,22 @@ def simulate(
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
     trace_rows = arrivals.paced(arrivals.of(trace, isl=isl, osl=osl, requests=requests, seed=seed), speed)
     longest = max(each.input_len + each.output_len for each in trace_rows)
-    wanted = wanted_of(
+    request = request_of(
         shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
         slo_tpot=slo_tpot, max_batch_size=max_batch_size or 256, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len or min(longest, shape.max_positions),
     )  # fmt: skip
-    engine = scenario.Engine.of(shape, machine, wanted, tp=tp_size, pp=pp_size, ep=ep_size, prefix_caching=prefix_caching)
-    bounds = scenario.Bounds(wanted.slo_ttft, wanted.slo_tpot, slo_part)
+    frontend, frontend_source = scenario.frontend_of(machine, path_ms, event_us)
+    engine = scenario.Engine.of(
+        shape, machine, request, tp=tp_size, pp=pp_size, ep=ep_size, prefix_caching=prefix_caching, frontend=frontend
+    )
+    bounds = scenario.Bounds(request.slo_ttft, request.slo_tpot, slo_part)
     if find_replicas:
         replicas = scenario.fewest_replicas(engine, trace_rows, bounds)
     document = scenario.document(
-        engine, trace_rows, replicas, bounds, concurrency=concurrency, gpu_hour=gpu_hour, trace=trace, model=model
-    )
+        engine, trace_rows, replicas, bounds, concurrency=concurrency, gpu_hour=gpu_hour, trace=trace, model=model,
+        frontend_source=frontend_source,
+    )  # fmt: skip
     _give(document, scenario.text(document), json)
     if plot is not None:
         scenario.draw(document, plot)

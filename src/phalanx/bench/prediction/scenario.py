@@ -11,12 +11,13 @@ from typing import Any
 
 from phalanx.bench.prediction import simulate
 from phalanx.bench.prediction.arrivals import Arrival
-from phalanx.bench.prediction.simulate import Result, Served
+from phalanx.bench.prediction.simulate import NO_FRONTEND, Frontend, Result, Served
 from phalanx.engine.scheduler import SchedulerOptions
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.plan import footprint, search
+from phalanx.plan.coefficients import document as document_of_coefficients
 from phalanx.plan.cost import Costs, Machine
-from phalanx.plan.search import Layout, Rejected, Wanted
+from phalanx.plan.search import PlannedLayout, PlanRequest, Rejected
 from phalanx.plan.shape import Shape
 
 MOST_REPLICAS = 1000
@@ -41,45 +42,61 @@ class Engine:
 
     costs: Costs
     options: SchedulerOptions
-    layout: Layout
+    layout: PlannedLayout
+    frontend: Frontend = NO_FRONTEND
 
     @classmethod
     def of(
-        cls, shape: Shape, machine: Machine, wanted: Wanted, *, tp: int, pp: int = 1, ep: int = 1, prefix_caching: bool = True
-    ) -> Engine:
+        cls, shape: Shape, machine: Machine, request: PlanRequest, *, tp: int, pp: int = 1, ep: int = 1,
+        prefix_caching: bool = True, frontend: Frontend = NO_FRONTEND,
+    ) -> Engine:  # fmt: skip
         """Raises LayoutError for a layout that cannot be, CapacityError for one that does not fit."""
-        layout = Layout(tp, pp, ep, 1)
-        slots = wanted.max_batch_size or 256
+        layout = PlannedLayout(tp, pp, ep, 1)
+        slots = request.max_batch_size or 256
         reason = search._illegal(shape, machine, layout)
         if reason:
             raise LayoutError(f"{layout.name} cannot run", why=reason)
-        kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
-        rank_bytes, kv_tokens, short = search.memory(shape, machine, wanted, layout.split, slots, kv_size)
-        if kv_tokens < wanted.seq_len:
-            refused = Rejected(layout, search._too_small(rank_bytes, kv_tokens, short, wanted), short)
+        kv_size = footprint.kv_itemsize(request.kv_cache_dtype, request.dtype)
+        rank_bytes, kv_tokens, short = search.memory(shape, machine, request, layout.split, slots, kv_size)
+        if kv_tokens < request.seq_len:
+            refused = Rejected(layout, search._too_small(rank_bytes, kv_tokens, short, request), short)
             raise CapacityError(f"{layout.name} does not fit", why=refused.reason, next="; ".join(
-                search.nearest(shape, machine, wanted, [refused])
+                search.nearest(shape, machine, request, [refused])
             ))  # fmt: skip
         window = max((size for size in shape.windows if size), default=None) if all(shape.windows) else None
         options = SchedulerOptions(
             num_blocks=kv_tokens // search.BLOCK,
             block_size=search.BLOCK,
             max_batch_size=slots,
-            max_num_tokens=wanted.max_num_tokens,
-            max_seq_len=wanted.seq_len,
+            max_num_tokens=request.max_num_tokens,
+            max_seq_len=request.seq_len,
             depth=max(pp, 2),
             pipeline_stages=pp,
             window=window,
             prefix_caching=prefix_caching,
         )
-        return cls(Costs(shape, wanted.dtype, kv_size, layout.split, machine, wanted.strategy), options, layout)
+        return cls(Costs(shape, request.dtype, kv_size, layout.split, machine, request.strategy), options, layout, frontend)
 
     def run(self, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None) -> Result:
         """Prefixes are only looked up where the trace tells contents: elsewhere nothing could be found."""
         options = self.options
         if not any(arrival.content for arrival in arrivals[:100]):
             options = SchedulerOptions(**{**vars(options), "prefix_caching": False})
-        return simulate.run(self.costs, options, arrivals, replicas, concurrency)
+        return simulate.run(self.costs, options, arrivals, replicas, concurrency, self.frontend)
+
+
+def frontend_of(machine: Machine, path_ms: float | None = None, event_us: float | None = None) -> tuple[Frontend, str]:
+    """What lies between a client and the engine, and where that is from: as given, else as it was measured on a server with GPUs or
+    on one without. Raises OptionError for less than 0."""
+    if min(path_ms or 0.0, event_us or 0.0) < 0:
+        raise OptionError("a time is below 0", held=f"path_ms={path_ms}, event_us={event_us}", next="give 0 or more")
+    name = "gpu" if machine.replays_graphs else "cpu"
+    measured = document_of_coefficients()["frontend"][name]
+    path = measured["path_ms"] if path_ms is None else path_ms
+    event = measured["event_us"] if event_us is None else event_us
+    given = [each for each, value in (("path_ms", path_ms), ("event_us", event_us)) if value is not None]
+    source = f"measured on {measured['machine']}" + (f"; {' and '.join(given)} given" if given else "")
+    return Frontend(1e-3 * path, 1e-6 * event), "given" if len(given) == 2 else source
 
 
 def fewest_replicas(engine: Engine, arrivals: Sequence[Arrival], bounds: Bounds) -> int:
@@ -131,7 +148,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def document(
     engine: Engine, arrivals: Sequence[Arrival], replicas: int, bounds: Bounds, *, concurrency: int | None = None,
-    gpu_hour: float | None = None, trace: str = "", model: str = "",
+    gpu_hour: float | None = None, trace: str = "", model: str = "", frontend_source: str = "none",
 ) -> dict[str, Any]:  # fmt: skip
     """The report of one simulation."""
     result = engine.run(arrivals, replicas, concurrency)
@@ -157,6 +174,11 @@ def document(
             "slo_ttft_ms": _ms(bounds.ttft),
             "slo_tpot_ms": _ms(bounds.tpot),
             "slo_part": bounds.part,
+        },
+        "frontend": {
+            "path_ms": 1e3 * engine.frontend.path,
+            "event_us": 1e6 * engine.frontend.event,
+            "source": frontend_source,
         },
         "seconds": result.seconds,
         "completed": len(done),
@@ -213,6 +235,10 @@ def text(report: dict[str, Any]) -> str:
         lines.append(f"{report['cost_per_million_output_tokens']:.3f} per million output tokens")
     if report["refused"]:
         lines.append(f"refused {report['refused']:,}: {report['errors'][0]}")
+    frontend = report["frontend"]
+    lines.append(
+        f"HTTP path {frontend['path_ms']:.2f} ms a request, {frontend['event_us']:.0f} us a streamed token ({frontend['source']})"
+    )
     lines.append(
         f"simulated {report['simulated_tokens']:,} tokens in {report['cpu_s']:.1f} s of a core: "
         f"{report['simulated_tokens_per_core_second']:,.0f} a second; label {report['label']}"

@@ -151,7 +151,7 @@ class Replica:
 
 
 def _work_of(rows: Sequence[StepRow]) -> tuple[int, int, int, float, int]:
-    """Of the part of a dp index: tokens, rows that sample, cached tokens that rows of one token read, pairs, the longest of these
+    """Of the part of a dp index: tokens, rows that sample, cached tokens that decode rows read, pairs, the longest of these
     rows."""
     tokens, kv, pairs, samples, longest = 0, 0, 0.0, 0, 0
     for row in rows:

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best plans run here, each beside its prediction: `phalanx plan MODEL --verify N`. On GPUs, and on CPU ranks as well."""
+"""The best plans run here, each beside its prediction: `phalanx plan MODEL --verify --verify_plans N`. On GPUs, and on CPU ranks as
+well."""
 
 from __future__ import annotations
 
+import asyncio
+import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from phalanx.bench import offline
-from phalanx.bench.workloads import Workload
+from phalanx.bench.workloads import Workload, params, prompts
 from phalanx.config import EngineOptions
 from phalanx.config.sources import RawOptions
-from phalanx.errors import OptionError, PhalanxError
+from phalanx.errors import PhalanxError
+from phalanx.hardware import probe
 from phalanx.plan import explain
 from phalanx.plan.cost import Machine
-from phalanx.plan.search import Plan, Wanted
+from phalanx.plan.search import Plan, PlanRequest
+from phalanx.serve.llm import LLM
 
 SHAPES = {
     "meta-llama/Meta-Llama-3-8B": "llama-3-8b", "meta-llama/Meta-Llama-3-70B": "llama-3-70b",
@@ -21,47 +27,71 @@ SHAPES = {
 }  # fmt: skip
 """Models whose dummy weights `phalanx bench` makes."""
 
+FIGURES = ("output_tokens_per_second", "ms_per_token", "ttft_ms")
 
-def run(model: str, machine: Machine, wanted: Wanted, plans: Sequence[Plan], device: str = "auto") -> list[dict[str, Any]]:
+
+def run(model: str, machine: Machine, request: PlanRequest, plans: Sequence[Plan], device: str = "auto") -> list[dict[str, Any]]:
     """Start each plan's engine with dummy weights (one replica of it), run the asked burst, and set the figures side by side.
 
-    A plan that does not start is a row with its error. Raises OptionError for replicas' share of no request.
+    A plan that does not start is a row with its error.
     """
-    return [_row(model, machine, wanted, plan, device) for plan in plans]
+    if device == "auto" and not probe.detect_machine().gpus:
+        device = "cpu"
+    return [_row(model, machine, request, plan, device) for plan in plans]
 
 
-def _row(model: str, machine: Machine, wanted: Wanted, plan: Plan, device: str) -> dict[str, Any]:
+def _row(model: str, machine: Machine, request: PlanRequest, plan: Plan, device: str) -> dict[str, Any]:
     row: dict[str, Any] = {"layout": plan.layout.as_json(), "name": plan.layout.name, "predicted": plan.as_json()}
     try:
-        return {**row, "measured": measure(model, machine, wanted, plan, device)}
+        return {**row, "measured": measure(model, machine, request, plan, device)}
     except PhalanxError as error:
         return {**row, "error": str(error)}
 
 
-def measure(model: str, machine: Machine, wanted: Wanted, plan: Plan, device: str = "auto") -> dict[str, float]:
-    """Output tokens per second, ms per token and ms to the first token of the burst, and KV tokens of the start; of all replicas
-    together, of which one runs."""
-    share = -(-wanted.concurrency // plan.layout.replicas)
-    if share < 1:
-        raise OptionError(f"{plan.layout.name} has no request for each replica")
-    chosen = explain.options(model, machine, wanted, plan)
+def measure(model: str, machine: Machine, request: PlanRequest, plan: Plan, device: str = "auto") -> dict[str, float]:
+    """Figures of the burst as the plan defines them, and KV tokens of the start. One replica runs with its share of the requests;
+    output tokens per second are of all replicas."""
+    share = -(-request.concurrency // plan.layout.replicas)
+    chosen = explain.options(model, machine, request, plan) | {"replicas": 1}
     values = {**chosen, "model": SHAPES.get(model, model), "enable_prefix_caching": False, "device": device}
     if device == "cpu":
         values |= {"dtype": "fp32", "kv_cache_dtype": "model"}
     known = {name: value for name, value in values.items() if name in EngineOptions.model_fields}
-    workload = Workload("burst", "batch", share, wanted.isl, wanted.osl, repeats=1)
+    workload = Workload("burst", "batch", share, request.isl, request.osl, repeats=1)
     with offline.target(RawOptions(known, {})) as subject, offline.engine(subject) as (llm, _):
-        from phalanx.bench.workloads import prompts
-
         ids = prompts(workload, llm.facts.vocab_size, 0)
-        offline.seconds_of(llm, ids[: min(share, 8)], min(4, wanted.osl))
-        first = offline.seconds_of(llm, ids, 1)
-        all_tokens = offline.seconds_of(llm, ids, wanted.osl) if wanted.osl > 1 else first
-        return {
-            "output_tokens_per_second": wanted.concurrency * wanted.osl / all_tokens,
-            "ms_per_token": 1e3 * (all_tokens - first) / max(wanted.osl - 1, 1), "last_first_token_ms": first * 1e3,
-            "kv_tokens": float(llm.facts.num_blocks * llm.facts.block_size),
-        }  # fmt: skip
+        offline.seconds_of(llm, ids[: min(share, 8)], min(4, request.osl))
+        begin = time.perf_counter()
+        times = asyncio.run(burst_times(llm, ids, request.osl))
+        kv_tokens = float(llm.facts.num_blocks * llm.facts.block_size)
+    return {**figures(begin, times, request.osl, request.concurrency / share), "kv_tokens": kv_tokens}
+
+
+async def burst_times(llm: LLM, ids: Sequence[Sequence[int]], osl: int) -> list[tuple[float, float]]:
+    """All requests at once; when each had its first and its last token, by `time.perf_counter`."""
+
+    async def one(prompt: Sequence[int]) -> tuple[float, float]:
+        first = last = 0.0
+        async for _ in llm.generate_async(list(prompt), params(osl)):
+            last = time.perf_counter()
+            first = first or last
+        return first, last
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(prompt)) for prompt in ids]
+    return [task.result() for task in tasks]
+
+
+def figures(begin: float, times: Sequence[tuple[float, float]], osl: int, copies: float) -> dict[str, float]:
+    """By the definitions of a plan: time per token is (end - first token) / (tokens - 1), mean over requests; TTFT the median
+    request's. times: of first and last token, in seconds; copies: replicas that do the same."""
+    per_token = [(last - first) / max(osl - 1, 1) for first, last in times]
+    seconds = max(last for _, last in times) - begin
+    return {
+        "output_tokens_per_second": copies * len(times) * osl / seconds,
+        "ms_per_token": 1e3 * statistics.mean(per_token),
+        "ttft_ms": 1e3 * (statistics.median(first for first, _ in times) - begin),
+    }
 
 
 def text(rows: Sequence[dict[str, Any]]) -> str:
@@ -71,8 +101,10 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         if "error" in row:
             lines.append(f"{row['name']}: did not run: {row['error']}")
             continue
-        for name in ("output_tokens_per_second", "ms_per_token"):
+        for name in FIGURES:
             predicted, measured = row["predicted"][name], row["measured"][name]
+            if not measured:  # one token a request has no time per token
+                continue
             inside = "inside" if predicted["low"] <= measured <= predicted["high"] else "outside"
             lines.append(
                 f"{row['name']}: {name} measured {measured:,.2f}, predicted {predicted['value']:,.2f} "
