@@ -46,5 +46,8 @@ def show(rates: dict[str, list[float]], ratio: float, quarters: Sequence[float],
     """Print tokens per second of each server, their ratio and its certainty."""
     for name, values in rates.items():
         print(f"{name:9} {statistics.median(values):8.1f} tokens/s, from {min(values):.1f} to {max(values):.1f}")
+    first, second = rates.values()
+    pairs = [value / other for value, other in zip(first, second, strict=True)]
     print(f"ratio: {ratio:.3f} (target: at least {target:.2f}), half of the pairs from {quarters[0]:.3f} to {quarters[2]:.3f}")
+    print(f"pairs: {sum(pair >= target for pair in pairs)} of {len(pairs)} meet the target")
     print(f"noise: the median difference of a server from itself, one run later, is {noise:.1%}")

@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of two nodes is run: `phalanx deploy k8s` writes it, and a small kubelet (tests/support/kubelet.py) runs its
-containers in network namespaces, as uid 65534 on a read-only root. The leader's name resolves late; probes, a killed follower, a
-rolling update under load and a frozen server go as in a cluster."""
+"""The manifests of one node and of two are run: `phalanx deploy k8s` writes them, and a small kubelet (tests/support/kubelet.py)
+runs their containers in network namespaces, as uid 65534 on a read-only root. The leader's name resolves late; probes, a killed
+follower, a rolling update under load, a frozen server and one that never starts go as in a cluster."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import re
+import shlex
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from phalanx.cli import main
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.deploy import k8s, yaml_text
 from phalanx.deploy.options import K8sOptions
 from phalanx.deploy.serve_flags import ServeFlags
 from tests.support import kubelet
+from tests.support.documents import ROOT, blocks
 from tests.support.pod_container import TOOLS
 
 pytestmark = [
@@ -35,7 +40,7 @@ pytestmark = [
 TOKEN = "the token of the pods of one group"
 LATE_SECONDS = 2.0
 START_SECONDS = 150
-CLIENTS, TOKENS = 4, 40
+CLIENTS, TOKENS, LONG_TOKENS = 4, 40, 200
 
 
 def workload() -> dict[str, Any]:
@@ -44,7 +49,8 @@ def workload() -> dict[str, Any]:
         model="demo", device="cpu", pipeline_parallel_size=2, nnodes=2, max_seq_len=512, kv_cache_bytes=1 << 26
     )  # fmt: skip
     flags = ServeFlags(engine, ServeOptions.of(shutdown_timeout=30.0))
-    objects = yaml_text.loads(k8s.text(flags, K8sOptions.of(name="demo")), what="the manifest")
+    options = K8sOptions.of(name="demo", startup_seconds=START_SECONDS * kubelet.FASTER)  # a busy machine starts it late
+    objects = yaml_text.loads(k8s.text(flags, options), what="the manifest")
     (one,) = [each for each in objects if each["kind"] == "LeaderWorkerSet"]
     return one
 
@@ -63,6 +69,9 @@ def group(cluster: kubelet.Cluster) -> kubelet.Group:
     return cluster.start(workload(), 0, late=LATE_SECONDS)
 
 
+REFUSED = "503 []"
+
+
 def completed(url: str, tokens: int) -> str:
     """The problem with a streamed answer; empty where it is whole."""
     body = {"model": "demo", "prompt": "Phalanx", "max_tokens": tokens, "ignore_eos": True, "stream": True}
@@ -79,21 +88,21 @@ def completed(url: str, tokens: int) -> str:
 
 
 class Load:
-    """Clients of the Service: each asks again and again, wherever the Service sends it."""
+    """Clients that ask again and again for `tokens` tokens, each time one of the servers that `endpoints` gives."""
 
-    def __init__(self, cluster: kubelet.Cluster) -> None:
-        self._cluster, self._stop = cluster, threading.Event()
+    def __init__(self, endpoints: Callable[[], list[str]], tokens: int) -> None:
+        self._endpoints, self._tokens, self._stop = endpoints, tokens, threading.Event()
         self.answers: list[tuple[str, str]] = []
         self._threads = [threading.Thread(target=self._ask, args=(number,), daemon=True) for number in range(CLIENTS)]
 
     def _ask(self, number: int) -> None:
         while not self._stop.is_set():
-            urls = self._cluster.endpoints()
+            urls = self._endpoints()
             if not urls:  # nothing accepts a request
                 time.sleep(0.1)
                 continue
             url = urls[(len(self.answers) + number) % len(urls)]
-            self.answers.append((url, completed(url, TOKENS)))
+            self.answers.append((url, completed(url, self._tokens)))
 
     def __enter__(self) -> Load:
         for thread in self._threads:
@@ -142,14 +151,21 @@ def test_a_killed_follower_restarts_its_group(cluster, group):
 
 
 def test_a_rolling_update_loses_no_accepted_request(cluster, group):
+    """Of clients of the Service, and of clients that go on asking the old server until its SIGTERM, so that it has work then."""
     assert group.ready, cluster.report()
-    with Load(cluster) as load:
+    leader, follower = group.pods
+    with Load(cluster.endpoints, TOKENS) as load:
         surge = cluster.start(workload(), 1)  # maxSurge 1: another server first
         cluster.wait(lambda: surge.ready, START_SECONDS, "the server of the update")
-        leader, follower = group.pods
         before = len(load.answers)
-        group.delete()
+        with Load(lambda: [] if "SIGTERM" in leader.events else [leader.url], LONG_TOKENS) as last:
+            group.delete()
         cluster.wait(lambda: len(load.answers) > before + 2 * CLIENTS, 60, "answers of the other server")
+    (running,) = re.findall(r"shutting down: (\d+) completions", leader.container.log.read_text())
+    assert int(running) > 0, "nothing was running at SIGTERM"
+    problems = [problem for _, problem in last.answers]
+    assert problems.count("") >= int(running)
+    assert set(problems) <= {"", REFUSED}, cluster.report()
     assert {problem for _, problem in load.answers} == {""}, cluster.report()
     assert {url for url, _ in load.answers} == {leader.url, surge.leader.url}
     assert [event for event in leader.events if event != "not ready"][-3:] == ["deleted", "SIGTERM", "ended with 0"]
@@ -158,9 +174,40 @@ def test_a_rolling_update_loses_no_accepted_request(cluster, group):
 
 
 def test_a_frozen_server_fails_its_liveness_probe(cluster, group):
-    leader = cluster.groups[-1].leader
+    leader = next(each.leader for each in cluster.groups if each.index == 1)
     assert leader.ready, cluster.report()
     with contextlib.suppress(ProcessLookupError):
         leader.container.signal(signal.SIGSTOP)
     cluster.wait(lambda: leader.restarted, 40, "the liveness probe")
     assert {"not ready", "livenessProbe failed"} <= set(leader.events), "a Service sends it nothing meanwhile"
+
+
+def test_a_server_that_never_starts_fails_its_startup_probe(cluster):
+    """A program without a port in the place of the server, and three failures in the place of the manifest's."""
+    never = copy.deepcopy(workload())
+    for name in ("leaderTemplate", "workerTemplate"):
+        (container,) = never["spec"]["leaderWorkerTemplate"][name]["spec"]["containers"]
+        container |= {"command": ["sleep"], "args": ["600"]}
+        container["startupProbe"]["failureThreshold"] = 3
+    pods = cluster.start(never, 2).pods
+    cluster.wait(lambda: all(pod.restarted for pod in pods), 30, "the startup probes")
+    assert [pod.events for pod in pods] == [["startupProbe failed"]] * 2, "no other probe begins before it has succeeded"
+
+
+def test_the_guides_deployment_serves_and_ends(cluster, capsys):
+    """The guide's command, with the demo on two CPU ranks in the place of 70B on four GPUs."""
+    (block,) = [block for block in blocks(ROOT / "docs" / "guide.md") if block.text.startswith("phalanx deploy k8s")]
+    _, *words = shlex.split(block.text)
+    words[words.index("meta-llama/Meta-Llama-3-70B")] = "demo"
+    words[words.index("--tp_size") + 1] = "2"
+    small = ["--device", "cpu", "--kv_cache_bytes", str(1 << 26), "--max_seq_len", "512"]
+    assert main([*words, *small, "--name", "guide", "--startup_seconds", str(START_SECONDS * kubelet.FASTER)]) == 0
+    objects = {each["kind"]: each for each in yaml_text.loads(capsys.readouterr().out, what="the manifest")}
+    deployment = objects["Deployment"]
+    assert objects["Service"]["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    group = cluster.start(deployment, 0)
+    cluster.wait(lambda: group.ready, START_SECONDS, "the guide's Deployment")
+    assert group.leader.url in cluster.endpoints()
+    assert completed(group.leader.url, TOKENS) == ""
+    group.delete()
+    assert group.leader.events[-2:] == ["SIGTERM", "ended with 0"]

@@ -18,6 +18,7 @@ def test_the_facts_of_a_host_are_its_software_options_and_checkpoint(tmp_path):
     assert (here["phalanx version"], here["Python version"]) == (__version__, platform.python_version())
     assert here["torch version"][0].isdigit()
     assert differences(here, facts(node_rank=1, nnodes=2)) == {"option nnodes": ("1", "2")}
+    assert differences(here, facts(start_timeout=900.0, master_addr_timeout=60.0)) == {}, "a host may wait longer for the others"
     assert differences(here, facts(max_seq_len=64)) == {"option max_seq_len": ("null", "64")}
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((DEMO / name).read_bytes())

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import pytest
 
-from phalanx.config.locate import DEMO, locate
+from phalanx.config.locate import DEMO, checkpoint_digest, locate
 from phalanx.errors import ModelNotFound
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "README.md": b"read me", "consolidated.safetensors": b"copy"}
@@ -209,3 +209,47 @@ def test_gguf_of_the_hub(tmp_path, monkeypatch):
         locate("org/Llama-3-8B-GGUF")
     with pytest.raises(ModelNotFound, match=r"has no config\.json; .*README\.md"):
         locate("org/Llama-3-8B")
+
+
+def test_a_checkpoints_digest_tells_config_and_weights_apart(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    whole, config = (checkpoint_digest(tmp_path, weights=weights) for weights in (True, False))
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    assert checkpoint_digest(tmp_path, weights=True) != whole
+    assert checkpoint_digest(tmp_path, weights=False) == config
+    (tmp_path / "config.json").write_text("{ }")
+    assert checkpoint_digest(tmp_path, weights=False) != config
+
+
+def _weights(header: bytes, data: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+@pytest.mark.parametrize("begin", [0, 2 << 20, (4 << 20) - (64 << 10)])
+def test_the_digest_tells_files_of_one_size_and_header_apart(tmp_path, begin):
+    """As a fine-tune has them: other values of the same tensors, anywhere in the file."""
+    (tmp_path / "config.json").write_text("{}")
+    file, header, digests = tmp_path / "model.safetensors", b'{"w": [0, 4194304]}', set()
+    for value in (0, 1):
+        data = bytearray(4 << 20)
+        data[begin : begin + (64 << 10)] = bytes([value]) * (64 << 10)
+        for name in (header, header.replace(b"w", b"v")):
+            file.write_bytes(_weights(name, data))
+            digests.add(checkpoint_digest(tmp_path, weights=True))
+    assert len(digests) == 4
+
+
+def test_the_digest_reads_a_small_part_of_large_files(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for index in range(3):
+        with (tmp_path / f"{index}.safetensors").open("wb") as file:
+            file.write(_weights(b"{" + b" " * (3 << 20), b""))
+            file.truncate(1 << 30)  # without blocks on the disk
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = bytes_read()
+    checkpoint_digest(tmp_path, weights=True)
+    assert bytes_read() - before < 3 * (1 << 20) + 129 * 4096 + 20_000

@@ -14,7 +14,8 @@ from phalanx.deploy.read_back import read_manifest
 
 def test_flags_of_serve_and_of_the_manifest(capsys):
     words = ["--tp_size", "8", "--pp-size", "2", "--num_workers", "2", "--dtype", "fp8", "--no_cuda_graphs", "--pod_replicas", "3"]
-    words += ["--service_monitor", "--no_network_policy", "--env", "A=1", "--env", "B=2", "--api-key-secret", "key"]
+    words += ["--service_monitor", "--open_metrics", "--no_network_policy", "--env", "A=1", "--env", "B=2"]
+    words += ["--api-key-secret", "key"]
     assert main(["deploy", "k8s", "meta-llama/Meta-Llama-3-70B", *words]) == 0
     deployed = read_manifest(capsys.readouterr().out)
     engine, options = deployed.flags.engine, deployed.options

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx.config.sources import ray_address
+from phalanx.deploy import ray_cluster
 from phalanx.deploy.ray_cluster import RayHost, connect, impossible, in_order, need_of_host
 from phalanx.errors import LayoutError, OptionError
 
@@ -88,3 +91,24 @@ def test_no_cluster_a_silent_head_and_a_client_address_are_told_apart(address):
     address(f"127.0.0.1:{port}")
     with pytest.raises(LayoutError, match=rf"the head of the Ray cluster at 127.0.0.1:{port} does not answer; .*refused"):
         connect()
+
+
+def test_a_group_that_ray_does_not_make_is_named_at_the_deadline_and_removed(monkeypatch, caplog):
+    """Its resources are free, so it is waited for: hosts under load answer late."""
+    removed = []
+    group = SimpleNamespace(
+        placement_group=lambda bundles, strategy: (bundles, strategy),
+        placement_group_table=lambda group: {"state": "PENDING", "stats": {"scheduling_state": "QUEUED"}},
+        remove_placement_group=removed.append,
+    )
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=SimpleNamespace(placement_group=group)))
+    monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace(placement_group=group))
+    monkeypatch.setitem(sys.modules, "ray.util.placement_group", group)
+    monkeypatch.setattr(ray_cluster, "live_hosts", lambda: [host("10.0.0.1", 8), host("10.0.0.2", 8)])
+    for name in ("MAKING_SECONDS", "_POLL_SECONDS", "_REMOVAL_SECONDS"):
+        monkeypatch.setattr(ray_cluster, name, 0.05)
+    with pytest.raises(LayoutError, match="no placement group was made; Ray says QUEUED"):
+        ray_cluster.place(2, {"GPU": 8.0}, time.monotonic())
+    (line,) = caplog.messages
+    assert "it says QUEUED; hosts: 10.0.0.1, 10.0.0.2; waiting" in line
+    assert removed == [([{"GPU": 8.0}] * 2, "STRICT_SPREAD")]

@@ -51,9 +51,9 @@ def test_an_actor_that_ended_without_a_word_is_named_with_its_host(reason, kind,
 def test_an_agent_gives_the_error_of_its_host_back(monkeypatch):
     ends = []
     monkeypatch.setattr(ray_launcher.threading, "Timer", lambda seconds, act, arguments: ends.append(arguments) or NoTimer())
-    given = options(master_addr="127.0.0.1").model_dump(mode="json", exclude={"node_rank", "cluster_token", "cluster_token_file"})
+    values = options(master_addr="127.0.0.1").model_dump(mode="json", exclude={"node_rank", "cluster_token", "cluster_token_file"})
     agent = NodeAgent(1)
-    wire = agent.run({**given, "model": "/no/such/folder", "launcher": "local"}, "a token of sixteen bytes", {})
+    wire = agent.run({**values, "model": "/no/such/folder", "launcher": "local"}, "a token of sixteen bytes", {})
     assert "/no/such/folder" in str(PhalanxError.from_wire(wire))
     assert ends == [(0,)]
     agent.dump_stacks(2)  # no rank runs: nothing happens

@@ -63,13 +63,22 @@ def test_on_cpu_ranks_reserve_cores():
 
 
 def test_who_may_connect_and_how_many_may_be_evicted():
-    every = objects(pod_replicas=2)
-    assert every["PodDisruptionBudget"]["spec"]["minAvailable"] == 4  # of a head and four workers
+    every = objects(flags(pipeline_parallel_size=1, nnodes=1), pod_replicas=2)
+    assert every["PodDisruptionBudget"]["spec"]["minAvailable"] == 2  # of a head and two workers, which are all ready
     api, group, dashboard = every["NetworkPolicy"]["spec"]["ingress"]
     assert api == {"ports": [{"protocol": "TCP", "port": "serve"}]}
     assert group["from"] == [{"podSelector": every["NetworkPolicy"]["spec"]["podSelector"]}]
     assert dashboard["from"][0]["podSelector"]["matchLabels"] == ray_service.OPERATOR
     assert "Service" not in every  # KubeRay makes it
+
+
+def test_workers_that_are_never_ready_have_no_budget():
+    """Of the workers of a server on several nodes, KubeRay makes only that of the replica ready: a head and one worker of two are
+    available, and a budget of pods - 1 would forbid every eviction."""
+    assert "PodDisruptionBudget" not in objects(pod_replicas=1)
+    text = k8s.text(flags(), K8sOptions.of(with_="ray"))
+    assert "# disruption_budget = False: KubeRay keeps a worker without a proxy of Ray Serve unready" in text
+    assert "# needs: an image with the extra ray: docker build --build-arg EXTRAS=gpu,ray" in text
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ OWN = from_rank_error(RankError(1, WeightError("rank 1: model.norm.weight is mis
     ],
 )
 def test_the_report_that_says_most_is_the_cause(reports: list[FailureReport], best: FailureReport) -> None:
-    found = root_cause(reports)
-    assert found is not None
-    assert str(found.error) == str(best.error)
-    assert type(found.error) is type(best.error)
+    cause = root_cause(reports)
+    assert cause is not None
+    assert str(cause.error) == str(best.error)
+    assert type(cause.error) is type(best.error)
 
 
 def test_no_report_has_no_root_cause() -> None:

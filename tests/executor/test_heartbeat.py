@@ -15,9 +15,9 @@ def watched(
             monitor.rank_heartbeat(rank, now, begun=4, finished=3)
         for node in nodes:
             monitor.node_heartbeat(node, now)
-        found = monitor.first_silent(now)
-        if found is not None:
-            return found
+        error = monitor.first_silent(now)
+        if error is not None:
+            return error
         now += 0.5
     return None
 
@@ -27,10 +27,10 @@ def test_a_silent_rank_is_named_with_its_process_and_its_last_step() -> None:
     for rank in (0, 1):
         monitor.register(rank, f"pid {100 + rank}, node 0")
     assert watched(monitor, 0.0, 5.0, 0, 1) is None
-    found = watched(monitor, 5.0, 60.0, 0)
-    assert isinstance(found, RankStalled)
-    assert "rank 1 (pid 101, node 0) has sent no heartbeat for 20 s" in str(found)
-    assert "it had begun step 4 and finished step 3" in str(found)
+    error = watched(monitor, 5.0, 60.0, 0)
+    assert isinstance(error, RankStalled)
+    assert "rank 1 (pid 101, node 0) has sent no heartbeat for 20 s" in str(error)
+    assert "it had begun step 4 and finished step 3" in str(error)
 
 
 def test_a_rank_that_still_loads_its_libraries_is_not_silent() -> None:
@@ -45,9 +45,9 @@ def test_a_lost_node_comes_before_its_ranks() -> None:
     monitor = HeartbeatMonitor(NODE_TIMEOUT)
     monitor.node_heartbeat(1, 0.0, address="10.0.0.2")
     assert watched(monitor, 0.0, 2.0, 0, 1, nodes=(1,)) is None
-    found = watched(monitor, 2.0, 60.0, 0)
-    assert isinstance(found, NodeLost)
-    assert "node 1 (10.0.0.2)" in str(found)
+    error = watched(monitor, 2.0, 60.0, 0)
+    assert isinstance(error, NodeLost)
+    assert "node 1 (10.0.0.2)" in str(error)
 
 
 def test_a_closed_line_shortens_the_patience_with_nodes() -> None:
@@ -55,9 +55,9 @@ def test_a_closed_line_shortens_the_patience_with_nodes() -> None:
     assert watched(monitor, 0.0, 2.0, 0, nodes=(1, 2)) is None
     monitor.connection_closed(2.0)
     assert watched(monitor, 2.0, 2.0 + SUSPECT_TIMEOUT - 0.6, 0, nodes=(2,)) is None
-    found = watched(monitor, 2.0 + SUSPECT_TIMEOUT - 0.6, 2.0 + SUSPECT_TIMEOUT + 1.0, 0, nodes=(2,))
-    assert isinstance(found, NodeLost)
-    assert "node 1 " in str(found)
+    error = watched(monitor, 2.0 + SUSPECT_TIMEOUT - 0.6, 2.0 + SUSPECT_TIMEOUT + 1.0, 0, nodes=(2,))
+    assert isinstance(error, NodeLost)
+    assert "node 1 " in str(error)
 
 
 def test_an_engine_that_stood_still_itself_blames_nobody() -> None:

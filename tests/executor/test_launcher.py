@@ -32,24 +32,24 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import Drive, await_results, expected, options, prompts
 
 
-def asked(tp: int, pp: int, nodes: int) -> EngineOptions:
+def engine_options(tp: int, pp: int, nodes: int) -> EngineOptions:
     return EngineOptions(model="x", tensor_parallel_size=tp, pipeline_parallel_size=pp, nnodes=nodes)
 
 
 def test_ranks_are_spread_evenly_in_order() -> None:
-    assert [host_ranks(asked(2, 2, 2), node).ranks for node in (0, 1)] == [range(2), range(2, 4)]
+    assert [host_ranks(engine_options(2, 2, 2), node).ranks for node in (0, 1)] == [range(2), range(2, 4)]
 
 
 def test_each_process_of_torchrun_is_a_node_with_one_rank_on_its_own_gpu() -> None:
-    assert host_ranks(asked(4, 1, 4), 3, local_rank=1) == HostRanks(3, range(3, 4), 1)
-    assert host_ranks(asked(4, 1, 2), 1, local_rank=1) == HostRanks(1, range(2, 4), 2)
+    assert host_ranks(engine_options(4, 1, 4), 3, local_rank=1) == HostRanks(3, range(3, 4), 1)
+    assert host_ranks(engine_options(4, 1, 2), 1, local_rank=1) == HostRanks(1, range(2, 4), 2)
 
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"3 ranks.*2 nodes"):
-        host_ranks(asked(3, 1, 2), 0)
+        host_ranks(engine_options(3, 1, 2), 0)
     with pytest.raises(LayoutError, match="node_rank=2"):
-        host_ranks(asked(2, 1, 2), 2)
+        host_ranks(engine_options(2, 1, 2), 2)
 
 
 def test_kernels_are_kept_where_the_option_says(
@@ -60,11 +60,11 @@ def test_kernels_are_kept_where_the_option_says(
     monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
     assert kernel_folders(None) == {}
     assert caplog.messages == []
-    found = kernel_folders("new/kernels")
-    kept = tmp_path / "new" / "kernels"
-    assert found == {"TRITON_CACHE_DIR": f"{kept}/triton", "FLASHINFER_WORKSPACE_BASE": f"{kept}/flashinfer"}
-    assert all(Path(folder).is_dir() and not list(Path(folder).iterdir()) for folder in found.values())
-    assert caplog.messages == [f"kernel_cache_dir wins: kernels are kept in {kept}/triton, not in TRITON_CACHE_DIR=elsewhere"]
+    folders = kernel_folders("new/kernels")
+    parent = tmp_path / "new" / "kernels"
+    assert folders == {"TRITON_CACHE_DIR": f"{parent}/triton", "FLASHINFER_WORKSPACE_BASE": f"{parent}/flashinfer"}
+    assert all(Path(folder).is_dir() and not list(Path(folder).iterdir()) for folder in folders.values())
+    assert caplog.messages == [f"kernel_cache_dir wins: kernels are kept in {parent}/triton, not in TRITON_CACHE_DIR=elsewhere"]
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "home" / "kernels" / "triton"))
     assert kernel_folders("~/kernels")["TRITON_CACHE_DIR"] == os.environ["TRITON_CACHE_DIR"]
@@ -222,14 +222,14 @@ def test_threads_sleep_while_they_wait() -> None:
     neighbours = [subprocess.Popen(busy) for _ in range(os.cpu_count() or 2)]
     try:
         environment = {**os.environ, **SLEEPING_THREADS, "OMP_NUM_THREADS": "2"}
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", OPERATIONS], env=environment, capture_output=True, text=True, timeout=60, check=True
         )
     finally:
         for neighbour in neighbours:
             neighbour.kill()
             neighbour.wait()
-    assert float(done.stdout) < 2.5
+    assert float(completed.stdout) < 2.5
 
 
 def test_cpu_ranks_get_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

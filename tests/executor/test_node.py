@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -43,8 +44,8 @@ sys.exit(join(EngineOptions(**json.loads(sys.argv[1]))))
 
 FIRST_THING = """
 import os, pathlib
-found = ", ".join(os.environ.get(name, "unset") for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"))
-pathlib.Path(__file__).with_name(f"{os.getpid()}").write_text(found)
+places = ", ".join(os.environ.get(name, "unset") for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"))
+pathlib.Path(__file__).with_name(f"{os.getpid()}").write_text(places)
 """
 
 ENGINE = """
@@ -92,8 +93,8 @@ def two_nodes(folder: Path) -> EngineOptions:
     return options(folder, pipeline_parallel_size=2, nnodes=2, master_port=port, cluster_token=TOKEN)
 
 
-def start_node(asked: EngineOptions, code: str = NODE, node: int = 1) -> subprocess.Popen[bytes]:
-    text = asked.model_copy(update={"node_rank": node}).model_dump_json()
+def start_node(engine: EngineOptions, code: str = NODE, node: int = 1) -> subprocess.Popen[bytes]:
+    text = engine.model_copy(update={"node_rank": node}).model_dump_json()
     return subprocess.Popen([sys.executable, "-c", code, text], stdout=subprocess.PIPE)
 
 
@@ -102,12 +103,12 @@ def formed(
     folder: Path, kernels: tuple[str | None, str | None] = (None, None), *, insecure: bool = False
 ) -> Iterator[tuple[RankExecutor, list[RankFacts], subprocess.Popen[bytes]]]:
     """kernels: where each host keeps them. insecure: without a token."""
-    asked = two_nodes(folder)
+    engine_options = two_nodes(folder)
     if insecure:
-        asked = asked.model_copy(update={"cluster_token": None, "insecure_cluster": True})
-    executor = RankExecutor(asked.model_copy(update={"kernel_cache_dir": kernels[0]}))
+        engine_options = engine_options.model_copy(update={"cluster_token": None, "insecure_cluster": True})
+    executor = RankExecutor(engine_options.model_copy(update={"kernel_cache_dir": kernels[0]}))
     assert isinstance(executor, RankExecutor)
-    node = start_node(asked.model_copy(update={"kernel_cache_dir": kernels[1]}))
+    node = start_node(engine_options.model_copy(update={"kernel_cache_dir": kernels[1]}))
     try:
         facts, _ = executor.start()
         yield executor, facts, node
@@ -138,23 +139,23 @@ def test_two_nodes_serve_as_one_and_end_together(folder: Path, tmp_path: Path, m
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     kernels = str(tmp_path / "host 0"), str(tmp_path / "host 1")
     with formed(folder, kernels) as (executor, facts, node):
-        for kept, pid in zip(kernels, [*(handle.pid for handle in executor._handles.values()), *ranks_of(node)], strict=True):
-            assert (tmp_path / f"{pid}").read_text() == f"{kept}/triton, {kept}/flashinfer"
+        for cache, pid in zip(kernels, [*(handle.pid for handle in executor._handles.values()), *ranks_of(node)], strict=True):
+            assert (tmp_path / f"{pid}").read_text() == f"{cache}/triton, {cache}/flashinfer"
         assert [(rank.node, rank.layers) for rank in facts] == [(0, (0, 1)), (1, (1, 2))]
-        asked = prompts(2, seed=9)
-        tokens = Drive(executor.submit, executor.collect).generate(asked, 4)
-        assert tokens == [expected(folder, prompt, 4) for prompt in asked]
+        texts = prompts(2, seed=9)
+        tokens = Drive(executor.submit, executor.collect).generate(texts, 4)
+        assert tokens == [expected(folder, prompt, 4) for prompt in texts]
         executor.shutdown()
         assert node.wait(15) == 0
 
 
 def test_a_node_with_other_options_software_or_checkpoint_is_told_which(folder: Path, tmp_path: Path) -> None:
-    asked = two_nodes(folder)
+    engine_options = two_nodes(folder)
     altered = Path(shutil.copytree(folder, tmp_path / "altered"))
     (altered / "more.safetensors").write_bytes(b"another")
-    executor = RankExecutor(asked)
+    executor = RankExecutor(engine_options)
     other = "from phalanx.config import host_facts\nhost_facts.__version__ = '0.0.1'\n" + NODE
-    node = start_node(asked.model_copy(update={"max_num_tokens": 32, "model": str(altered)}), other)
+    node = start_node(engine_options.model_copy(update={"max_num_tokens": 32, "model": str(altered)}), other)
     begin = time.monotonic()
     differs = (
         r"^node 1 \(127.0.0.1\) differs from the engine's host in checkpoint, max_num_tokens, phalanx version; checkpoint: .*; "
@@ -196,10 +197,10 @@ def test_a_silent_node_is_named_in_time(folder: Path, soon: float) -> None:
 
 def test_a_killed_node_takes_its_ranks_along_and_is_named_at_once(folder: Path) -> None:
     with formed(folder) as (executor, _, node):
-        held = ranks_of(node)
+        rank_pids = ranks_of(node)
         node.kill()
         node.wait()
-        assert gone(held, 10)
+        assert gone(rank_pids, 10)
         begin = time.monotonic()
         with pytest.raises(NodeLost, match="node 1"):
             await_results(executor.collect, 1, 10)
@@ -207,17 +208,17 @@ def test_a_killed_node_takes_its_ranks_along_and_is_named_at_once(folder: Path) 
 
 
 def test_a_killed_engine_ends_the_other_node_at_once(folder: Path) -> None:
-    asked = two_nodes(folder)
-    engine, node = start_node(asked, ENGINE, 0), start_node(asked)
+    engine_options = two_nodes(folder)
+    engine, node = start_node(engine_options, ENGINE, 0), start_node(engine_options)
     assert engine.stdout is not None
     assert engine.stdout.readline() == b"started\n"
-    held = [*ranks_of(node), *ranks_of(engine)]
-    assert len(held) == 2
+    rank_pids = [*ranks_of(node), *ranks_of(engine)]
+    assert len(rank_pids) == 2
     engine.kill()
     engine.communicate()
     assert node.wait(10) == 1
     node.communicate()
-    assert gone(held, 10)
+    assert gone(rank_pids, 10)
 
 
 @contextmanager
@@ -343,14 +344,25 @@ def test_an_insecure_cluster_works_and_says_so(folder: Path, caplog: pytest.LogC
 def test_a_node_without_an_engine_says_why_and_gives_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = two_nodes(folder).model_copy(update={"node_rank": 1, "start_timeout": 0.5})
+    engine_options = two_nodes(folder).model_copy(update={"node_rank": 1, "start_timeout": 0.5})
     monkeypatch.setattr("phalanx.executor.node.LOG_SECONDS", 0.2)
-    node = Node(asked)
+    node = Node(engine_options)
     assert node.run() == 1
     assert re.search(
         r"engine at tcp://127.0.0.1:\d+ \(node 0\) has not answered for \d s: nothing listens at port \d+", caplog.text
     )
     assert all(not psutil.pid_exists(process.pid) for process in node._launcher._ranks.values())
+
+
+def test_a_node_without_a_route_to_the_engine_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreachable(peer: str) -> str:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr("phalanx.executor.node.address_towards", unreachable)
+    assert join(two_nodes(folder).model_copy(update={"node_rank": 1})) == 1
+    assert "node 1 ends: no route leads to master_addr=127.0.0.1; Network is unreachable; check this host's network" in caplog.text
 
 
 def test_an_engine_whose_node_never_comes_says_so(folder: Path) -> None:
@@ -373,6 +385,6 @@ def test_a_layout_that_the_model_cannot_have_is_refused_on_every_host(tmp_path: 
 
 def test_a_joining_process_needs_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.hardware.detect_machine", lambda: Machine((Gpu(0, "GPU-0", "NVIDIA H200", 90, 1, 1),), 1, 1, 1))
-    asked = options(Path("x"), device="cuda", tensor_parallel_size=2, nnodes=2, node_rank=1)
+    engine_options = options(Path("x"), device="cuda", tensor_parallel_size=2, nnodes=2, node_rank=1)
     with pytest.raises(LayoutError, match=r"2 ranks.*node 1 has 1 GPU;"):
-        Node(asked, local_rank=1)
+        Node(engine_options, local_rank=1)

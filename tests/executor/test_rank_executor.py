@@ -53,14 +53,14 @@ Make = Callable[..., RankExecutor]
 
 @pytest.fixture
 def make_executor(folder: Path) -> Iterator[Make]:
-    made: list[RankExecutor] = []
+    executors: list[RankExecutor] = []
 
     def make(model: Path = folder, **overrides: Any) -> RankExecutor:
-        made.append(RankExecutor(options(model, **overrides)))
-        return made[-1]
+        executors.append(RankExecutor(options(model, **overrides)))
+        return executors[-1]
 
     yield make
-    for executor in made:
+    for executor in executors:
         executor.shutdown()
 
 
@@ -68,10 +68,10 @@ def pids(executor: RankExecutor) -> list[int]:
     return [handle.pid for handle in executor._handles.values()]
 
 
-def all_gone(found: list[int], seconds: float = 10.0) -> bool:
+def all_gone(rank_pids: list[int], seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in found):
+        if all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in rank_pids):
             return True
         time.sleep(0.02)
     return False
@@ -86,15 +86,15 @@ def await_error(executor: RankExecutor, kind: type[EngineError], seconds: float)
 def test_a_rank_killed_in_mid_step_is_named_and_takes_all_along(make_executor: Make) -> None:
     executor = make_executor(tensor_parallel_size=2)
     executor.start()
-    held = pids(executor)
-    os.kill(held[1], signal.SIGSTOP)
+    rank_pids = pids(executor)
+    os.kill(rank_pids[1], signal.SIGSTOP)
     executor.submit(Step(1, [FIRST]))  # rank 0 now waits for rank 1 in an all-reduce
     time.sleep(0.5)
     begin = time.monotonic()
-    os.kill(held[1], signal.SIGKILL)
-    said = await_error(executor, RankDied, 10)
-    assert said.startswith(f"rank 1 (pid {held[1]}, node 0) was killed by SIGKILL")
-    assert all_gone(held)
+    os.kill(rank_pids[1], signal.SIGKILL)
+    message = await_error(executor, RankDied, 10)
+    assert message.startswith(f"rank 1 (pid {rank_pids[1]}, node 0) was killed by SIGKILL")
+    assert all_gone(rank_pids)
     assert time.monotonic() - begin < 10
     with pytest.raises(RankDied):
         executor.submit(Step(2, [FIRST]))
@@ -129,31 +129,31 @@ def test_a_rank_killed_within_an_exchange_is_named(make_executor: Make, tmp_path
 def test_a_stopped_rank_is_named(make_executor: Make) -> None:
     executor = make_executor(tensor_parallel_size=2, stall_timeout=6.0)
     executor.start()
-    held = pids(executor)
+    rank_pids = pids(executor)
     executor.submit(Step(1, [FIRST]))
     await_results(executor.collect, 1)
     time.sleep(1.5)  # a heartbeat reports the step
-    os.kill(held[1], signal.SIGSTOP)
+    os.kill(rank_pids[1], signal.SIGSTOP)
     executor.submit(Step(2, [StepBatch(rows=[StepRow(0, 3, 1, [], samples=True)])]))
-    said = await_error(executor, RankStalled, 30)
-    assert f"rank 1 (pid {held[1]}, node 0) has sent no heartbeat" in said
-    assert "finished step 1" in said
-    assert all_gone(held)
+    message = await_error(executor, RankStalled, 30)
+    assert f"rank 1 (pid {rank_pids[1]}, node 0) has sent no heartbeat" in message
+    assert "finished step 1" in message
+    assert all_gone(rank_pids)
 
 
 def test_a_rank_that_was_stopped_for_a_while_goes_on(make_executor: Make, folder: Path) -> None:
     """SIGSTOP and SIGCONT; and SIGHUP, which is for the front process."""
     executor = make_executor(tensor_parallel_size=2, stall_timeout=6.0)
     executor.start()
-    texts, held = prompts(2, seed=9), pids(executor)
-    for pid in held:
+    texts, rank_pids = prompts(2, seed=9), pids(executor)
+    for pid in rank_pids:
         os.kill(pid, signal.SIGHUP)
-    os.kill(held[1], signal.SIGSTOP)
-    threading.Timer(2.0, os.kill, (held[1], signal.SIGCONT)).start()
+    os.kill(rank_pids[1], signal.SIGSTOP)
+    threading.Timer(2.0, os.kill, (rank_pids[1], signal.SIGCONT)).start()
     begin = time.monotonic()
     assert Drive(executor.submit, executor.collect).generate(texts, 4) == [expected(folder, text, 4) for text in texts]
     assert time.monotonic() - begin > 1.5, "it did stand still"
-    assert all(psutil.pid_exists(pid) for pid in held)
+    assert all(psutil.pid_exists(pid) for pid in rank_pids)
 
 
 def test_a_stopped_rank_is_named_within_30_seconds_by_default() -> None:
@@ -163,13 +163,13 @@ def test_a_stopped_rank_is_named_within_30_seconds_by_default() -> None:
 def test_a_step_that_is_never_done_names_who_has_not_done_it(make_executor: Make, capfd: pytest.CaptureFixture[str]) -> None:
     executor = make_executor(step_timeout=2.0, stall_timeout=100.0)
     executor.start()
-    held = pids(executor)
-    os.kill(held[0], signal.SIGSTOP)
+    rank_pids = pids(executor)
+    os.kill(rank_pids[0], signal.SIGSTOP)
     executor.submit(Step(1, [FIRST]))
-    said = await_error(executor, RankStalled, 20)
-    assert "step 1, sent 2 s ago, has not finished" in said
-    assert "rank 0" in said
-    assert all_gone(held)
+    message = await_error(executor, RankStalled, 20)
+    assert "step 1, sent 2 s ago, has not finished" in message
+    assert "rank 0" in message
+    assert all_gone(rank_pids)
 
 
 def test_a_killed_parent_leaves_no_rank(folder: Path) -> None:
@@ -180,13 +180,13 @@ def test_a_killed_parent_leaves_no_rank(folder: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    held = [int(pid) for pid in line.strip(b"[]\n").split(b",")]
-    assert len(held) == 2
-    assert all_gone(held)
+    rank_pids = [int(pid) for pid in line.strip(b"[]\n").split(b",")]
+    assert len(rank_pids) == 2
+    assert all_gone(rank_pids)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "problem"),
     [
         ("mismatched", r"rank [01]: model\.layers\.1\.mlp\.down_proj\.weight in .*the two contradict each other"),
         ("truncated", r"rank [01]: .*model\.safetensors cannot be read.*truncated"),
@@ -194,7 +194,7 @@ def test_a_killed_parent_leaves_no_rank(folder: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_the_weights_reaches_the_caller(
-    folder: Path, tmp_path: Path, make_executor: Make, wrong: str, said: str
+    folder: Path, tmp_path: Path, make_executor: Make, wrong: str, problem: str
 ) -> None:
     shutil.copy(folder / "config.json", tmp_path)
     file = tmp_path / "model.safetensors"
@@ -206,7 +206,7 @@ def test_what_is_wrong_with_the_weights_reaches_the_caller(
     elif wrong == "truncated":
         file.write_bytes((folder / "model.safetensors").read_bytes()[:-100])
     executor = make_executor(tmp_path, tensor_parallel_size=2)
-    with pytest.raises(WeightError, match=said):
+    with pytest.raises(WeightError, match=problem):
         executor.start()
     assert all_gone(pids(executor))
 
@@ -249,12 +249,12 @@ def test_two_engines_on_one_machine_never_meet(make_executor: Make) -> None:
         engine.submit(Step(1, [FIRST]))
     first, second = (await_results(engine.collect, 1)[0] for engine in engines)
     assert first == second
-    held = [pid for engine in engines for pid in pids(engine)]
+    rank_pids = [pid for engine in engines for pid in pids(engine)]
     begin = time.monotonic()
     for engine in engines:
         engine.shutdown()
     assert time.monotonic() - begin < 10
-    assert all_gone(held, 0.1)
+    assert all_gone(rank_pids, 0.1)
     assert [handle.child.process.returncode for handle in engines[0]._handles.values()] == [0, 0]
     engines[0].shutdown()
     with pytest.raises(EngineClosed):
@@ -266,8 +266,8 @@ def test_an_error_inside_a_rank_names_it(make_executor: Make) -> None:
     executor.start()
     rows = [StepRow(1, 0, 1, [5], [1], samples=True)]  # never admitted
     executor.submit(Step(1, [StepBatch(rows=rows)]))
-    said = await_error(executor, EngineError, 20)
-    assert said.startswith("rank 0 failed: ValueError: slots [1]")
+    message = await_error(executor, EngineError, 20)
+    assert message.startswith("rank 0 failed: ValueError: slots [1]")
 
 
 def test_as_many_steps_are_in_flight_as_there_are_stages_and_never_less_than_two() -> None:

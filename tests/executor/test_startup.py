@@ -102,15 +102,15 @@ def test_who_is_late_is_named() -> None:
 def test_who_is_ready_as_time_is_up_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = RankExecutor(options(Path("x"), start_timeout=1e-9))
     for skipped in ("_launch", "_wait", "_send_to_ranks"):
-        monkeypatch.setattr(executor, skipped, lambda *given: None)
+        monkeypatch.setattr(executor, skipped, lambda *arguments: None)
 
     def ready_at_last() -> None:
         executor._startup.receive(KvCapacity(0, 7), 0.0)
         executor._startup.receive(ready(0), 0.0)
 
     monkeypatch.setattr(executor, "_check", ready_at_last)
-    found, blocks = executor.start()
-    assert (found[0].rank, blocks) == (0, 7)
+    facts, blocks = executor.start()
+    assert (facts[0].rank, blocks) == (0, 7)
 
 
 def test_what_no_rank_sends_is_an_error() -> None:
@@ -140,14 +140,14 @@ def test_a_long_phase_is_heard_of_within_a_second_and_then_ever_more_rarely(capl
 
 
 def test_a_fast_start_is_silent_however_much_ranks_report(caplog: pytest.LogCaptureFixture) -> None:
-    startup, found, now = StartupCoordinator(2, (), 0.0), list[str](), 0.0
+    startup, lines, now = StartupCoordinator(2, (), 0.0), list[str](), 0.0
     for phase in ("import torch", "form groups", "build", "load weights"):
         for done in range(80):
             for rank in (0, 1):
                 startup.receive(StartupProgress(rank, phase, done, 80), now)
             now += 0.01
-            found += heard(startup, caplog, now, now)
-    assert found == []
+            lines += heard(startup, caplog, now, now)
+    assert lines == []
 
 
 def test_the_rank_in_the_earliest_phase_is_behind(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,8 +175,12 @@ def whole(startup: StartupCoordinator) -> StartupCoordinator:
 def test_a_node_that_is_not_there_is_waited_for_aloud(caplog: pytest.LogCaptureFixture) -> None:
     startup = StartupCoordinator(2, {1}, 0.0)
     assert heard(startup, caplog, 0.0, 2.5) == ["node 1 has not joined ... 1 s", "node 1 has not joined ... 2 s"]
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    assert heard(startup, caplog, 2.5, 11.0) == ["node 1 has not joined ... 5 s", "node 1 has not joined ... 10 s"]
+    assert {record.levelname for record in caplog.records} == {"ERROR"}
     startup.node_joined(1)
-    assert heard(startup, caplog, 2.5, 3.0) == ["rank 0: starting Python ... 3 s"]
+    assert heard(startup, caplog, 11.0, 16.5)[-1] == "rank 0: starting Python ... 15 s"
+    assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
 def test_slow_phases_of_a_rank_are_heard_of(
@@ -195,9 +199,9 @@ def test_slow_phases_of_a_rank_are_heard_of(
         executor.start()
     finally:
         executor.shutdown()
-    said = [record.getMessage() for record in caplog.records if record.name.endswith("startup")]
-    assert [line for line in said if "build" in line] == ["rank 1: build ... 1 s", "rank 1: build ... 2 s"]
-    loading = [re.fullmatch(r"rank 1: load weights, (\d+) % ... (\d) s", line) for line in said if "load" in line]
-    assert [found and found[2] for found in loading] == ["1", "2"]
-    done = [int(found[1]) for found in loading if found]
-    assert 10 < done[0] < 50 < done[1] < 90
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("startup")]
+    assert [line for line in lines if "build" in line] == ["rank 1: build ... 1 s", "rank 1: build ... 2 s"]
+    loading = [re.fullmatch(r"rank 1: load weights, (\d+) % ... (\d) s", line) for line in lines if "load" in line]
+    assert [match and match[2] for match in loading] == ["1", "2"]
+    percents = [int(match[1]) for match in loading if match]
+    assert 10 < percents[0] < 50 < percents[1] < 90

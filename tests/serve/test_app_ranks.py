@@ -206,9 +206,27 @@ def broken(served, send: int, seconds: float) -> tuple[str, str, float]:
     return str(error.value), heard[0], named
 
 
-def test_a_rank_is_killed(tmp_path, model):
-    with rank_server(tmp_path, model, "--tp_size", "2") as served:
+def require_what_an_endpoint_picker_reads(served) -> None:
+    """The five series that the endpoint picker of the Gateway API reads, by their exact names, of blocks of 8 tokens."""
+    with served.http() as http:
+        text = http.get("/metrics").text
+    series = {
+        name: (dict(re.findall(r'(\w+)="([^"]*)"', labels)), value)
+        for name, labels, value in re.findall(r"^(vllm:\w+){(.*)} (.*)$", text, re.M)
+    }
+    assert series["vllm:num_requests_waiting"][1] == series["vllm:num_requests_running"][1] == "0.0"
+    assert series["vllm:kv_cache_usage_perc"][1] == "0.0"
+    assert series["vllm:lora_requests_info"][0].keys() >= {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+    cache, _ = series["vllm:cache_config_info"]
+    (tokens,) = re.findall(r"the KV cache holds ([\d,]+) tokens", served.log)
+    assert cache["block_size"] == "8"
+    assert int(cache["num_gpu_blocks"]) * 8 == int(tokens.replace(",", "")), "as the engine says it"
+
+
+def test_an_endpoint_picker_reads_its_metrics_and_a_rank_is_killed(tmp_path, model):
+    with rank_server(tmp_path, model, "--tp_size", "2", "--metrics_prefix", "vllm", "--kv_block_size", "8") as served:
         served.wait_ready()
+        require_what_an_endpoint_picker_reads(served)
         began = time.monotonic()
         streamed, response, _ = broken(served, signal.SIGKILL, 10.0)
         assert "rank 1" in streamed

@@ -70,6 +70,15 @@ def test_an_address_of_another_host_becomes_its_own(joins, caplog):
     assert f"probes are answered at 127.0.0.1:{joins[0]}" in caplog.text
 
 
+def test_without_a_route_to_the_engine_it_says_so(joins, monkeypatch):
+    def unreachable(peer):
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr("phalanx.executor.node.address_towards", unreachable)
+    with pytest.raises(OptionError, match=r"^no route leads to master_addr=127\.0\.0\.1; Network is unreachable; check"):
+        run_follower(engine(), ServeOptions.of(host="192.0.2.1", port=free_port()), 0)
+
+
 def test_only_the_first_process_of_a_host_answers(joins):
     joins.append(None)
     with socket.socket() as taken:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import ALIASES
+from phalanx.deploy.k8s import SCRAPERS
 from phalanx.deploy.options import K8sOptions
 from phalanx.deploy.serve_flags import ServeFlags
 
@@ -133,4 +134,6 @@ def deployment(seed: int) -> tuple[ServeFlags, K8sOptions]:
         maybe("pod_replicas", 1, 3)
     maybe("endpoint_picker", "picker", when=flags.serving.metrics_prefix == "vllm" and not ray)
     maybe("endpoint_picker_port", 9002, 1234, when="endpoint_picker" in values)
+    if "api_key_secret" in values and any(values.get(name) for name in SCRAPERS):
+        flags = ServeFlags(flags.engine, flags.serving.model_copy(update={"open_metrics": True}))
     return flags, K8sOptions.of(**values)

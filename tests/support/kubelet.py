@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster of one LeaderWorkerSet, as small as it can be: what runs is its manifest, container by container.
+"""A cluster of a Deployment or a LeaderWorkerSet, as small as it can be: what runs is its manifest, container by container.
 
 Each pod has a network namespace on one bridge, and a record in a DNS server. Threads do for it what the kubelet does: probes on
 their schedule, the hook before the end, SIGTERM, and SIGKILL at the end of the grace. `Group` does what the controller of
@@ -177,7 +177,8 @@ class Pod:
 
 
 class Group:
-    """A leader and its followers: one server. Whichever of its containers restarts, all its pods are made anew."""
+    """The pods of one server: a leader and its followers, which are all made anew when a container of one restarts; one pod of a
+    Deployment."""
 
     def __init__(self, cluster: Cluster, workload: Mapping[str, Any], index: int, *, late: float = 0.0) -> None:
         """late: seconds until the leader's name resolves, counted from the begin of its pods."""
@@ -188,7 +189,11 @@ class Group:
 
     def _start(self, late: float) -> None:
         self.generations += 1
-        name, spec = self._workload["metadata"]["name"], self._workload["spec"]["leaderWorkerTemplate"]
+        name = self._workload["metadata"]["name"]
+        if self._workload["kind"] == "Deployment":
+            self.pods = [Pod(self._cluster, self._workload["spec"]["template"], f"{name}-{self.index}", {})]
+            return
+        spec = self._workload["spec"]["leaderWorkerTemplate"]
         assert self._workload["spec"]["startupPolicy"] == "LeaderCreated", "followers would wait for ever"
         assert spec["restartPolicy"] == "RecreateGroupOnPodRestart"
         leader = f"{name}-{self.index}"

@@ -81,7 +81,9 @@ class Container:
         root.mkdir()
         lines = ["set -e", "mount --make-rprivate /", f"hostname {name}", f"mount -t tmpfs -o mode=755 root {root}"]
         lines += [f"mkdir -p {root}/proc {root}/dev {root}/etc {root}/image", f"mount -t proc proc {root}/proc"]
-        image = dict.fromkeys(["/usr", "/sys", sys.base_prefix, sys.prefix, str(SOURCES)])
+        # An environment may have packages of another one on its path.
+        packages = [place for place in sys.path if os.path.isdir(place) and "site-packages" in place]
+        image = dict.fromkeys(["/usr", "/sys", sys.base_prefix, sys.prefix, str(SOURCES), *packages])
         for place in image:
             lines += _bound(place, root)
         for link in ("/bin", "/sbin", "/lib", "/lib64"):

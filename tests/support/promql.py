@@ -41,12 +41,12 @@ class Series:
 
     def at(self, name: str, matchers: list[tuple[str, str, str]], minute: int, window: int = 0) -> dict[Labels, list[float]]:
         """The samples of the last `window` minutes before `minute`, and that of the minute, by labels."""
-        chosen = {}
+        selected = {}
         for (series, labels), samples in self._samples.items():
             values = dict(labels)
             if series == name and all(_MATCH[sign](values.get(label, ""), text) for label, sign, text in matchers):
-                chosen[labels] = samples[max(minute - window, 0) : minute + 1]
-        return {labels: samples for labels, samples in chosen.items() if samples}
+                selected[labels] = samples[max(minute - window, 0) : minute + 1]
+        return {labels: samples for labels, samples in selected.items() if samples}
 
 
 def _expand(part: str) -> list[float]:

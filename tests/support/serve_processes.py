@@ -75,10 +75,11 @@ class Served:
         return next(process for process in self.tree if process.cmdline()[0].strip() == title)
 
     def metric(self, stem: str) -> float:
-        """The sum over the series of a metric."""
+        """The sum over the series of a metric, under either prefix."""
         with self.http() as http:
             lines = http.get("/metrics").text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"phalanx:{stem}{{", f"{stem} ")))
+        begins = (f"phalanx:{stem}{{", f"vllm:{stem}{{", f"{stem} ")
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(begins))
 
     def gone(self, seconds: float = 10.0) -> None:
         """All processes have ended and the port is closed, in this time."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.locate import checkpoint_digest
 from phalanx.engine.messages import DECODE_GRAPH, MIXED_GRAPH, RankFacts, RowResult, Step, StepBatch
 from phalanx.executor.protocol import Stop
 from phalanx.executor.rank_executor import RankExecutor
@@ -156,14 +155,3 @@ def test_a_rank_queues_steps_before_it_reports_and_never_waits_for_the_device(fo
     between = [seconds for seconds in line.patience if seconds is not None]
     assert 0 < max(between) < 1e-3, "with work it looks at the device many times a millisecond"
     assert between.count(0.0) <= 4, "and does not spin"
-
-
-def test_a_checkpoints_digest_tells_config_and_weights_apart(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"1234")
-    with_weights, config = (checkpoint_digest(tmp_path, weights=weights) for weights in (True, False))
-    (tmp_path / "model.safetensors").write_bytes(b"12345")
-    assert checkpoint_digest(tmp_path, weights=True) != with_weights
-    assert checkpoint_digest(tmp_path, weights=False) == config
-    (tmp_path / "config.json").write_text("{ }")
-    assert checkpoint_digest(tmp_path, weights=False) != config

@@ -13,8 +13,10 @@ from phalanx.config.locate import checkpoint_digest
 from phalanx.config.options import EngineOptions
 from phalanx.version import __version__
 
-PER_HOST = {"node_rank", "model", "tokenizer", "kernel_cache_dir", "launcher", *SECRET_OPTIONS}
-"""Options that may differ between hosts. The model is compared by its digest."""
+PER_HOST = {
+    "node_rank", "model", "tokenizer", "kernel_cache_dir", "launcher", "master_addr_timeout", "start_timeout", *SECRET_OPTIONS,
+}  # fmt: skip
+"""Options that may differ between hosts: the model, which is compared by its digest, and how long a host waits for the others."""
 
 _DISTRIBUTIONS = ("torch", "triton", "flashinfer-python")
 """What decides how ranks compute."""

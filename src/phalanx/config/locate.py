@@ -22,6 +22,12 @@ DEMO = Path(__file__).resolve().parent.parent / "demo_model"
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
 _IGNORED_FILES = ["consolidated*", "original/*", "onnx/*"]  # copies in formats that Phalanx does not read
 
+_SAMPLES, _SAMPLE_BYTES = 128, 4096
+"""Samples of the data of all weight files together, but at least one of each. All of them miss a twentieth of the data in one of
+700 checkpoints."""
+_HEADER_READ, _LONGEST_HEADER = 64 << 10, 1 << 20
+"""Bytes of a header that are read at once, and in all."""
+
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -159,9 +165,24 @@ def _download_error(name: str, error: Exception) -> ModelNotFound:
 
 
 def checkpoint_digest(folder: Path, *, weights: bool) -> str:
-    """Digest of config.json and, with `weights`, of the names and sizes of the weight files: cheap, and differs by checkpoint."""
+    """Digest of config.json and, with `weights`, of each weight file: its name, its size, its header, and samples of its data.
+
+    So it differs between a checkpoint and its fine-tune, which has the same names, shapes and sizes. Of a checkpoint of 30 files it
+    reads 30 headers and 150 samples of 4 KiB: 180 reads, and a few megabytes at most.
+    """
     digest = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=8)
-    if weights:
-        for file in sorted(folder.glob("*.safetensors")):
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    files = sorted(folder.glob("*.safetensors")) if weights else []
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb", buffering=0) as file:
+            header = file.read(_HEADER_READ)
+            # As the format begins: the length of the header, which is JSON; the data follow it.
+            data = min(8 + int.from_bytes(header[:8], "little"), size)
+            digest.update(header[:data])
+            digest.update(file.read(max(min(data, _LONGEST_HEADER) - len(header), 0)))
+            samples = -(-_SAMPLES // len(files))
+            for index in range(samples):
+                file.seek(data + max(size - data - _SAMPLE_BYTES, 0) * index // max(samples - 1, 1))
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()

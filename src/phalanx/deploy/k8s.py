@@ -23,6 +23,8 @@ from phalanx.metrics import PICKER_PREFIX
 
 LWS = "leaderworkerset.sigs.k8s.io"
 SCRAPE_INTERVAL = "15s"
+SCRAPERS = ("service_monitor", "autoscale", "endpoint_picker")
+"""Options whose objects have /metrics read by another program, which knows no API key."""
 KEDA_POLLING_SECONDS = 15
 SCALE_DOWN_SECONDS = 360
 """Without a longer queue, until a server is taken away: longer than the gaps of usual traffic, since a start takes minutes."""
@@ -48,12 +50,17 @@ def resolve(flags: ServeFlags, options: K8sOptions) -> Resolved:
     token = options.cluster_token_secret
     if engine.nnodes > 1 and not engine.insecure_cluster and options.with_ == "none":
         token = token or f"{name}-cluster-token"
+    disruption_budget = options.disruption_budget
+    if options.with_ == "ray" and engine.nnodes > 1 and disruption_budget:
+        disruption_budget = False
+        reasons.append(f"disruption_budget: {ray_service.WITHOUT_BUDGET}")
     if options.shm_size is None:
         reasons.append(f"shm_size: {ranks} ranks on {'GPUs' if gpu else 'CPU'}")
     values = {
         "name": name, "startup_seconds": options.startup_seconds or budget.seconds, "cluster_token_secret": token,
         "shm_size": options.shm_size or shm_quantity(ranks, gpu=gpu),
         "pod_replicas": options.pod_replicas or (1 if options.autoscale == "none" else None),
+        "disruption_budget": disruption_budget,
     }  # fmt: skip
     resolved = options.model_copy(update=values)
     _require_sizes(flags, resolved)
@@ -104,6 +111,12 @@ def _require_consistent(flags: ServeFlags, options: K8sOptions) -> None:
         raise OptionError(
             f"endpoint_picker needs metrics_prefix={PICKER_PREFIX}", why="the picker reads metrics by these names",
             next=f"add --metrics_prefix {PICKER_PREFIX}",
+        )  # fmt: skip
+    scraper = next((name for name in SCRAPERS if getattr(options, name) != K8sOptions.model_fields[name].default), None)
+    if scraper is not None and options.api_key_secret is not None and not flags.serving.open_metrics:
+        raise OptionError(
+            f"{scraper} cannot read /metrics with api_key_secret", why="its requests have no API key: each would be refused (401)",
+            next="add --open_metrics",
         )  # fmt: skip
     for name in ("env", "node_selector"):
         require_once(name, getattr(options, name))
@@ -166,6 +179,8 @@ def text(flags: ServeFlags, options: K8sOptions) -> str:
 def comments(flags: ServeFlags, resolved: Resolved) -> list[str]:
     """What a reader of the manifest must know: commands that create its Secrets, reasons."""
     options, lines = resolved.options, []
+    if options.with_ == "ray":
+        lines.append("needs: an image with the extra ray: docker build --build-arg EXTRAS=gpu,ray")
     namespace = f" -n {options.namespace}" if options.namespace else ""
     for option, key in SECRET_KEYS.items():
         if (secret := getattr(options, option)) is not None:
@@ -268,8 +283,8 @@ def _scaler(flags: ServeFlags, options: K8sOptions) -> k.Object:
         )  # fmt: skip
         return k.HorizontalPodAutoscaler(metadata=_meta(options), spec=spec)
     assert options.prometheus_url is not None
-    chosen = {"service": f"{_name(options)}-api", **({"namespace": options.namespace} if options.namespace else {})}
-    selector = ",".join(f'{label}="{value}"' for label, value in chosen.items())
+    labels_of_service = {"service": f"{_name(options)}-api", **({"namespace": options.namespace} if options.namespace else {})}
+    selector = ",".join(f'{label}="{value}"' for label, value in labels_of_service.items())
     trigger = k.TriggerMetadata(
         server_address=options.prometheus_url, query=f"sum({metric}{{{selector}}})", threshold=str(options.queue_target)
     )

@@ -21,7 +21,7 @@ from phalanx.log import get_logger
 
 logger = get_logger(__name__)
 
-PLACEMENT_SECONDS = 6.0
+PLACEMENT_SECONDS = 4.0
 """How long hosts may take to appear and to be free: a worker host joins some seconds after `ray start`."""
 MAKING_SECONDS = 30.0
 """How much longer Ray may take to make a group that has its resources: hosts under load answer late."""
@@ -59,7 +59,7 @@ def impossible(hosts: Sequence[RayHost], nodes: int, need: Mapping[str, float]) 
     free = [host for host in able if host.has(need, "free")]
     if len(free) >= nodes:
         return None
-    wanted = ", ".join(f"{amount:g} {name}" for name, amount in need.items())
+    resources = ", ".join(f"{amount:g} {name}" for name, amount in need.items())
     listed = "; ".join(
         f"{host.address}: "
         + ", ".join(f"{host.resources.get(name, 0.0):g} {name} ({host.free.get(name, 0.0):g} free)" for name in need)
@@ -67,14 +67,14 @@ def impossible(hosts: Sequence[RayHost], nodes: int, need: Mapping[str, float]) 
     )
     noun = "host" if len(able) == 1 else "hosts"
     if len(able) < nodes:
-        why = f"only {len(able)} {noun} of the Ray cluster {'has' if len(able) == 1 else 'have'} {wanted}"
+        why = f"only {len(able)} {noun} of the Ray cluster {'has' if len(able) == 1 else 'have'} {resources}"
         cure = "run `ray start --address=HEAD:6379` on more hosts, or choose a smaller tp_size or another num_workers"
     else:
-        why = f"only {len(free)} of the {len(able)} {noun} with {wanted} {'has' if len(free) == 1 else 'have'} them free"
+        why = f"only {len(free)} of the {len(able)} {noun} with {resources} {'has' if len(free) == 1 else 'have'} them free"
         cure = "end what holds them (`ray status` shows it), or add hosts"
     return LayoutError(
-        f"no placement group: {nodes} host{'s' * (nodes != 1)} with {wanted} each", held=listed or "the cluster has no live host",
-        why=why, next=cure,
+        f"no placement group: {nodes} host{'s' * (nodes != 1)} with {resources} each",
+        held=listed or "the cluster has no live host", why=why, next=cure,
     )  # fmt: skip
 
 
@@ -185,20 +185,28 @@ def wait_for_hosts(nodes: int, need: Mapping[str, float], deadline: float) -> li
 def place(nodes: int, need: Mapping[str, float], deadline: float) -> tuple[Any, list[tuple[RayHost, int]]]:
     """A placement group with one bundle per host, and each node's host and bundle, in the order of the nodes.
 
-    Raises LayoutError at `deadline` (time.monotonic()) where the resources are not free, MAKING_SECONDS later where Ray does not
-    make the group nevertheless; leaves no group behind then.
+    Raises LayoutError at `deadline` (time.monotonic()) where the resources are not free. Where they are, and Ray makes no group,
+    that is logged at `deadline`, and the LayoutError comes MAKING_SECONDS later. No group is left behind then.
     """
     import ray
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
     hosts = wait_for_hosts(nodes, need, deadline)
+    logged = False
     group = placement_group([dict(need) for _ in range(nodes)], strategy="STRICT_SPREAD" if nodes > 1 else "PACK")
     while True:
         table = placement_group_table(group)
         if table["state"] == "CREATED":
             break
         state = table["stats"]["scheduling_state"]
-        if time.monotonic() >= deadline + (0.0 if state in _WITHOUT_RESOURCES else MAKING_SECONDS):
+        late = time.monotonic() - deadline
+        if late >= 0 and not logged and state not in _WITHOUT_RESOURCES:
+            logger.warning(
+                "Ray has not made the placement group, although its resources are free; it says %s; hosts: %s; waiting for %.0f s",
+                state, ", ".join(host.address for host in hosts), MAKING_SECONDS,
+            )  # fmt: skip
+            logged = True
+        if late >= (0.0 if state in _WITHOUT_RESOURCES else MAKING_SECONDS):
             remove_placement_group(group)
             time.sleep(_REMOVAL_SECONDS)  # a group that is being made has its resources already: they are not somebody else's
             raise impossible(live_hosts(), nodes, need) or LayoutError(

@@ -27,8 +27,7 @@ from phalanx.deploy import ray_cluster
 from phalanx.deploy.ray_cluster import PLACEMENT_SECONDS, RayHost
 from phalanx.errors import EngineError, NodeLost, PhalanxError
 from phalanx.executor.launcher import EndedRank, HostRanks, host_ranks
-from phalanx.executor.node import Node
-from phalanx.hardware.probe import address_towards
+from phalanx.executor.node import Node, own_address_towards
 
 logger = log.get_logger(__name__)
 
@@ -119,7 +118,7 @@ class RayLauncher:
 
         own = str(ray.util.get_node_ip_address())
         others = [host.address for host in ray_cluster.in_order(ray_cluster.live_hosts(), own) if host.address != own]
-        return address_towards(others[0]) if others else own
+        return own_address_towards(others[0]) if others else own
 
     def require_devices(self, ranks: HostRanks) -> None:
         ray_cluster.wait_for_hosts(self._options.nnodes, self._need, self._deadline)

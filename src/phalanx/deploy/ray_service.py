@@ -34,6 +34,8 @@ IMPORT_PATH = "phalanx.deploy.ray_application:build"
 OBJECT_STORE_BYTES = 80_000_000
 """Ray's smallest object store is 75 MB: Ray starts and watches ranks, and carries no tensors."""
 HEAD_PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001}
+WITHOUT_BUDGET = "KubeRay keeps a worker without a proxy of Ray Serve unready, so a budget could forbid every eviction"
+"""Why a server of several workers has no PodDisruptionBudget: only the worker of its replica has a proxy."""
 OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
 OWN_OPTIONS = {"kernel_cache_dir", "api_key_file", "start_timeout"}
 """Options of the server that this manifest sets."""
@@ -122,7 +124,7 @@ def around(flags: ServeFlags, options: K8sOptions, meta: k.Meta, api_meta: k.Met
     assert options.name is not None
     own_pods = k.LabelSelector(match_labels=labels(options.name))
     result: list[k.Object] = []
-    if options.disruption_budget:
+    if options.disruption_budget:  # of servers on one worker each, so that every worker has a replica and is ready
         # Pods of KubeRay have no number that a share could be taken of.
         pods = 1 + flags.engine.nnodes * servers(options)
         budget = k.PodDisruptionBudgetSpec(min_available=pods - 1, selector=own_pods)

@@ -59,11 +59,11 @@ def require_equal_hosts(facts: dict[str, str], hello: NodeHello) -> None:
             f"node {hello.node} ({hello.address}) runs another version of Phalanx", held="it does not say which",
             next="install the same version on every host",
         )  # fmt: skip
-    shown = {name.removeprefix("option "): pair for name, pair in list(differing.items())[:_SHOWN]}
+    first = {name.removeprefix("option "): pair for name, pair in list(differing.items())[:_SHOWN]}
     more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    values = "; ".join(f"{name}: {engine} at the engine, {node} on node {hello.node}" for name, (engine, node) in shown.items())
+    values = "; ".join(f"{name}: {engine} at the engine, {node} on node {hello.node}" for name, (engine, node) in first.items())
     raise EngineError(
-        f"node {hello.node} ({hello.address}) differs from the engine's host in {', '.join(shown)}", held=values + more,
+        f"node {hello.node} ({hello.address}) differs from the engine's host in {', '.join(first)}", held=values + more,
         why="ranks of both would compute different results", next="give every host the same options, software and checkpoint",
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from phalanx.config.host_facts import host_facts
 from phalanx.config.locate import locate
 from phalanx.config.options import EngineOptions
 from phalanx.engine.resolve_options import resolve_options
-from phalanx.errors import NodeLost, PhalanxError
+from phalanx.errors import NodeLost, OptionError, PhalanxError
 from phalanx.executor import protocol
 from phalanx.executor.heartbeat import MONITOR_GAP, NODE_TIMEOUT
 from phalanx.executor.late_names import LOG_SECONDS, wait_for_name
@@ -58,6 +58,18 @@ def join(options: EngineOptions, *, local_rank: int = 0, joined: Callable[[], No
     _, resolved = resolve_options(options)
     wait_for_name(options.master_addr, options.master_addr_timeout)
     return Node(resolved.options, local_rank, joined).run()
+
+
+def own_address_towards(host: str) -> str:
+    """This host's address on the interface that leads to `host`, a name that resolves or an address. Raises OptionError without a
+    route."""
+    try:
+        return address_towards(host)
+    except OSError as error:
+        raise OptionError(
+            f"no route leads to master_addr={host}", why=error.strerror or str(error),
+            next=f"check this host's network (`ip route get {host}`), or give an address of host 0 that it reaches",
+        ) from None  # fmt: skip
 
 
 class Node:
@@ -99,8 +111,8 @@ class Node:
     def host(self) -> None:
         """Host the ranks until the engine asks this node to end. Raises the PhalanxError with which it ends otherwise."""
         grace = 0.0
-        address = address_towards(self._options.master_addr)
         try:
+            address = own_address_towards(self._options.master_addr)
             self._handles = self._launcher.start(self._ranks, {
                 "engine": self._engine, "peer": address if 0 in self._ranks.ranks else self._options.master_addr,
                 "cluster_token": self._cluster_token,

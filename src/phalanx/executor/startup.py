@@ -7,6 +7,7 @@ Hello -> groups, agreement (`executor.rank_store`), weights -> KvCapacity -> (th
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -30,6 +31,8 @@ _LOG_INTERVALS = (0.9, 1.0, 3.0, 5.0)
 """Seconds from the beginning of a phase to the first log line on it, and from each line to the next; the last interval repeats. So
 the lines come at 1, 2, 5, 10, 15, ... s. The first interval is shorter than a second: every phase that takes one is logged, even
 where the engine wakes late."""
+_LINES_BEFORE_AN_ERROR = 2
+"""Of lines on a node that has not joined: hosts start seconds apart, but one that is missing after 5 s is an error."""
 _FIRST_PHASE = "starting Python"  # until a rank reports another one
 _WAITING_PHASE = "wait for the other ranks"
 
@@ -143,7 +146,8 @@ class StartupCoordinator:
         if now < due:
             return due - now
         doing = f"rank {rank}: {_words(self._progress[rank])}" if subject == self._progress[rank].phase else subject
-        log.info("%s ... %.0f s", doing, now - self._phase_began[rank])
+        level = logging.ERROR if self._missing and self._log_lines >= _LINES_BEFORE_AN_ERROR else logging.INFO
+        log.log(level, "%s ... %.0f s", doing, now - self._phase_began[rank])
         self._log_lines, self._last_logged = self._log_lines + 1, now
         return _LOG_INTERVALS[min(self._log_lines, len(_LOG_INTERVALS) - 1)]
 

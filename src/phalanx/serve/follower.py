@@ -15,8 +15,7 @@ from phalanx.config.options import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.errors import OptionError
 from phalanx.executor.late_names import wait_for_name
-from phalanx.executor.node import join
-from phalanx.hardware.probe import address_towards
+from phalanx.executor.node import join, own_address_towards
 from phalanx.log import get_logger
 from phalanx.serve.connections.listen import bind
 from phalanx.version import __version__
@@ -87,17 +86,20 @@ def run_follower(options: EngineOptions, serving: ServeOptions, local_rank: int)
     """Host this node's ranks until the engine ends, and answer probes meanwhile; returns the exit status.
 
     Under torchrun only the first process of a host answers them. `host` may be the address of host 0, as the same command on every
-    host has it: this host then answers at its own address on the way there. Raises OptionError where the port is taken.
+    host has it: this host then answers at its own address on the way there. Raises OptionError where the port is taken, and where
+    master_addr does not resolve in time or no route leads there.
     """
     if local_rank > 0:
         return join(options, local_rank=local_rank)
+    if serving.host == options.master_addr:  # a name that is not known yet is waited for
+        wait_for_name(options.master_addr, options.master_addr_timeout)
     try:
         sockets = bind(serving.host, serving.port)
     except OptionError as error:
         if "another process listens" in error.why:
             raise
         wait_for_name(options.master_addr, options.master_addr_timeout)
-        own = address_towards(options.master_addr)
+        own = own_address_towards(options.master_addr)
         logger.warning("host=%s is not an address of this host: probes are answered at %s:%d", serving.host, own, serving.port)
         sockets = bind(own, serving.port)
     status = FollowerStatus(options.node_rank, sockets)

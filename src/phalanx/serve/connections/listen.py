@@ -7,14 +7,19 @@ import errno
 import socket
 
 from phalanx.errors import OptionError
+from phalanx.executor.late_names import Lookup
+
+LOOKUP_SECONDS = 5.0
+"""For the look-up of a host's name. A name server that does not answer would hold the start for 10 to 30 s."""
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
     """Listening sockets on every address of `host`. With port 0, all use the same free port. Raises OptionError."""
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise OptionError(f"host={host!r} cannot be resolved", why=str(error), next="give an address of this host") from None
+    lookup = Lookup(host)
+    lookup.join(LOOKUP_SECONDS)
+    if lookup.address is None:
+        raise OptionError(f"host={host!r} cannot be resolved", why=lookup.problem, next="give an address of this host")
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     last: OSError | None = None
     for family, kind, protocol, _, address in sorted(set(addresses)):
