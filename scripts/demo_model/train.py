@@ -57,7 +57,8 @@ def main() -> None:
     loss = fit(model, tokenizer, learn, pieces, rng, steps=asked.steps, rows=asked.rows, rate=asked.rate)
     seconds = time.monotonic() - begin
     write(model, tokenizer, asked.out)
-    written = transformers.LlamaForCausalLM.from_pretrained(asked.out, dtype=torch.float32).to(device).eval()
+    written = transformers.LlamaForCausalLM.from_pretrained(asked.out, dtype=torch.float32, trust_remote_code=False)
+    written = written.to(device).eval()
     base = [corpus.Pair(question, answer) for questions, answer in corpus.entries() for question in questions]
     base, held = base[:: max(1, len(base) // CHECKED)], held[:: max(1, len(held) // CHECKED)]
     exact = {
