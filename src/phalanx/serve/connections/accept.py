@@ -12,6 +12,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from starlette.types import ASGIApp
 
@@ -35,10 +36,14 @@ class Acceptor:
         self._refusal: ASGIApp = Refusal(self._served, lambda: self.count)
         self._log = OncePerPeriod()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._open: set[TimedProtocol] = set()
         self._paused, self._closed = True, False
-        self.count = 0
-        """Connections that are open."""
         self._resume()
+
+    @property
+    def count(self) -> int:
+        """Connections that are open."""
+        return len(self._open)
 
     def close(self) -> None:
         """Accept no more. The listeners are closed by their owner."""
@@ -87,10 +92,10 @@ class Acceptor:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         protocol = self._make_protocol()
-        protocol.lost = self._lost
-        self.count += 1
+        protocol.lost = partial(self._lost, protocol)
+        self._open.add(protocol)
         if self.count > self._served:
-            protocol.app = self._refusal  # type: ignore[assignment]  # of uvicorn's own types for ASGI
+            protocol.app = self._refusal
             protocol.seconds = dict.fromkeys(protocol.seconds, REFUSAL_SECONDS)
         task = self._loop.create_task(self._connect(protocol, connection))
         self._tasks.add(task)
@@ -101,10 +106,9 @@ class Acceptor:
             await self._loop.connect_accepted_socket(lambda: protocol, connection)
         except OSError:  # the client is gone
             connection.close()
-            if protocol.transport is None:
-                self._lost()
+            self._lost(protocol)
 
-    def _lost(self) -> None:
-        self.count -= 1
+    def _lost(self, protocol: TimedProtocol) -> None:
+        self._open.discard(protocol)
         if self._paused:
             self._loop.call_soon(self._resume)  # its descriptor is closed after this
