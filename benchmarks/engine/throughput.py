@@ -59,7 +59,7 @@ def transformers_tokens_per_second(prompts: list[list[int]], new_tokens: int) ->
 
     from phalanx.config.locate import locate
 
-    model = AutoModelForCausalLM.from_pretrained(locate("demo"), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(locate("demo"), dtype=torch.float32, trust_remote_code=False).eval()
     few = prompts[: max(4, len(prompts) // 8)]
 
     def generate(prompt: list[int]) -> int:

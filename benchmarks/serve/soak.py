@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory over many mixed requests: 20,000 of all routes to `phalanx serve demo` on CPU, valid and invalid, whole and left early.
+"""Memory over many mixed requests: 20,000 of all routes to `phalanx serve demo` on CPU, valid and invalid, whole and left early,
+with one large hostile body in a hundred.
 
-After each thousand, when nothing runs, it writes the seconds and the resident memory of each process. It passes if every answer has
+After each thousand, when nothing runs, it writes the seconds and the resident memory of each process, those that read large bodies
+included. It passes if every answer has
 the status that its request must get, memory is flat after the warm-up, and no KV block is in use at the end. The warm-up fills what
 is bounded: the store of responses, the caches of grammars, of words of the tokenizer, and of prefixes. With --fake_ranks the server
 and the engine are real, and nothing is computed: minutes instead of half an hour on two cores.
@@ -34,6 +36,8 @@ TEMPLATE, DEMO = ROOT / "scripts" / "clients" / "tools.jinja", ROOT / "src" / "p
 FLAT_BYTES = 16 * 2**20
 """Growth of one process after the warm-up that is no leak: heaps are fragmented, and samples differ by some MiB."""
 IDLE = ("num_requests_running", "num_requests_waiting", "num_requests_queued", "num_tokens_queued", "kv_cache_usage_perc")
+REST_SECONDS = 6.0
+"""In which an idle server gives back what large bodies have left."""
 _LETTERS = "etaoin shrdlucmfwypvbgkjqxz ETAOIN äöüßéñ 日本語 русский 😀🚀 .,;:!?-()[]{}0123456789\n"
 
 
@@ -50,18 +54,20 @@ class Request:
 
 @dataclass
 class Mix:
-    """Requests at random, from a seed. responses: ids of stored ones, which later requests go on from, read and delete."""
+    """Requests at random, from a seed. responses: ids of stored ones, which later requests go on from, read and delete. largest:
+    bytes of a hostile body, at most."""
 
     model: str
     chance: random.Random
     tools: bool = True
+    largest: int = 7 << 20
     responses: list[str] = field(default_factory=list)
 
     def next(self) -> Request:
         """The next request."""
         kinds: dict[Callable[[], Request], int] = {
-            self._chat: 30, self._completion: 20, self._response: 18, self._structured: 3, self._text: 8, self._invalid: 9,
-            self._stored: 6, self._leaves: 5, self._get: 1,
+            self._chat: 29, self._completion: 20, self._response: 18, self._structured: 3, self._text: 8, self._invalid: 9,
+            self._stored: 6, self._leaves: 5, self._get: 1, self._hostile: 1,
         }  # fmt: skip
         return self.chance.choices(list(kinds), list(kinds.values()))[0]()
 
@@ -143,6 +149,23 @@ class Mix:
             Request("/v1/responses", {"model": self.model, "input": "x", "previous_response_id": self.text(9) + "?"}, 400),
         ])  # fmt: skip
 
+    def _hostile(self) -> Request:
+        """A large body that is read to its end, in a process of its own, and refused."""
+        size = self.chance.randint(1 << 20, self.largest)
+        chat = b'{"model": "%b", "messages": [{"role": "user", "content": "%b"}]%b}'
+        plain = b'{"model": "%b", "prompt": %b}'
+        model, text = self.model.encode(), self.text(50).encode("ascii", "ignore").replace(b'"', b" ").replace(b"\n", b" ")
+        repeated = b"x" * size if not text else text * (size // len(text))
+        return self.chance.choice([
+            Request("/v1/completions", plain % (model, b"[" + b"5," * (size // 2) + b"5]"), 400),
+            Request("/v1/completions", plain % (model, b'"%b"' % repeated), 400),
+            Request("/v1/completions", plain % (model, b"[" * size), 400),
+            Request("/v1/chat/completions", chat % (model, repeated, b""), 400),
+            Request("/v1/chat/completions", chat % (model, b"x", b', "unknown": [' + b"{}," * (size // 3) + b"{}]"), 400),
+            Request("/v1/chat/completions", chat % (model, b"x", b', "stop": [' + b'"a",' * (size // 4) + b'"a"]'), 400),
+            Request("/detokenize", b'{"model": "%b", "tokens": [%b5]}' % (model, b'"",' * (size // 3)), 400),
+        ])  # fmt: skip
+
     def _stored(self) -> Request:
         if len(self.responses) < 10:
             return self._response()
@@ -202,14 +225,27 @@ def settled(url: str, seconds: float = 30.0) -> bool:
 
 
 def resident(server: psutil.Process) -> dict[str, int]:
-    """Resident bytes of the server's processes that stay: by title, without those that compile one grammar each."""
+    """Resident bytes of the server's processes that stay: by title, without those that compile one grammar each. Of those that read
+    large bodies there are several, so that the title has the process id."""
     processes = [server, *(child for child in server.children() if child.is_running())]
     processes += [rank for child in processes[1:] for rank in child.children() if "rank" in " ".join(rank.cmdline())]
     sizes: dict[str, int] = {}
     for process in processes:
         title = " ".join(process.cmdline()).strip() or str(process.pid)
+        if "large bodies" in title:
+            title = f"{title} {process.pid}"
         sizes[title] = process.memory_info().rss
     return sizes
+
+
+def rested(server: psutil.Process, before: dict[str, int]) -> dict[str, int]:
+    """`resident`, once no process is much larger than `before`, or REST_SECONDS later."""
+    end = time.monotonic() + REST_SECONDS
+    while True:
+        sizes = resident(server)
+        if all(size - before.get(title, size) < FLAT_BYTES / 4 for title, size in sizes.items()) or time.monotonic() > end:
+            return sizes
+        time.sleep(0.5)
 
 
 @dataclass
@@ -232,14 +268,14 @@ class Soak:
         }
 
 
-def soak(url: str, server: psutil.Process, mix: Mix, *, requests: int, every: int, clients: int) -> Iterator[Soak]:
-    """Send requests; yields after `every` of them."""
+def soak(url: str, server: psutil.Process, mix: Mix, *, requests: int, every: int, warm_up: int, clients: int) -> Iterator[Soak]:
+    """Send requests; yields after `every` of them. warm_up: samples in which memory may grow."""
     state, begin = Soak(), time.monotonic()
     for _ in range(0, requests, every):
         state.wrong += asyncio.run(drive(url, mix, every, clients=clients))
         state.idle = settled(url) and state.idle
         state.seconds.append(round(time.monotonic() - begin, 1))
-        state.samples.append(resident(server))
+        state.samples.append(rested(server, state.samples[-1]) if len(state.samples) > warm_up else resident(server))
         yield state
 
 
@@ -270,7 +306,8 @@ def _command(port: int, *, fake: bool) -> list[str]:
 
 def _run(arguments: argparse.Namespace, server: psutil.Process, url: str) -> int:
     mix, good = Mix("demo", random.Random(arguments.seed)), False
-    for state in soak(url, server, mix, requests=arguments.requests, every=arguments.every, clients=arguments.clients):
+    amounts = {name: getattr(arguments, name) for name in ("requests", "every", "warm_up", "clients")}
+    for state in soak(url, server, mix, **amounts):
         sizes = ", ".join(f"{title} {size / 2**20:.1f}" for title, size in state.samples[-1].items())
         count = len(state.samples) * arguments.every
         print(f"{count:6} requests, {state.seconds[-1]:7.1f} s, MiB: {sizes}", flush=True)

@@ -59,7 +59,8 @@ def main() -> None:
     loss = fit(model, tokenizer, learn, pieces, rng, steps=options.steps, rows=options.rows, rate=options.rate)
     seconds = time.monotonic() - begin
     write(model, tokenizer, options.out)
-    written = transformers.LlamaForCausalLM.from_pretrained(options.out, dtype=torch.float32).to(device).eval()
+    written = transformers.LlamaForCausalLM.from_pretrained(options.out, dtype=torch.float32, trust_remote_code=False)
+    written = written.to(device).eval()
     base = [corpus.Pair(question, answer) for questions, answer in corpus.entries() for question in questions]
     base, validation = base[:: max(1, len(base) // CHECKED)], validation[:: max(1, len(validation) // CHECKED)]
     exact = {

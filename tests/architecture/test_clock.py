@@ -7,7 +7,7 @@ import ast
 
 import pytest
 
-from tests.architecture.sources import module_name, python_files, tree_of
+from tests.architecture.sources import ROOT, module_name, python_files, tree_of
 
 WALL_CLOCK = {"time", "time_ns", "ctime", "localtime", "gmtime"}
 """Functions of the module time; of datetime: now, utcnow and today."""
@@ -66,6 +66,13 @@ def test_the_wall_clock_is_for_dates_only(path):
 @pytest.mark.parametrize("path", python_files(), ids=module_name)
 def test_no_code_of_data_is_run(path):
     assert code_runners(tree_of(path)) == []
+
+
+@pytest.mark.parametrize("folder", ["scripts", "benchmarks"])
+def test_no_code_of_data_is_run_beside_the_package(folder):
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    assert paths
+    assert {str(path): lines for path in paths if (lines := code_runners(tree_of(path)))} == {}
 
 
 def test_both_are_found():

@@ -16,9 +16,17 @@ import xgrammar
 from phalanx.config import StructuredOutputParams
 from phalanx.engine.fake import FakeExecutor
 from phalanx.engine.grammar import open_matcher
-from phalanx.engine.grammar_threads import THREADS, GrammarCall, GrammarThreads, InlineGrammarCalls, calls_run
+from phalanx.engine.grammar_threads import (
+    MAX_SLOW_CALLS,
+    THREADS,
+    GrammarCall,
+    GrammarThreads,
+    InlineGrammarCalls,
+    calls_run,
+    require_room,
+)
 from phalanx.engine.messages import Abort, RequestRejected, RequestUpdate
-from phalanx.errors import RequestError
+from phalanx.errors import Overloaded, RequestError
 from tests.engine.test_loop import SIZES, Client, ended
 
 REPEATS = "(a{0,200}){100,200}b"
@@ -153,6 +161,79 @@ def test_a_call_beyond_its_cpu_time_is_abandoned_and_one_that_only_waits_is_not(
     assert not calls.collect()  # what an abandoned call returns is dropped
     gate.set()
     assert collect(calls, 1)[0].error is None
+
+
+def overrun(stop: threading.Event) -> None:
+    """More CPU time than a budget of 0.02 s; then none, so that the test need not share its core with so many threads."""
+    begin = time.thread_time()
+    while time.thread_time() - begin < 0.03:
+        pass
+    stop.wait(60)
+
+
+def test_calls_that_are_abandoned_are_limited_until_they_return() -> None:
+    stop = threading.Event()
+    calls = GrammarThreads(call_seconds=0.02)
+    for number in range(3 * MAX_SLOW_CALLS):
+        calls.begin(number, lambda: overrun(stop), quick=False)
+    errors = [type(call.error) for call in collect(calls, 3 * MAX_SLOW_CALLS)]
+    assert errors.count(RequestError) == MAX_SLOW_CALLS
+    assert errors.count(Overloaded) == 2 * MAX_SLOW_CALLS
+    assert calls.abandoned == MAX_SLOW_CALLS
+    with pytest.raises(Overloaded, match="8 calls beyond their budget still run"):
+        require_room(calls)
+    calls.begin("quick", lambda: 1)
+    assert collect(calls, 1)[0].value == 1  # not the cause, so it goes on
+    stop.set()
+    deadline = time.monotonic() + 20
+    while calls.abandoned:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    require_room(calls)
+    calls.begin("after", lambda: 2, quick=False)
+    assert collect(calls, 1)[0].value == 2
+
+
+class FakeMatcher:
+    """Allows every token; follows none of them before `stop` is set."""
+
+    finished = False
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+
+    def mask(self) -> bytes:
+        return ((1 << 50) - 1).to_bytes(8, "little")
+
+    def accept(self, token: int) -> None:
+        if not self._stop.is_set():
+            overrun(self._stop)
+
+
+def test_heavy_requests_one_after_another_do_not_pile_up() -> None:
+    stop = threading.Event()
+    client = Client(FakeExecutor.of(vocab_size=50, **SIZES), open_matcher=lambda _: FakeMatcher(stop), call_seconds=0.02)
+    try:
+        for number in range(2 * MAX_SLOW_CALLS):
+            constrained(client, f"heavy {number}", "any", max_tokens=3)
+            client.hear(RequestRejected, number + 1)
+        failures = [message.error["failure"] for message in client.hear(RequestRejected)]
+        assert ["takes too long to follow" in failure for failure in failures] == [True] * 8 + [False] * 8
+        assert all("busy with grammars" in failure for failure in failures[MAX_SLOW_CALLS:])
+        assert client.scheduler.grammar_calls.abandoned == MAX_SLOW_CALLS
+        client.add("free", [1], max_tokens=3)
+        ended(client, 1)
+        stop.set()
+        deadline = time.monotonic() + 20
+        while client.scheduler.grammar_calls.abandoned:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        constrained(client, "light", "any", max_tokens=3)
+        ended(client, 2)
+        assert len(client.tokens("light")) == 3
+    finally:
+        stop.set()
+        assert client.finish() == 0
 
 
 def test_what_the_calls_of_one_request_have_taken_counts() -> None:

@@ -225,7 +225,7 @@ def test_a_killed_engine_ends_the_other_node_at_once(folder: Path) -> None:
 def stranger(options: EngineOptions, identity: bytes, *messages: protocol.RankToEngine, token: str | None = None) -> Iterator[None]:
     """Another process that connects to the engine's port and sends these messages."""
     context: zmq.Context[Any] = zmq.Context()
-    socket = protocol.dealer(context, f"tcp://127.0.0.1:{options.master_port}", identity, token)
+    socket = protocol.dealer(context, f"tcp://127.0.0.1:{options.master_port}", identity, token, max_frame=1 << 20)
     for message in messages:
         socket.send(protocol.encode(message))
     try:

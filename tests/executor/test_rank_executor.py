@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.config.options import EngineOptions
 from phalanx.engine.executor import Executor
-from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepExtent, StepRow
+from phalanx.engine.messages import RankFacts, SlotAssignment, Step, StepBatch, StepExtent, StepRow
 from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError, RankDied, RankStalled, WeightError
+from phalanx.executor import protocol
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.hardware.probe import Gpu, Machine
 from tests.support.checkpoints import write_checkpoint
@@ -273,6 +274,30 @@ def test_an_error_inside_a_rank_names_it(make_executor: Make) -> None:
 def test_as_many_steps_are_in_flight_as_there_are_stages_and_never_less_than_two() -> None:
     depths = [RankExecutor(options(Path("x"), pipeline_parallel_size=stages)).depth for stages in (1, 2, 4)]
     assert depths == [2, 2, 4]
+
+
+def test_a_message_about_another_place_than_its_senders_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    executor = RankExecutor(options(Path("x"), tensor_parallel_size=2))
+
+    def received(message: Any) -> Any:
+        return executor._message([protocol.sender_identity(message), protocol.encode(message)])
+
+    facts = RankFacts(1, 0, "cpu", (0, 1))
+    right = [protocol.Hello(1, 0, 7), protocol.RankReady(1, facts), protocol.RankExit(0, 1, -9)]
+    assert [received(message) for message in right] == right
+    for message in (
+        protocol.Hello(1, 1, 7), protocol.Hello(1, -1, 7), protocol.Hello(2, 0, 7), protocol.RankExit(1, 1, -9),
+        protocol.RankReady(1, RankFacts(0, 0, "cpu", (0, 1))), protocol.RankReady(1, RankFacts(1, 1, "cpu", (0, 1))),
+    ):  # fmt: skip
+        caplog.clear()
+        assert received(message) is None
+        assert f"it sent {type(message).__name__} of another process" in caplog.text
+
+
+def test_a_request_to_the_store_that_no_rank_makes_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    executor = RankExecutor(options(Path("x")))
+    executor._receive(protocol.StoreRequest(0, 1, "add", ["key"], [b"many"]))
+    assert "a message of b'store-rank-0' was dropped: no rank makes such a request" in caplog.text
 
 
 def test_an_executor_that_was_never_started_runs_nothing_and_ends_quietly() -> None:

@@ -30,6 +30,15 @@ def test_every_operation_that_sets_a_key_answers_those_who_wait(operation: Store
     assert store.receive(request(0, 2, "get", ["k"])) == [(0, StoreReply(2, [b"5"]))]
 
 
-def test_what_no_rank_requests_is_an_error() -> None:
-    with pytest.raises(ValueError, match="add does not take 2 keys"):
-        RankStore().receive(request(0, 1, "add", ["a", "b"], b"1"))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        request(0, 1, "add", ["a", "b"], b"1"), request(0, 1, "set", ["a", "b"], b"1"), request(0, 1, "set", ["a"], b"1", b"2"),
+        request(0, 1, "add", ["a"], b"many"), request(0, 1, "append", ["a"]), request(0, 1, "compare_set", ["a"], b"1"),
+    ],
+)  # fmt: skip
+def test_what_no_rank_requests_is_an_error_and_changes_nothing(wrong: StoreRequest) -> None:
+    store = RankStore()
+    with pytest.raises(ValueError, match=r"does not take|invalid literal"):
+        store.receive(wrong)
+    assert store.receive(request(0, 2, "count", [])) == [(0, StoreReply(2, [b"0"]))]

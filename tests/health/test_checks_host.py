@@ -205,6 +205,9 @@ def test_model_files(tmp_path):
     assert only("model_files", subject(str(folder))).summary.startswith(
         "2 of 2 weight files are missing: 1.safetensors, 2.safetensors"
     )
+    weights.write_bytes(len(b"[1]").to_bytes(8, "little") + b"[1]")
+    (folder / "model.safetensors.index.json").unlink()
+    assert "its header describes no tensors" in only("model_files", subject(str(folder))).summary
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["StrangeForCausalLM"]}))
     finding = only("model_files", subject(str(folder)))
@@ -212,6 +215,31 @@ def test_model_files(tmp_path):
     assert "StrangeForCausalLM" in finding.summary
     assert only("model_files", subject("some/model", environment={"HF_HUB_OFFLINE": "1"})).level == "error"
     assert only("model_files", subject("some/model")).level == "note"
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "../../etc/passwd", "config.json", "in/a.safetensors"])
+def test_an_index_may_name_plain_weight_files_only(tmp_path, name):
+    """Neither the content nor the size of another file is told."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    weights = next(folder.glob("*.safetensors"))
+    (tmp_path / "outside.safetensors").write_bytes(weights.read_bytes())
+    (folder / "in").mkdir()
+    (folder / "in" / "a.safetensors").write_bytes(weights.read_bytes())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": weights.name, "b": name}}))
+    finding = only("model_files", subject(str(folder)))
+    assert finding.level == "error"
+    assert finding.summary == f"model.safetensors.index.json names {name!r}, which is no *.safetensors file of its folder"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": null}', "\xff"])
+def test_an_index_that_is_damaged(tmp_path, text):
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    (folder / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
+    finding = only("model_files", subject(str(folder)))
+    assert finding.level == "error"
+    assert finding.summary.startswith("model.safetensors.index.json cannot be read: ")
 
 
 def test_library_versions(monkeypatch):

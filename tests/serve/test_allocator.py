@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After bodies at the size limit the server is about as large as before."""
+"""After bodies at the size limit the server is about as large as before, and so are the processes that read them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
+from phalanx.serve.openai.body import LARGE_BYTES
 from tests.serve.test_app_worst_bodies import BODIES, TEMPLATE, _post, plain
 from tests.support.serve_processes import Served, fake_server, until
 
@@ -32,12 +33,22 @@ def test_memory_goes_back_after_hostile_bodies(tmp_path, tiny_model):
         def memory() -> int:
             return int(server.memory_info().rss)
 
+        def readers() -> list[int]:
+            """Of the processes that read large bodies."""
+            children = server.children(recursive=True)
+            return [child.memory_info().rss for child in children if child.cmdline()[0].strip() == "phalanx large bodies"]
+
         with _post(served, "/v1/completions", plain()) as connection:
             connection.recv(65536)
+        with _post(served, "/v1/completions", plain(prompt="x" * 2 * LARGE_BYTES)) as connection:
+            connection.recv(65536)  # the first body for a process of its own
         level, most = memory(), 0
+        (reader_level,) = readers()
         for _ in range(2):
             with ThreadPoolExecutor(5) as pool:
                 for _ in pool.map(lambda name: send(served, name), HOSTILE):
                     most = max(most, memory())
         until(lambda: memory() < level + MAX_GROWTH, 15.0, every=0.2)
+        until(lambda: max(readers()) < reader_level + MAX_GROWTH, 15.0, every=0.2)
         print(f"MEMORY before {level >> 20} MiB, most {most >> 20} MiB, after {memory() >> 20} MiB")
+        print(f"READERS before {reader_level >> 20} MiB, after {[size >> 20 for size in readers()]} MiB")

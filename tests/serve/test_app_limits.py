@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import resource
 import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from contextlib import ExitStack
 
 import pytest
 
-from tests.support.serve_processes import fake_server, until
+from tests.support.serve_processes import MODEL, Served, fake_server, rank_server, until
 
 CODE = """
 import resource
@@ -34,14 +37,15 @@ def test_open_files(before, after):
     assert tuple(map(int, done.stdout.split())) == after
 
 
+def limited_to(count: int) -> list[str]:
+    """The beginning of a command that may have so many open files."""
+    limits = f"resource.setrlimit(resource.RLIMIT_NOFILE, ({count}, {count}))"
+    return [sys.executable, "-c", f"import resource, os, sys; {limits}; os.execv(sys.argv[1], sys.argv[1:])"]
+
+
 def test_too_many_connections(tmp_path, tiny_model):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     hard = 192
-    limit = f"resource.setrlimit(resource.RLIMIT_NOFILE, ({hard}, {hard}))"
-    code = f"import resource, os, sys; {limit}; os.execv(sys.argv[1], sys.argv[1:])"
-    assert limits[1] == resource.RLIM_INFINITY or limits[1] >= hard
-    before = [sys.executable, "-c", code]
-    with ExitStack() as open_connections, fake_server(tmp_path, tiny_model, before=before) as served:
+    with ExitStack() as open_connections, fake_server(tmp_path, tiny_model, before=limited_to(hard)) as served:
         served.wait_ready()
         request = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
         connections = [socket.create_connection(("127.0.0.1", served.port), timeout=10) for _ in range(hard - 64)]
@@ -62,9 +66,43 @@ def test_too_many_connections(tmp_path, tiny_model):
             until(lambda: http.get("/live").status_code == 200)
 
 
-def test_closed_standard_descriptors(tmp_path, tiny_model):
-    code = "import os, sys; os.closerange(0, 3); os.execv(sys.argv[1], sys.argv[1:])"
-    with fake_server(tmp_path, tiny_model, before=[sys.executable, "-c", code]) as served:
+async def streams(served: Served, count: int) -> list[bytes]:
+    """The answers to so many streams that begin at once, each read to its end."""
+    fields = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = json.dumps(fields).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+
+    async def stream() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(head % len(body) + body)
+        answer = await reader.read(-1)  # raises ConnectionResetError where the server has dropped the connection
+        writer.close()
+        return answer
+
+    return await asyncio.wait_for(asyncio.gather(*(stream() for _ in range(count))), 120)
+
+
+def test_twice_as_many_streams_at_once_as_there_are_descriptors(tmp_path, tiny_model):
+    """Each is served or refused: none is dropped."""
+    settings = {"before": limited_to(128), "max_num_queued_reqs": 200, "fake": {"latency": 0.005}}
+    with fake_server(tmp_path, tiny_model, **settings) as served:
         served.wait_ready()
+        answers = asyncio.run(streams(served, 200))
+        statuses = Counter(answer[:12] for answer in answers)
+        print(f"STATUSES {statuses}")
+        assert statuses.keys() == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
+        assert statuses[b"HTTP/1.1 200"] >= 64
+        assert all(b"data: [DONE]" in answer or b"too_many_connections" in answer for answer in answers)
+        assert "requests are refused" in served.log
+        assert "connections wait: 80 are open" in served.log
+        assert asyncio.run(streams(served, 1))[0].startswith(b"HTTP/1.1 200")
+
+
+def test_closed_standard_descriptors(tmp_path, tiny_model):
+    """Through the command as users run it: what is opened next would get the numbers of standard input, output and error."""
+    code = "import os, sys; os.closerange(0, 3); os.execv(sys.argv[1], sys.argv[1:])"
+    with rank_server(tmp_path, tiny_model, "--load_format", "dummy", before=[sys.executable, "-c", code]) as served:
+        served.wait_ready()
+        assert asyncio.run(streams(served, 1))[0].startswith(b"HTTP/1.1 200")
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(20) == 0

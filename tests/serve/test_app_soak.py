@@ -15,18 +15,24 @@ from tests.support.serve_processes import MODEL, fake_server
 pytestmark = pytest.mark.usefixtures("forked_python")
 
 REQUESTS, EVERY, WARM_UP = 700, 70, 4
-FLAT = 8 * 2**20
+FLAT, FLAT_READERS = 8 * 2**20, 24 * 2**20
+LARGEST = 2**20
 
 
 def test_mixed_requests(tmp_path):
     engine = {"max_batch_size": 32, "max_seq_len": 2048}
     with fake_server(tmp_path, DEMO, engine=engine, chat_template=str(TEMPLATE), max_stored_responses=60) as served:
         served.wait_ready()
-        mix = Mix(MODEL, random.Random(3))
-        for state in soak(served.url, psutil.Process(served.process.pid), mix, requests=REQUESTS, every=EVERY, clients=16):
+        mix = Mix(MODEL, random.Random(3), largest=LARGEST)
+        amounts = {"requests": REQUESTS, "every": EVERY, "warm_up": WARM_UP, "clients": 16}
+        for state in soak(served.url, psutil.Process(served.process.pid), mix, **amounts):
             assert state.idle
         assert not state.wrong
         grown = state.grown(WARM_UP)
         assert {"phalanx server", "phalanx engine"} <= grown.keys()
-        assert all(size < FLAT for size in grown.values()), [state.samples, grown]
+        readers = {title for title in grown if title.startswith("phalanx large bodies")}
+        assert readers, "bodies were read in processes of their own"
+        sizes = {title: size - (FLAT_READERS - FLAT if title in readers else 0) for title, size in grown.items()}
+        assert all(size < FLAT for size in sizes.values()), [state.samples, grown]
+        print(f"GROWN {grown}")
         assert "Traceback" not in served.log

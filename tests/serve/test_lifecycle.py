@@ -6,7 +6,9 @@ The engine process is real; its executor is the fake one, at 20 ms for a step, s
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -222,6 +224,19 @@ def test_a_tokenizer_that_is_not_there_is_named_as_one(tmp_path, tiny_model):
     with fake_server(tmp_path, tiny_model, engine={"tokenizer": "/nofile"}) as served:
         assert served.process.wait(60) == 1
         assert "tokenizer '/nofile' was not found; there is no folder /nofile" in served.log
+
+
+def test_an_eos_token_that_the_model_lacks_is_dropped_with_a_line(tmp_path, tiny_model):
+    copy = shutil.copytree(tiny_model, tmp_path / "model")
+    config, names = (json.loads((copy / name).read_text()) for name in ("config.json", "tokenizer_config.json"))
+    last = config["vocab_size"] - 1  # <tool>
+    (copy / "config.json").write_text(json.dumps({**config, "vocab_size": last, "eos_token_id": None}))
+    (copy / "tokenizer_config.json").write_text(json.dumps({**names, "eos_token": "<tool>"}))
+    with fake_server(tmp_path, copy) as served:
+        with served.wait_ready().http() as http:
+            answer = http.post(PLAIN, json={"model": MODEL, "prompt": [5, 6], "max_tokens": 4})
+        assert answer.status_code == 200, answer.text
+        assert f"eos ids [{last}] of the tokenizer are dropped: the model has tokens 0..{last - 1}" in served.log
 
 
 def test_on_cpu_the_first_request_for_structured_output_waits_and_the_log_says_why(tmp_path, tiny_model):

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from phalanx.config import StructuredOutputParams
 from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.errors import EngineClosed, ModelError, OptionError, RankDied, RequestError, UnknownOption
 from phalanx.serve.client import EngineClient
+from phalanx.serve.tokenizer import Tokenizer
 from tests.support.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -142,6 +144,8 @@ def test_logprobs_equal_transformers(llm, reference):
 
 
 def test_seeds_n_and_the_rest_of_the_batch(llm):
+    """What "Seeds" of docs/python_api.md says of a CPU: alone and in a batch, which is computed in other steps, the same tokens."""
+    assert (llm.facts.device, llm.facts.dtype) == ("cpu", "fp32")
     params = SamplingParams(n=3, seed=7, temperature=1.0, max_tokens=12, ignore_eos=True)
     alone = llm.generate(PROMPTS[0], params)
     among = llm.generate([*PROMPTS, PROMPTS[0]], params, use_tqdm=False)[-1]
@@ -325,6 +329,22 @@ def test_token_ids_only(folder, fake_ranks):
         ):
             with pytest.raises(RequestError, match="skip_tokenizer_init is set"):
                 call()
+
+
+def test_an_eos_token_that_the_model_lacks_is_dropped(tmp_path, folder, fake_ranks, caplog):
+    """No request can end by it, and none is rejected for it."""
+    copy = shutil.copytree(folder, tmp_path / "model")
+    (copy / "generation_config.json").unlink()
+    config = json.loads((copy / "config.json").read_text())
+    last = Tokenizer.load(copy).vocab_size - 1
+    (copy / "config.json").write_text(json.dumps({**config, "vocab_size": last, "eos_token_id": None}))
+    tokenizer_config = json.loads((copy / "tokenizer_config.json").read_text())
+    text = Tokenizer.load(copy).backend.id_to_token(last)
+    (copy / "tokenizer_config.json").write_text(json.dumps({**tokenizer_config, "eos_token": text}))
+    with LLM(copy) as llm:
+        assert llm.tokenizer.eos_token_id == last
+        assert len(llm.generate([5, 6], SamplingParams(max_tokens=4)).outputs[0].token_ids) == 4
+    assert caplog.messages.count(f"eos ids [{last}] of the tokenizer are dropped: the model has tokens 0..{last - 1}") == 1
 
 
 def test_after_shutdown(folder, fake_ranks):

@@ -19,6 +19,8 @@ HUGE = "10**9"
 NESTED = "{% set n = namespace(l=[1]) %}{% for i in range(40) %}{% set n.l = [n.l, n.l] %}{% endfor %}"
 BATCHED = "{% set n = namespace(l=[1]) %}{% for i in range(40) %}{% set n.l = (n.l + n.l) | batch(2) | list %}{% endfor %}"
 LONG = "{% set long = 'x' * (2**24) %}"
+KEPT = "{{% set n = namespace(l=[]) %}}{{% for i in range(10**5) %}}{{% set n.l = n.l + [{}] %}}{{% endfor %}}"
+"""Many values, none of which is large."""
 
 GROWTHS = [
     f"{{{{ 'a' * {HUGE} }}}}", f"{{{{ {HUGE} * 'a' }}}}", f"{{{{ ['a'] * {HUGE} }}}}",
@@ -44,6 +46,8 @@ GROWTHS = [
     *(NESTED + use for use in ("{{ '{}'.format(n.l) }}", "{{ [n.l] | join }}", "{% if n.l == 1 %}{% endif %}")),
     BATCHED + "{{ n.l }}", BATCHED + "{% set a = n.l %}{{ 1 in a }}",
     f"{{{{ 10 ** ({HUGE}) }}}}", "{% set n = namespace(i=3) %}{% for i in range(60) %}{% set n.i = n.i * n.i %}{% endfor %}",
+    KEPT.format("'x' * (2**20 - 1)"), KEPT.format("('xy ' * 2**18).split()"), KEPT.format("('\u4e00' * 2**20)[1:]"),
+    "{{ range(10**5) | map('center', 2**20 - 1) | list }}", "{{ (['x' * (2**20 - 1)] * 10**4) | map('upper') | list }}",
 ]  # fmt: skip
 
 
@@ -51,6 +55,7 @@ GROWTHS = [
 def test_what_grows_is_refused_before_it_is_made(source, monkeypatch):
     """The process may take no more memory than the values that are allowed."""
     monkeypatch.setattr(template_sandbox, "MAX_VALUES", 2**16)
+    monkeypatch.setattr(template_sandbox, "MAX_MEMORY", 2**28)
     template = ChatTemplate(source, origin="test")
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
@@ -58,7 +63,7 @@ def test_what_grows_is_refused_before_it_is_made(source, monkeypatch):
     resource.setrlimit(resource.RLIMIT_AS, (size + 16 * MAX_CHARACTERS, limits[1]))
     begin = time.monotonic()
     try:
-        with pytest.raises(RequestError, match=r"the chat template (makes|indents|writes or compares)"):
+        with pytest.raises(RequestError, match=r"the chat template (makes|indents|writes or compares|takes more than)"):
             template.render(USER)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
@@ -70,6 +75,18 @@ def test_large_values_are_limited_together(monkeypatch):
     source = "{% set n = namespace(l=[]) %}{% for i in range(99) %}{% set n.l = n.l + ['x' * (2**21) ~ i] %}{% endfor %}"
     with pytest.raises(RequestError, match=r"long texts of 1[0-9]{7} characters together"):
         ChatTemplate(source, origin="test").render(USER)
+
+
+def test_a_rendering_is_charged_with_its_own_memory_only(monkeypatch):
+    """What the process took before it began does not count, nor does what is compiled after it."""
+    monkeypatch.setattr(template_sandbox, "MAX_MEMORY", 2**24)
+    monkeypatch.setattr(template_sandbox, "_FIRST_LOOK_SECONDS", 0.0)
+    source = "{% for i in range(10**4) %}{{ i | string | upper }}{% endfor %}"
+    template = ChatTemplate(source, origin="test")
+    template.render(USER)
+    kept = b"x" * 2**25
+    assert ChatTemplate(source, origin="test").render(USER) == template.render(USER)
+    assert len(kept) == 2**25
 
 
 def test_endless_text_is_not_there():

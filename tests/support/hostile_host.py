@@ -6,7 +6,8 @@
 
 Both run until FOLDER/stop exists. `tap` writes FOLDER/recorded: what each client of a TCP connection sent to a host of the engine.
 `attack` reads FOLDER/ports, the ports that the hosts listen at now, and FOLDER/recorded; at the end it writes FOLDER/attacks: how
-often each attack ran, and all bytes that it got.
+often each attack ran (`counts`), how often the engine ended its connection for it (`refused`), which shows that it arrived, how
+many connections the engine held at once (`held`), and all bytes that it got (`got`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import resource
 import socket
 import struct
 import sys
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.engine.messages import RankFacts, RowResult
 from phalanx.errors import EngineError
@@ -31,16 +34,59 @@ from phalanx.executor import protocol
 from phalanx.executor.cluster_keys import ClusterKeys
 
 MASTER_PORT = 29400
-_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
-"""The beginning of ZMTP 3.0's greeting; the mechanism's name of 20 bytes follows."""
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+_DEALER_2_0 = b"\x01\x05"  # revision and kind of socket, in the greeting of ZMTP 2.0
+_MESSAGE_BIT, _COMMAND_BIT = b"\x02", b"\x06"  # of frames whose length has 8 bytes
 _LIMIT = 64 << 10  # bytes of a recorded connection
-_MOST_HELD = 200  # connections that are left open, so that the attacker does not run out first
+_MOST_HELD = 200  # connections that are left open at the ports of gloo
+_FLOOD = 600  # connections that are left open at the engine's port
+
+
+def greeting(mechanism: bytes) -> bytes:
+    """All 64 bytes of ZMTP 3.0's."""
+    return _SIGNATURE + b"\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def command(name: bytes, body: bytes) -> bytes:
+    content = bytes([len(name)]) + name + body
+    return b"\x04" + bytes([len(content)]) + content
+
+
+def ready(identity: bytes) -> bytes:
+    """The command READY of a DEALER."""
+    fields = ((b"Socket-Type", b"DEALER"), (b"Identity", identity))
+    return command(b"READY", b"".join(bytes([len(name)]) + name + struct.pack(">I", len(value)) + value for name, value in fields))
+
+
+def frame(content: bytes) -> bytes:
+    """A message of one short frame."""
+    return b"\x00" + bytes([len(content)]) + content
+
+
+_FORGED = frame(protocol.encode(protocol.RankExit(1, 1, -9)))
+_HUGE = struct.pack(">Q", 3 << 30) + bytes(1 << 20)
+DOWNGRADES: dict[str, tuple[bytes, ...]] = {
+    "http": (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",),
+    # ZMTP 1.0 begins with the identity, as a frame of length and flags.
+    "zmtp 1.0": (b"\x07\x00node-1", bytes([len(_FORGED) - 1]) + b"\x00" + _FORGED[2:]),
+    "zmtp 2.0": (_SIGNATURE + _DEALER_2_0, frame(b"node-1"), _FORGED),
+    "no mechanism": (greeting(b"NULL"), ready(b"node-1"), _FORGED),
+    "plain": (greeting(b"PLAIN"), command(b"HELLO", b"\x06node-1\x06secret"), ready(b"node-1") + _FORGED),
+    "curve": (greeting(b"CURVE"), command(b"HELLO", bytes(194))),
+    "no handshake": (greeting(b"CURVE"), _FORGED),
+    "large frame": (greeting(b"CURVE"), _MESSAGE_BIT + _HUGE),
+    "large command": (greeting(b"CURVE"), _COMMAND_BIT + _HUGE),
+}
+"""Connections whose bytes the engine must read, and must end then: other protocols, older and weaker versions of its own, and
+frames that no handshake has."""
 
 
 class Attacker:
     def __init__(self, folder: Path, engine: str) -> None:
         self._folder, self._engine = folder, engine
         self._counts: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._most_held = 0
         self._received: list[bytes] = []
         self._lock = threading.Lock()
         self._dice = random.Random(7)
@@ -61,45 +107,82 @@ class Attacker:
             return [(a, p, bytes.fromhex(data)) for a, p, data in json.loads((self._folder / "recorded").read_text())]
         return []
 
-    def _send(self, kind: str, target: tuple[str, int], *blocks: bytes, hold: bool = False) -> None:
-        """Connect, send, and keep what comes back. A port that lets no packet in is left alone for a while."""
+    def _connect(self, target: tuple[str, int]) -> socket.socket | None:
+        """A port that lets no packet in is left alone for a while."""
         if time.monotonic() < self._silent.get(target, 0.0):
+            return None
+        try:
+            return socket.create_connection(target, timeout=0.3)
+        except TimeoutError:
+            self._silent[target] = time.monotonic() + 2.0
+        except OSError:
+            pass
+        return None
+
+    def _send(self, kind: str, target: tuple[str, int], *blocks: bytes, hold: bool = False, ends: bool = False) -> None:
+        """Connect, send, and keep what comes back. ends: see whether the other side ends the connection for it."""
+        connection = self._connect(target)
+        if connection is None:
             return
-        with contextlib.suppress(OSError):
-            try:
-                connection = socket.create_connection(target, timeout=0.3)
-            except TimeoutError:
-                self._silent[target] = time.monotonic() + 2.0
-                return
-            if hold:
-                self._open.append(connection)
-                if len(self._open) > _MOST_HELD:
-                    self._open.pop(0).close()
-            with contextlib.nullcontext() if hold else connection:
+        if hold:
+            self._open.append(connection)
+            if len(self._open) > _MOST_HELD:
+                self._open.pop(0).close()
+        with contextlib.nullcontext() if hold else connection:
+            with self._lock:
+                self._counts[kind] += 1
+            refused = self._exchange(connection, blocks, 1.0 if ends else 0.0)
+            if ends and refused:
                 with self._lock:
-                    self._counts[kind] += 1
-                connection.settimeout(0.02)
-                for block in blocks:
-                    connection.sendall(block)
-                    with contextlib.suppress(TimeoutError):
-                        self._received.append(connection.recv(65536))
+                    self._refused[kind] += 1
+
+    def _exchange(self, connection: socket.socket, blocks: tuple[bytes, ...], seconds: float) -> bool:
+        """Send the blocks. Whether the other side has ended the connection, this number of seconds later at most."""
+        connection.settimeout(0.02)
+        try:
+            for block in blocks:
+                connection.sendall(block)
+                with contextlib.suppress(TimeoutError):
+                    self._received.append(connection.recv(65536))
+            if seconds:
+                connection.settimeout(seconds)
+                while data := connection.recv(65536):
+                    self._received.append(data)
+            return bool(seconds)
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
 
     def junk(self) -> None:
         """At every port of every host: other protocols, broken frames, and the first bytes of gloo's and NCCL's connections."""
         while not self._stopped:
             for target in self._targets():
-                self._send("http", target, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+                for kind, blocks in DOWNGRADES.items():
+                    self._send(kind, target, *blocks, ends=target == (self._engine, MASTER_PORT))
                 self._send("random", target, self._dice.randbytes(self._dice.randrange(1, 4096)))
-                self._send(
-                    "no mechanism", target, _GREETING + b"NULL".ljust(20, b"\0") + bytes(32), b"\x04\x26\x05READY" + bytes(31)
-                )
-                self._send("curve", target, _GREETING + b"CURVE".ljust(20, b"\0") + bytes(32), b"\x04\xc8\x05HELLO" + bytes(194))
-                self._send("large frame", target, _GREETING, b"\x02" + struct.pack(">Q", 3 << 30) + bytes(1 << 20))
                 # gloo: the number of the pair that the connection is for; every pair of a small engine has one of these.
                 for number in range(8):
                     self._send("number of a pair", target, struct.pack("<q", number) + self._dice.randbytes(64), hold=True)
                 self._send("nothing", target, hold=True)
             time.sleep(0.05)
+
+    def flood(self) -> None:
+        """Hold as many connections to the engine as it lets stand, each somewhere within its handshake."""
+        target, flood = (self._engine, MASTER_PORT), list[socket.socket]()
+        while not self._stopped:
+            for number in range(20):
+                connection = self._connect(target)
+                if connection is not None:
+                    with contextlib.suppress(OSError):
+                        connection.sendall(greeting(b"CURVE")[: (0, 1, 11, 40, 64)[number % 5]])
+                    flood.append(connection)
+            still = [connection for connection in flood if _stands(connection)]
+            self._most_held = max(self._most_held, len(still))
+            for connection in {*flood}.difference(still[-_FLOOD:]):
+                connection.close()
+            flood = still[-_FLOOD:]
+            time.sleep(0.1)
 
     def replay(self) -> None:
         """What real hosts sent, again: in the order of their connections, to the same ports."""
@@ -110,7 +193,8 @@ class Attacker:
             time.sleep(0.1)
 
     def forge(self) -> None:
-        """Every message of the protocol under every name, without a token, with another one, and with a stolen name."""
+        """Every message of the protocol under every name, without a token and with another one. libzmq keeps them until its
+        handshake has succeeded, which "let in" would count."""
         wrong, tokens = EngineError("forged").to_wire(), (None, "another token of a stranger, of any length")
         messages: list[protocol.RankToEngine] = [
             protocol.Hello(1, 1, 7), protocol.RankError(1, wrong, consequence=False), protocol.RankExit(1, 1, -9),
@@ -131,16 +215,21 @@ class Attacker:
                         ClusterKeys(token).secure_client(peer, name.decode())
                     peer.setsockopt(zmq.IDENTITY, name)
                     peer.setsockopt(zmq.LINGER, 0)
+                    monitor = peer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
                     peer.connect(f"tcp://{self._engine}:{MASTER_PORT}")
                     for message in messages:
                         with contextlib.suppress(zmq.Again):
                             peer.send(protocol.encode(message), zmq.NOBLOCK)
-                            self._counts[f"forged {type(message).__name__}"] += 1
                     with contextlib.suppress(zmq.Again):
                         peer.send(bytes(1 << 22), zmq.NOBLOCK)
-                    sockets.append(peer)
+                    sockets.append((peer, monitor))
             time.sleep(0.3)
-            for peer in sockets:
+            for peer, monitor in sockets:
+                while monitor.poll(0):
+                    event = recv_monitor_message(monitor)["event"]
+                    self._counts["forger, connected" if event == zmq.EVENT_CONNECTED else "forger, let in"] += 1
+                peer.disable_monitor()
+                monitor.close(linger=0)
                 with contextlib.suppress(zmq.Again):
                     while True:
                         self._received.append(b"MESSAGE " + b" ".join(peer.recv_multipart(zmq.NOBLOCK)))
@@ -148,13 +237,27 @@ class Attacker:
             context.term()
 
     def run(self) -> None:
-        threads = [threading.Thread(target=work) for work in (self.junk, self.replay, self.forge)]
+        threads = [threading.Thread(target=work) for work in (self.junk, self.flood, self.replay, self.forge)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        outcome = {"counts": dict(self._counts), "got": [data.hex() for data in set(self._received) if data]}
+        received = [data.hex() for data in set(self._received) if data]
+        outcome = {"counts": dict(self._counts), "refused": dict(self._refused), "held": self._most_held, "got": received}
         (self._folder / "attacks").write_text(json.dumps(outcome))
+
+
+def _stands(connection: socket.socket) -> bool:
+    """Whether the other side has not ended this connection."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def tap(folder: Path, interface: str) -> None:
@@ -189,4 +292,6 @@ if __name__ == "__main__":
     if verb == "tap":
         tap(Path(target), place)
     else:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the attacker does not run out first
         Attacker(Path(target), place).run()

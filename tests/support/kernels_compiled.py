@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel down to machine code, without a GPU."""
+"""A kernel down to machine code, without a GPU.
+
+    TRITON_CACHE_DIR=FOLDER python -m tests.support.kernels_compiled
+
+compiles one kernel in several sizes, and prints a line for each: the size, whether the cache had it, and a digest of its code.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -53,3 +59,26 @@ def spilled(kernel: Any) -> int:
     sizes = re.search(r"STACK:(\d+).*LOCAL:(\d+)", usage)
     assert sizes, usage
     return int(sizes[1]) + int(sizes[2])
+
+
+SIZES = (256, 512, 1024, 2048, 4096, 8192)
+
+
+def main() -> None:
+    import triton
+
+    from phalanx.kernels.ops.silu_and_mul import _silu_mul
+
+    def listen(*, cache_hit: bool, **_: Any) -> None:
+        cached.append(cache_hit)
+
+    cached: list[bool] = []
+    triton.knobs.compilation.listener = listen
+    for size in SIZES:
+        constants = {"BLOCK": size, "rows": None, "columns": None}
+        kernel = compiled(_silu_mul, {"gate_up": "*bf16", "width": "i32", "out": "*bf16"}, constants, 90)
+        print(size, "cached" if cached[-1] else "compiled", hashlib.sha256(kernel.asm["cubin"]).hexdigest(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,6 @@ import json
 import sys
 from pathlib import Path
 
-from phalanx.__main__ import open_standard_descriptors
 from phalanx.comm import launch
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
@@ -24,7 +23,6 @@ from tests.support.loop_delays import watch_loop
 
 
 def main() -> int:
-    open_standard_descriptors()
     config_json = json.loads(sys.argv[1])
     begin = launch.start
 

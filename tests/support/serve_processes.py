@@ -158,7 +158,19 @@ def fake_server(
 
 
 def rank_server(folder: Path, model: Path, *flags: str, **surroundings: Any):
-    """`phalanx serve` as it is, with real ranks. Their KV cache is small: filling the default of 1 GiB takes seconds of each."""
+    """`phalanx serve` as it is, with real ranks. Their KV cache is small: filling the default of 1 GiB takes seconds of each.
+    before: as of `fake_server`."""
     port, flags = free_port(), ("--kv_cache_bytes", str(1 << 26), *flags)
-    command = [sys.executable, "-m", "phalanx", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        *surroundings.pop("before", []),
+        sys.executable,
+        "-m",
+        "phalanx",
+        "serve",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     return started([*command, "--device", "cpu", "--served_model_name", MODEL, *flags], port, folder, **surroundings)

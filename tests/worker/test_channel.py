@@ -12,6 +12,8 @@ import zmq
 from phalanx.engine.messages import Step
 from phalanx.errors import StepDiverged
 from phalanx.executor.protocol import Allocate, Chain, Hello, RankHeartbeat, decode_to_engine, encode
+from phalanx.worker import channel as channel_module
+from phalanx.worker import engine_store
 from phalanx.worker.channel import EngineChannel
 
 
@@ -56,6 +58,24 @@ def test_a_channel_receives_messages_and_steps_and_sends_heartbeats(router: zmq.
         b"heartbeat-rank-3",
         RankHeartbeat(3, 2, 1, {"total": 9}, {"A/B": 4}, {"eager/steps": 5}),
     )
+
+
+@pytest.mark.parametrize("socket", ["steps", "store"])
+def test_a_frame_beyond_the_limit_ends_its_connection(
+    router: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, socket: str
+) -> None:
+    monkeypatch.setattr(channel_module, "MAX_FRAME_TO_RANK", 4096)
+    monkeypatch.setattr(engine_store, "MAX_STORE_REPLY", 4096)
+    address = f"ipc://{tmp_path}/s"
+    end = EngineChannel(3, address) if socket == "steps" else engine_store.EngineStore(3, address, timeout=10)
+    end._socket.send(b"first")
+    name, _ = router.recv_multipart()
+    for size in (4096, 4097):
+        router.send_multipart([name, bytes(size)])
+    assert end._socket.recv() == bytes(4096)
+    assert not end._socket.poll(200)
+    end._socket.close(linger=0)
+    end._context.term()
 
 
 def test_a_wait_of_less_than_a_millisecond_ends_and_a_message_ends_it_sooner(

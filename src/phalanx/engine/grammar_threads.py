@@ -4,7 +4,9 @@
 A mask or an accept is C++ that cannot be interrupted, and its cost depends on the grammar and the text: with an ambiguous grammar
 it may double with each token. xgrammar releases the GIL meanwhile. A call that takes long keeps its thread, and another thread
 takes its place, so nobody waits behind it. A call beyond its budget of CPU time is abandoned: its request gets an error, and the
-rest of the call runs at the lowest priority until it returns.
+rest of the call runs at the lowest priority until it returns, with the memory of its grammar. So both are limited: while
+MAX_SLOW_CALLS are slow or abandoned, a request whose last call was slow waits, and while so many are abandoned, it and new
+constrained requests are refused. Requests that were quick so far go on until there are QUICK_FACTOR times as many.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.errors import PhalanxError, RequestError
+from phalanx.errors import Overloaded, PhalanxError, RequestError
 
 CALL_SECONDS = 0.25
 """CPU time of one call: one token's accept and the mask after it. An ordinary one takes less than a millisecond."""
@@ -32,6 +34,10 @@ SLOW_SECONDS = 0.01
 PATIENCE_SECONDS = 0.005
 """How long a step is held back for the calls of requests that were quick so far."""
 THREADS = 2
+MAX_SLOW_CALLS = 8
+"""Calls that are slow or abandoned, beyond which no more begin for requests that are likely to be slow."""
+QUICK_FACTOR = 4
+"""For requests that were quick so far the limit is so many times as high: they are hardly the cause."""
 _IDLE, _BUSY = "grammar", "grammar call"
 
 
@@ -58,6 +64,7 @@ class InlineGrammarCalls:
     """Runs each call at once, without a budget: for schedules that are simulated."""
 
     busy = False
+    abandoned = 0
 
     def __init__(self) -> None:
         self.notify: Callable[[], None] = lambda: None
@@ -82,6 +89,12 @@ class _State:
     busy: list[GrammarCall] = field(default_factory=list)
     ended: list[GrammarCall] = field(default_factory=list)
     threads: int = 0  # without those whose call is slow
+    abandoned: int = 0  # calls that have not returned yet
+
+    def next_call(self) -> GrammarCall | None:
+        """The first call of the queue that may begin now."""
+        crowd = self.abandoned + sum(call.slow or not call.quick for call in self.busy)
+        return next((call for call in self.queue if crowd < _limit(call)), None)
 
 
 class GrammarThreads:
@@ -101,6 +114,11 @@ class GrammarThreads:
     def busy(self) -> bool:
         """Calls run or wait, so `collect` is to be called again within SLOW_SECONDS."""
         return bool(self._state.busy or self._state.queue)
+
+    @property
+    def abandoned(self) -> int:
+        """Calls beyond their budget that have not returned."""
+        return self._state.abandoned
 
     def begin(self, owner: Any, work: Callable[[], Any], *, spent: float = 0.0, quick: bool = True) -> GrammarCall:
         """Run `work` on a thread. spent: CPU seconds of the owner's calls, less TOKEN_SECONDS for each. quick: the last one was."""
@@ -123,7 +141,7 @@ class GrammarThreads:
         return any(call.quick and not call.slow for call in (*state.queue, *state.busy))
 
     def collect(self) -> list[GrammarCall]:
-        """The calls that have ended, and those that are beyond their budget: with an error, and never again."""
+        """The calls that have ended, and those that are beyond their budget or are refused: with an error, and never again."""
         state = self._state
         with self._lock:
             for call in list(state.busy):
@@ -136,7 +154,12 @@ class GrammarThreads:
                     call.seconds, call.error, call.ended = seconds, _beyond_budget(call, self._call_seconds), True
                     state.busy.remove(call)
                     state.ended.append(call)
+                    state.abandoned += 1
                     _lower_priority(call, 19)
+            for call in [call for call in state.queue if state.abandoned >= _limit(call)]:
+                state.queue.remove(call)
+                call.error, call.ended = overloaded(state.abandoned), True
+                state.ended.append(call)
             self._start_calls()
             calls, state.ended = state.ended, []
         return calls
@@ -156,8 +179,9 @@ class GrammarThreads:
         clock = time.pthread_getcpuclockid(thread.ident)
         while True:
             with self._lock:
-                self._queued.wait_for(lambda: bool(state.queue))
-                call = state.queue.popleft()
+                call = self._queued.wait_for(state.next_call)
+                assert call is not None  # wait_for has no timeout
+                state.queue.remove(call)
                 call.thread, call.clock, call.began, call.began_at = thread, clock, time.clock_gettime(clock), time.monotonic()
                 state.busy.append(call)
             thread.name = _BUSY
@@ -169,6 +193,8 @@ class GrammarThreads:
                     call.seconds = time.clock_gettime(clock) - call.began
                     state.busy.remove(call)
                     state.ended.append(call)
+                else:
+                    state.abandoned -= 1
                 slow, waiting = call.slow, self._waiting
                 if waiting and not self._quick_calls():
                     self._quick_ended.notify()
@@ -181,6 +207,25 @@ class GrammarThreads:
 def calls_run() -> bool:
     """Whether a thread is inside a call. Python's finalization would then abort the process: end it by os._exit."""
     return any(thread.name == _BUSY for thread in threading.enumerate())
+
+
+def require_room(*calls: GrammarThreads | InlineGrammarCalls) -> None:
+    """Raise Overloaded where no constrained request may begin, because too many calls were abandoned and have not returned."""
+    abandoned = sum(each.abandoned for each in calls)
+    if abandoned >= MAX_SLOW_CALLS:
+        raise overloaded(abandoned)
+
+
+def overloaded(abandoned: int) -> Overloaded:
+    return Overloaded(
+        "the engine is busy with grammars that take too long to follow", held=f"{abandoned} calls beyond their budget still run",
+        why="a call into a grammar cannot be interrupted", next="try again later, or without structured output",
+    )  # fmt: skip
+
+
+def _limit(call: GrammarCall) -> int:
+    """Of calls that are slow or abandoned, for this one to begin."""
+    return MAX_SLOW_CALLS * (QUICK_FACTOR if call.quick else 1)
 
 
 def _run(call: GrammarCall) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from phalanx.engine.grammar import TokenMatcher, request_matcher
-from phalanx.engine.grammar_threads import OPEN_SECONDS, SLOW_SECONDS, GrammarThreads
+from phalanx.engine.grammar_threads import OPEN_SECONDS, SLOW_SECONDS, GrammarThreads, require_room
 from phalanx.engine.messages import (
     Abort,
     AddRequest,
@@ -180,7 +180,7 @@ class Loop:
             delayed, self._delayed = self._delayed, []
             for add in delayed:
                 self._add(add)
-        if self._opening:
+        if self._opening or self._openings.busy:  # a request that was aborted leaves its call behind
             self._add_opened()
 
     def _process_results(self) -> None:
@@ -282,6 +282,7 @@ class Loop:
         """Read the grammar of a request on a thread: it may have megabytes. The request is queued afterwards."""
         if add.request_id in self._opening:
             raise RequestError(f"request id {add.request_id!r} is in use", next="give each request its own id")
+        require_room(self._scheduler.grammar_calls, self._openings)
         self._opening[add.request_id] = add
 
         def work() -> TokenMatcher | None:

@@ -23,6 +23,10 @@ HEARTBEAT_SECONDS = 1.0
 """How often the engine, each rank and each node send a heartbeat."""
 MAX_FRAME_TO_NODE = 1 << 20
 """Bytes of the largest frame that the engine sends to a node: an error."""
+MAX_FRAME_TO_RANK = 1 << 30
+"""Bytes of the largest frame that the engine sends to a rank: a step that admits a full batch of the longest prompts has less."""
+MAX_STORE_REPLY = 1 << 24
+"""Bytes of the largest reply of the store: addresses, and what ranks agree on."""
 _FRAME_SLACK = 1 << 20  # for errors, and the facts of a rank
 _LINGER_MS = 2000  # how long the last messages of a process may take to leave
 
@@ -230,11 +234,11 @@ def dealer(
     identity: bytes,
     cluster_token: str | None = None,
     *,
-    max_frame: int = -1,
+    max_frame: int,
     events: int = 0,
 ) -> zmq.Socket[bytes]:
     """A socket to the engine's ROUTER. Sending never blocks. `cluster_token`: authenticates both ends over TCP. `max_frame`: a
-    larger frame ends the connection; -1: no limit. `events`: what its monitor socket reports, from before the first connection."""
+    larger frame ends the connection. `events`: what its monitor socket reports, from before the first connection."""
     socket = context.socket(zmq.DEALER)
     if cluster_token is not None:
         ClusterKeys(cluster_token).secure_client(socket, identity.decode())

@@ -248,12 +248,15 @@ class RankExecutor:
     def _own_place(self, message: protocol.RankToEngine) -> bool:
         """Whether the further numbers in a message fit its sender, which is known."""
         match message:
-            case protocol.RankExit():
-                return message.rank in host_ranks(self._options, message.node).ranks
+            case protocol.RankExit() | protocol.Hello():
+                return self._is_on(message.node, message.rank)
             case protocol.RankReady():
-                return message.facts.rank == message.rank
+                return message.facts.rank == message.rank and self._is_on(message.facts.node, message.rank)
             case _:
                 return True
+
+    def _is_on(self, node: int, rank: int) -> bool:
+        return 0 <= node < self._options.nnodes and rank in host_ranks(self._options, node).ranks
 
     def _drop(self, identity: bytes, why: str) -> None:
         if self._peers is not None:
@@ -282,8 +285,7 @@ class RankExecutor:
                 self._startup.rank_connected(message)
             case protocol.StoreRequest():
                 self._startup.store_request_received(message.rank)
-                for rank, reply in self._store.receive(message):
-                    self._send(protocol.store_identity(rank), protocol.encode(reply))
+                self._store_request(message)
             case protocol.RankError():
                 self._reports.append(failure.from_rank_error(message))
             case protocol.NodeHello():
@@ -298,6 +300,15 @@ class RankExecutor:
                 self._exited(message.rank, message.code, self._heartbeats.where(message.rank))
             case _:
                 self._startup.receive(message, now)
+
+    def _store_request(self, message: protocol.StoreRequest) -> None:
+        try:
+            replies = self._store.receive(message)
+        except ValueError as error:
+            self._drop(protocol.store_identity(message.rank), f"no rank makes such a request: {error}")
+            return
+        for rank, reply in replies:
+            self._send(protocol.store_identity(rank), protocol.encode(reply))
 
     def _exited(self, rank: int, code: int, where: str) -> None:
         self._reports.append(failure.from_exit(rank, code, where=where, doing=self._heartbeats.doing(rank)))

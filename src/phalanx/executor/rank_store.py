@@ -21,7 +21,8 @@ class RankStore:
 
     def receive(self, request: StoreRequest) -> list[tuple[int, StoreReply]]:
         """Do what a rank requests. Returns the replies that can be sent now, each with its rank: the one to this request, unless it
-        waits for a key, and those to the requests that waited for the keys which this one sets."""
+        waits for a key, and those to the requests that waited for the keys which this one sets. Raises ValueError for what no rank
+        requests; nothing has changed then."""
         if request.operation in _WAITING:
             return self._answer(request)
         replies = [(request.rank, StoreReply(request.number, self._execute(request)))]
@@ -42,7 +43,7 @@ class RankStore:
 
     def _execute(self, request: StoreRequest) -> list[bytes]:
         match request:
-            case StoreRequest(operation="set", keys=keys, values=values):
+            case StoreRequest(operation="set", keys=keys, values=values) if len(keys) == len(values):
                 self._values |= zip(keys, values, strict=True)
                 return []
             case StoreRequest(operation="append", keys=[key], values=[value]):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Render messages into one prompt text with the checkpoint's Jinja chat template, in a sandbox.
 
-A template comes from the internet. So it runs in a sandbox with limits of time and length (`template_sandbox`), and gets only plain
-JSON data. It has what the reference renderer (transformers' `apply_chat_template`) provides: `messages`, `tools`, `documents`,
-`add_generation_prompt`, the special tokens by name, the filter `tojson`, and the functions `raise_exception` and `strftime_now`.
+A template comes from the internet. So it runs in a sandbox with limits of time, memory and length (`template_sandbox`), and gets
+only plain JSON data. It has what the reference renderer (transformers' `apply_chat_template`) provides: `messages`, `tools`,
+`documents`, `add_generation_prompt`, the special tokens by name, the filter `tojson`, and the functions `raise_exception` and
+`strftime_now`.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template of {self.origin} cannot render these messages", why=f"{type(error).__name__}: {error}"
             ) from None
+        finally:
+            self._environment.end()
 
 
 def _plain_message(message: MessageDict) -> dict[str, Any]:

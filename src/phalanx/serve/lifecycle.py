@@ -24,8 +24,8 @@ from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.serve import allocator
 from phalanx.serve.client import Engine
-from phalanx.serve.connections.descriptors import ConnectionLimit
-from phalanx.serve.connections.timed_protocol import timed_protocol
+from phalanx.serve.connections.accept import Acceptor
+from phalanx.serve.connections.timed_protocol import TimedProtocol, timed_protocol
 from phalanx.serve.openai.service import Service, ServingEngine
 from phalanx.serve.output_parsing import OutputFormat
 from phalanx.serve.tokenizer import Tokenizer
@@ -57,10 +57,9 @@ class Lifecycle:
         start: Callable[[EngineOptions], Awaitable[Engine]],
     ) -> None:
         self._service, self._sockets, self._engine, self._serving, self._start = service, sockets, engine, serving, start
-        limited = ConnectionLimit(app, lambda: len(self._http.server_state.connections))
         protocol = timed_protocol(header_seconds=serving.header_timeout, body_seconds=serving.body_timeout)
         config = uvicorn.Config(
-            limited, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none", http=protocol,
+            app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none", http=protocol,
             timeout_keep_alive=75, timeout_graceful_shutdown=int(LAST_EVENT_SECONDS), proxy_headers=False,
         )  # fmt: skip
         self._http = HttpServer(config)
@@ -199,11 +198,22 @@ class Lifecycle:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handling: this server drains before it closes its port."""
+    """uvicorn without its own signal handling, since this server drains before it closes its port, and with an `Acceptor`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        await super().startup(sockets=[])
+        self.servers = [Acceptor(sockets, self._make_protocol)]  # type: ignore[list-item]  # it closes in the same way
+
+    def _make_protocol(self) -> TimedProtocol:
+        protocol: TimedProtocol = self.config.http_protocol_class(  # type: ignore[call-arg, assignment]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
 
 
 def _template(value: str) -> tuple[str, str]:

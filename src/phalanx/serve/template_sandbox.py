@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sandbox of chat templates: Jinja's immutable one, with limits of time and of the size of values.
+"""The sandbox of chat templates: Jinja's immutable one, with limits of time, of memory and of the size of values.
 
 Jinja's sandbox keeps a template from Python's internals, but not from `'x'.ljust(10**9)`. Here every operator, method and filter
-that can make a value much larger than what it gets computes the size before it makes the value.
+that can make a value much larger than what it gets computes the size before it makes the value. What a template keeps of many small
+values is seen by the memory of the process, which each iteration, macro, filter and written value compares with that at the start.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -15,6 +17,7 @@ from functools import update_wrapper
 from types import BuiltinMethodType
 from typing import Any
 
+import psutil
 from jinja2 import nodes, pass_environment
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS, do_batch, make_attrgetter, sync_do_slice
@@ -29,12 +32,19 @@ MAX_SECONDS = 10.0
 MAX_CHARACTERS = 2**25
 """Characters of the prompt, and of each text or list that an operator, method or filter makes."""
 MAX_LARGE_CHARACTERS = 2**28
-"""Characters of all values of one rendering that are longer than _LARGE: so much memory it takes at most, whatever it keeps."""
+"""Characters of all values of one rendering that are longer than _LARGE."""
+MAX_MEMORY = 2**29
+"""Bytes by which the process may grow during one rendering. What other threads take meanwhile counts, too: they have no account
+of their own. A body at the size limit takes some 100 MiB."""
 MAX_VALUES = 2**20
 """Values inside a list or mapping that is written, compared or made JSON. One that holds another twice holds its values twice."""
 MAX_INTEGER_BITS = 2**16
 """Of a product or power: the time to multiply grows faster than the length."""
 _LARGE = 2**20  # characters; a prompt of so many fits no model
+_FIRST_LOOK_SECONDS = 0.01
+"""A rendering that ends sooner is not judged by the memory of the process: it cannot have taken so much."""
+_LOOK_SECONDS = 0.002
+"""Between two looks at the memory: time for about 20 MiB."""
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[#0 +-]*(\d+|\*)?(?:\.(\d+|\*))?")
 _NUMBER = re.compile(r"\d+")
 
@@ -67,16 +77,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]  # makes as much text as it is asked to
         self.filters |= {name: _bounded(FILTERS[name], size) for name, size in _FILTER_SIZES.items()}
         self.filters |= {"join": _join, "replace": _replace, "string": _string, "batch": _batch, "slice": _slice, "sum": self._sum}
+        self.filters = {name: _looking(function) for name, function in self.filters.items()}
 
     def begin(self) -> None:
         """A rendering begins on this thread."""
-        _rendering.deadline = time.monotonic() + MAX_SECONDS
+        now = time.monotonic()
+        _rendering.deadline, _rendering.next_look = now + MAX_SECONDS, now + min(MAX_SECONDS, _FIRST_LOOK_SECONDS)
+        _rendering.memory = _process_memory()
         _rendering.large_characters = 0
 
+    def end(self) -> None:
+        """It has ended: what is compiled next on this thread has no limits of a rendering."""
+        _rendering.deadline = _rendering.next_look = math.inf
+
     def step(self) -> str:
-        """Raise RequestError if the rendering takes too long."""
-        if time.monotonic() > _rendering.deadline:
-            raise RequestError(f"the chat template takes longer than {MAX_SECONDS:g} s", next="shorten the messages")
+        """Raise RequestError if the rendering takes too long or too much memory."""
+        look()
         return ""
 
     def joined(self, *values: Any) -> str:
@@ -169,12 +185,36 @@ def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
 # ---- limits ----------------------------------------------------------------------------------------------------------
 
 
-_rendering = threading.local()
-"""Of the rendering on this thread: `deadline`, by the monotonic clock, and `large_characters` so far."""
+class _Rendering(threading.local):
+    """The rendering on this thread. Times are those of the monotonic clock; memory: bytes of the process at its start."""
+
+    deadline = next_look = math.inf
+    memory = 0
+    large_characters = 0
+
+
+_rendering = _Rendering()
+
+
+def look() -> None:
+    """Raise RequestError if the rendering takes too long, or the process has grown too much since its start."""
+    now = time.monotonic()
+    if now < _rendering.next_look:
+        return
+    _rendering.next_look = now + _LOOK_SECONDS
+    if now > _rendering.deadline:
+        raise RequestError(f"the chat template takes longer than {MAX_SECONDS:g} s", next="shorten the messages")
+    if _process_memory() - _rendering.memory > MAX_MEMORY:
+        raise RequestError(f"the chat template takes more than {MAX_MEMORY >> 20} MiB of memory", next="shorten the messages")
+
+
+def _process_memory() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 def limit_length(length: int) -> None:
     """Raise RequestError where the template is about to make a text or list of more than MAX_CHARACTERS, or too many large ones."""
+    look()
     if length > MAX_CHARACTERS:
         raise RequestError(f"the chat template makes a text of {length} characters", held=f"the limit is {MAX_CHARACTERS}")
     if length > _LARGE:
@@ -188,6 +228,7 @@ def limit_length(length: int) -> None:
 
 def limit_value(value: Any) -> Any:
     """The value. Raises RequestError where lists and mappings in it hold more than MAX_VALUES values or too many characters."""
+    look()
     if not isinstance(value, (list, tuple, dict)):
         return value
     values = characters = 0
@@ -314,6 +355,16 @@ def _bounded(function: Callable[..., Any], size: Callable[..., int]) -> Callable
         return function(*args, **names)
 
     return update_wrapper(bounded, function)
+
+
+def _looking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that takes part in the limits: `map` calls it for each of many values."""
+
+    def filtered(*args: Any, **names: Any) -> Any:
+        look()
+        return function(*args, **names)
+
+    return update_wrapper(filtered, function)
 
 
 @pass_environment

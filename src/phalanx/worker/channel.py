@@ -14,6 +14,7 @@ import zmq
 from phalanx.engine.messages import Step
 from phalanx.executor.protocol import (
     HEARTBEAT_SECONDS,
+    MAX_FRAME_TO_RANK,
     Chain,
     EngineToRank,
     RankHeartbeat,
@@ -38,7 +39,7 @@ class EngineChannel:
         self._address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._cluster_token = cluster_token
-        self._socket = dealer(self._context, address, rank_identity(rank), cluster_token)
+        self._socket = dealer(self._context, address, rank_identity(rank), cluster_token, max_frame=MAX_FRAME_TO_RANK)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._chain = Chain()
 

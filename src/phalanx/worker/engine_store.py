@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed has the same n
 from torch.distributed import DistStoreError
 
 from phalanx.executor.protocol import (
+    MAX_STORE_REPLY,
     StoreOperation,
     StoreReply,
     StoreRequest,
@@ -44,7 +45,7 @@ class EngineStore(Store):
         self._seconds = timeout
         self._rank = rank
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = dealer(self._context, address, store_identity(rank), cluster_token)
+        self._socket = dealer(self._context, address, store_identity(rank), cluster_token, max_frame=MAX_STORE_REPLY)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._lock = threading.Lock()  # around the socket and what follows
         self._number = 0

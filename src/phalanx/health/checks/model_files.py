@@ -40,7 +40,17 @@ def _weights(folder: Path, model: str) -> Finding:
     files = sorted(folder.glob("*.safetensors"))
     again = f"hf download {model} --force-download" if "/" in model and not Path(model).exists() else f"ls -l {folder}"
     if index.is_file():
-        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            named = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
+            return error(f"{index.name} cannot be read: {type(failure).__name__}: {failure}", "copy or download it again", again)
+        # The index comes from whoever wrote the checkpoint: a path could lead to any file of this host.
+        outside = [name for name in named if Path(name).name != name or not name.endswith(".safetensors")]
+        if outside:
+            return error(
+                f"{index.name} names {outside[0]!r}, which is no *.safetensors file of its folder",
+                "do not use this checkpoint unless you know where it comes from",
+            )
         missing = [name for name in named if not (folder / name).is_file()]
         if missing:
             return error(
@@ -52,13 +62,13 @@ def _weights(folder: Path, model: str) -> Finding:
     if not files:
         return error(f"{folder} has no .safetensors file", "name a checkpoint in the safetensors format", again)
     for file in files:
-        failure = _failure(file)
-        if failure:
-            return error(f"{file.name} is damaged: {failure}", "copy or download it again", again)
+        damage = _damage(file)
+        if damage:
+            return error(f"{file.name} is damaged: {damage}", "copy or download it again", again)
     return ok(f"{len(files)} weight files, {size(sum(file.stat().st_size for file in files))}")
 
 
-def _failure(file: Path) -> str | None:
+def _damage(file: Path) -> str | None:
     """What is wrong with a safetensors file by its header and its length; None for nothing."""
     length = file.stat().st_size
     with file.open("rb") as stream:
@@ -72,7 +82,10 @@ def _failure(file: Path) -> str | None:
             tensors = json.loads(stream.read(header))
         except ValueError:
             return "its header is no JSON"
-    end = max((entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"), default=0)
+    try:
+        end = max((int(entry["data_offsets"][1]) for name, entry in tensors.items() if name != "__metadata__"), default=0)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return "its header describes no tensors"
     return None if 8 + header + end == length else f"it has {length} bytes, and its header promises {8 + header + end}"
 
 

@@ -1,45 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse requests in time when the server runs out of descriptors.
-
-Beyond the limit of open files, connections end without an answer and without a line in the log.
-"""
+"""How many connections the limit of open files leaves room for, and the answer to those beyond."""
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import time
 from collections.abc import Callable
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from phalanx.log import get_logger
 from phalanx.serve.openai.api_errors import ApiError
 
 logger = get_logger(__name__)
 
+OWN_DESCRIPTORS = 48
+"""Not for connections: the engine, its processes, those that read large bodies, the compiler of structured output, files."""
 MIN_RESERVE = 64
-"""Descriptors that are not for connections: the engine, its processes, the compiler of structured output, files."""
+"""Descriptors beyond the connections that are served: OWN_DESCRIPTORS, and those of connections that are being refused."""
 LOG_SECONDS = 10.0
+_UNREAD_BYTES, _UNREAD_SECONDS = 64 << 10, 2.0
+"""Of the body of a request that is refused: where a connection is closed before its body is read, the answer may be lost."""
 
 
-class ConnectionLimit:
-    """Answers 503 to the requests of connections beyond the limit, and closes these. connections: their number now."""
+class OncePerPeriod:
+    """Logs a line every LOG_SECONDS at most."""
 
-    def __init__(self, app: ASGIApp, connections: Callable[[], int]) -> None:
-        self._app, self._connections = app, connections
-        self._limit = max_connections()
-        self._logged = -LOG_SECONDS
+    def __init__(self) -> None:
+        self._last = -LOG_SECONDS
+
+    def warning(self, text: str, *values: object) -> None:
+        if time.monotonic() - self._last >= LOG_SECONDS:
+            self._last = time.monotonic()
+            logger.warning(text, *values)
+
+
+class Refusal:
+    """An ASGI application that answers 503 and closes the connection. limit: of the connections that are served. connections: their
+    number now."""
+
+    def __init__(self, limit: int, connections: Callable[[], int]) -> None:
+        self._limit, self._connections = limit, connections
+        self._log = OncePerPeriod()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (count := self._connections()) <= self._limit:
-            await self._app(scope, receive, send)
-            return
-        if time.monotonic() - self._logged >= LOG_SECONDS:
-            self._logged = time.monotonic()
-            logger.warning(
-                "requests are refused: %d connections are open, and the limit of open files leaves %d; raise it (ulimit -n)",
-                count, self._limit,
-            )  # fmt: skip
+        self._log.warning(
+            "requests are refused: %d connections are open, and the limit of open files leaves %d; raise it (ulimit -n)",
+            self._connections(), self._limit,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(_UNREAD_SECONDS):
+                await _read_body(receive)
+        except TimeoutError:
+            pass
         refusal = ApiError(
             503, f"the server has {self._limit} connections, its limit", type="server_error", code="too_many_connections",
             headers={"Retry-After": "1", "Connection": "close"},
@@ -47,7 +61,22 @@ class ConnectionLimit:
         await refusal.response()(scope, receive, send)
 
 
+async def _read_body(receive: Receive) -> None:
+    size = 0
+    while size < _UNREAD_BYTES:
+        message = await receive()
+        size += len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body"):
+            return
+
+
 def max_connections() -> int:
-    """Connections that the soft limit of open files leaves; a quarter is kept for those that are being refused."""
+    """Connections that are served: what the soft limit of open files leaves beyond a reserve of a quarter, or of MIN_RESERVE."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - max(MIN_RESERVE, soft // 4))
+
+
+def max_accepted() -> int:
+    """Connections that are served or refused; all others wait."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**31 if soft == resource.RLIM_INFINITY else max(max_connections() + 1, soft - OWN_DESCRIPTORS)

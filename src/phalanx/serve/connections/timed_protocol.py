@@ -10,6 +10,7 @@ connection is closed. While a response is computed or streamed, no time runs.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,9 +21,10 @@ _WHAT = {"head": "the head of the request", "body": "the body of the request"}
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """One connection. `timed_protocol` makes a class with the two times."""
+    """One connection. `timed_protocol` makes a class with the two times. lost: called once the connection is closed."""
 
     seconds: dict[str, float] = {}  # noqa: RUF012 (replaced by a subclass)
+    lost: Callable[[], None] = staticmethod(lambda: None)
 
     _awaited: str | None = None  # "head" or "body"
     _timed: str | None = None  # what the timer waits for
@@ -51,6 +53,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._awaited = None
         self._watch()
         super().connection_lost(exc)
+        self.lost()
 
     def _watch(self) -> None:
         """Let the timer wait for what is awaited now."""
