@@ -172,7 +172,7 @@ def _complaint_of_one_of(node: dict[str, Any], proof: DisjointnessProof) -> _Com
 
 
 def _complaint_of_listed(node: dict[str, Any]) -> _Complaint | None:
-    """The grammar writes listed values as they are, whatever other keywords demand."""
+    """The grammar writes listed values and ignores other keywords beside them."""
     listed = [keyword for keyword in ("const", "enum") if keyword in node]
     if not listed:
         return None
