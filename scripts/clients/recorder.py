@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy before a server that records what a client asks: method, path, body and the status of the answer."""
+"""A proxy before a server that records what a client sends (method, path, body), and the status of the answer."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,22 +16,30 @@ from typing import Any
 import httpx
 
 _KEPT_HEADERS = ("content-type", "authorization", "accept")
+_RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
 
 
 @dataclass
 class Recording:
-    """url: of the proxy. requests: what was asked, in order; `shapes` drops those of a shape that came before."""
+    """url: of the proxy. requests: in order, each with method, path, body, status, and the id of the response that it created, or
+    None; `shapes` drops those of a shape that came before."""
 
     url: str
     requests: list[dict[str, Any]] = field(default_factory=list)
 
     def shapes(self) -> list[dict[str, Any]]:
-        """The first request of each shape: path, status, and the names of all fields."""
-        kept: dict[str, dict[str, Any]] = {}
+        """The first request of each shape (method, path, status, and the names of all fields), and those that created a response
+        which one of these names."""
+        first: dict[str, dict[str, Any]] = {}
         for request in self.requests:
-            if request["method"] == "POST":
-                kept.setdefault(json.dumps([request["path"], request["status"], _names(request["body"])]), request)
-        return list(kept.values())
+            path = _RESPONSE_ID.sub("ID", request["path"])
+            first.setdefault(json.dumps([request["method"], path, request["status"], _names(request["body"])]), request)
+        kept = list(first.values())
+        by_id = {request["id"]: request for request in self.requests if request["id"] is not None}
+        for request in kept:  # it grows
+            named = _RESPONSE_ID.findall(json.dumps([request["path"], request["body"]]))
+            kept += [by_id[name] for name in named if name in by_id and not any(by_id[name] is one for one in kept)]
+        return [request for request in self.requests if any(request is one for one in kept)]
 
 
 @contextmanager
@@ -44,14 +53,20 @@ def recording(target: str) -> Iterator[Recording]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             headers = {name: value.strip() for name, value in self.headers.items() if name.lower() in _KEPT_HEADERS}
+            creates = self.command == "POST" and self.path == "/v1/responses"
             with client.stream(self.command, self.path, content=body, headers=headers) as answer:
-                parsed = json.loads(body) if body else None
-                log.requests.append({"method": self.command, "path": self.path, "status": answer.status_code, "body": parsed})
+                request = {
+                    "method": self.command, "path": self.path, "status": answer.status_code,
+                    "body": json.loads(body) if body else None, "id": None,
+                }  # fmt: skip
+                log.requests.append(request)
                 self.send_response(answer.status_code)
                 self.send_header("content-type", answer.headers.get("content-type", "application/json"))
                 self.send_header("transfer-encoding", "chunked")
                 self.end_headers()
                 for part in answer.iter_raw():
+                    if creates and request["id"] is None and (match := _RESPONSE_ID.search(part.decode(errors="replace"))):
+                        request["id"] = match.group()
                     self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
                 self.wfile.write(b"0\r\n\r\n")
 

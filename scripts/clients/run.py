@@ -56,16 +56,22 @@ class Client:
 
 CLIENTS: Mapping[str, Client] = {
     "openai": Client(
-        "openai", ("openai",), "chats and responses: text, streams, tools, schemas, a chain of three by `previous_response_id`"
+        "openai", ("openai",),
+        "chats and responses: text, streams, tools, schemas, a chain of three by `previous_response_id`; models; `/tokenize`; the "
+        "fields of vLLM in `extra_body`",
     ),
-    "litellm": Client("litellm", ("litellm", "mcp"), "text, streams, tools with the echo of its own messages, schemas, responses"),
+    "litellm": Client(
+        "litellm", ("litellm", "mcp"),
+        "text, streams, tools with the echo of its own messages, schemas, responses; as `openai/` and as `hosted_vllm/`",
+    ),
     "openai_agents": Client("openai-agents", ("openai-agents",), "an agent with a tool, typed outputs, histories; both APIs"),
     "pydantic_ai": Client(
         "pydantic-ai-slim", ("pydantic-ai-slim[openai]",), "tools, typed outputs, streams, histories, over responses and chats"
     ),
     "instructor": Client("instructor", ("instructor",), "typed outputs by tools, strict tools and schemas, whole and streamed"),
     "langchain_openai": Client(
-        "langchain-openai", ("langchain-openai",), "text, streams, tools, typed outputs, over chats and responses"
+        "langchain-openai", ("langchain-openai",),
+        "text, streams, tools, typed outputs, over chats and responses; fields of its models",
     ),
     "lm_eval": Client(
         "lm_eval", ("lm-eval[api]", "transformers"), "a task of texts over chats, and one of log-likelihoods over completions",
@@ -100,16 +106,14 @@ def main() -> int:
     names = [name.replace("-", "_") for name in arguments.names] or list(CLIENTS)
     if unknown := [name for name in names if name not in CLIENTS]:
         parser.error(f"no client is called {unknown[0]!r}; known: {', '.join(CLIENTS)}")
+    rows = earlier_rows(PAGE.read_text(encoding="utf-8"))
     with server(folder) as url:
-        earlier = folder / "results.json"
-        if earlier.is_file():
-            results = json.loads(earlier.read_text(encoding="utf-8"))
         for name in names:
             results[name] = try_client(name, CLIENTS[name], folder / name, url)
             print(f"{name}: {' '.join(results[name])}", flush=True)
-            earlier.write_text(json.dumps(results), encoding="utf-8")
-    if results.keys() >= CLIENTS.keys():
-        PAGE.write_text(page(results), encoding="utf-8")
+            version, outcome, python = results[name]
+            rows[CLIENTS[name].package] = (version, python, date.today().isoformat(), outcome)
+            PAGE.write_text(page(rows), encoding="utf-8")
     return 0 if all(results[name][1] == "works" for name in names) else 1
 
 
@@ -156,7 +160,12 @@ def try_client(name: str, client: Client, folder: Path, url: str) -> tuple[str, 
 def keep(name: str, log: Recording) -> None:
     """Write the recording of a client."""
     RECORDINGS.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"path": request["path"], "body": request["body"]}, ensure_ascii=False) for request in log.shapes()]
+    lines = [
+        json.dumps(
+            {name: request[name] for name in ("method", "path", "body", "id") if request[name] is not None}, ensure_ascii=False
+        )
+        for request in log.shapes()
+    ]
     (RECORDINGS / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -204,20 +213,25 @@ def server(folder: Path) -> Iterator[str]:
         process.wait(60)
 
 
-def page(results: Mapping[str, Sequence[str]]) -> str:
-    """The page with the table of clients."""
-    rows = ["| client | version | Python | result | what was tried |", "|---|---|---|---|---|"]
-    for name, client in CLIENTS.items():
-        version, outcome, python = results[name]
-        rows.append(f"| {client.package} | {version} | {python} | {outcome} | {client.does} |")
-    return HEAD.format(day=date.today().isoformat()) + "\n".join(rows) + "\n" + TAIL
+def earlier_rows(text: str) -> dict[str, Sequence[str]]:
+    """Version, Python, day and result of each package, from the page as it is."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    return {package: row for package, *row, _ in cells[1:]}
+
+
+def page(rows: Mapping[str, Sequence[str]]) -> str:
+    """The page with the table of clients. rows: of each package."""
+    lines = ["| client | version | Python | day | result | what was tried |", "|---|---|---|---|---|---|"]
+    for client in CLIENTS.values():
+        lines.append(f"| {' | '.join((client.package, *rows.get(client.package, ('-', '-', '-', 'not tried')), client.does))} |")
+    return HEAD + "\n".join(lines) + "\n" + TAIL
 
 
 HEAD = """# Clients
 
 `make clients` installs each client into an environment of its own, with the newest release of its packages, and tries it with
-`phalanx serve demo` on CPU. A client works if its program ends well and none of its requests is refused. This page is written by
-`scripts/clients/run.py`; the last run was on {day}.
+`phalanx serve demo` on CPU. A client works if its program ends well and none of its requests is refused.
+`scripts/clients/run.py` writes this page; `day` is the day on which a client was tried last.
 
 """
 TAIL = """

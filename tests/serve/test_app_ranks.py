@@ -28,6 +28,7 @@ SCHEMA = {
     "required": ["name", "size"],
     "additionalProperties": False,
 }
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [DIWEC] [a-z0-9 ]+: ")
 TOOLS = [{"type": "function", "function": {"name": "measure", "parameters": SCHEMA}}]
 
 
@@ -175,6 +176,16 @@ def test_many_async_streams(served):
     asyncio.run(ask())
     until(lambda: served.metric("num_requests_running") == 0)
     assert served.metric("kv_cache_usage_perc") == 0
+
+
+def test_every_line_of_the_log_has_a_time(served, client):
+    """Of all processes: server, engine, ranks, and those that compile grammars and read large bodies."""
+    complete(client, extra_body={"guided_regex": "[ab]{2}"})
+    complete(client, prompt="a" * 2000, max_tokens=1, logit_bias={"5": 0.5}, user="x" * 70_000)
+    lines = served.log.splitlines()
+    assert [line for line in lines if not LOG_LINE.match(line)] == []
+    titles = {line.split()[3] for line in lines}
+    assert {"phalanx", "engine:", "rank"} <= titles, titles
 
 
 def broken(served, send: int, seconds: float) -> tuple[str, str, float]:

@@ -114,11 +114,12 @@ def live(
     template: str | None = None,
     tokenizer: Tokenizer | None = None,
     ready: bool = True,
+    model: str = "tests",
     **serving: object,
 ) -> Iterator[Live]:
     """Serve `engine` on a free port until the context ends. tokenizer: that of the engine; template: for the usual one."""
-    options = ServeOptions.of(host="127.0.0.1", port=0, served_model_name=MODEL, **serving)
-    service = make_service(EngineOptions(model="tests"), options)
+    options = ServeOptions.of(**{"host": "127.0.0.1", "port": 0, "served_model_name": MODEL, **serving})
+    service = make_service(EngineOptions(model=model), options)
     app = make_app(service, options, api_keys=options.read_api_keys())
     tokenizer = tokenizer or tokenizer_of(template)
     output = OutputFormat.detect(tokenizer, reasoning=options.reasoning_parser, tools=options.tool_call_parser)

@@ -42,10 +42,13 @@ class ServeOptions(BaseModel):
     api_key_file: str | None = Field(
         None,
         min_length=1,
-        description="File with bearer keys, one per line; they stand in no process list. None: api_key.",
+        description="File with bearer keys, one per line. Unlike a flag, the keys do not appear in the process list. None: "
+        "api_key.",
     )
     served_model_name: str | None = Field(
-        None, min_length=1, description="Name of the model in the API. None: the value of the option model."
+        None,
+        min_length=1,
+        description="Name of the model in the API. None: its Hub id, or the name of its folder without the path.",
     )
     chat_template: str | None = Field(
         None, min_length=1, description="File with a Jinja chat template, or the template itself. None: the model's own."
@@ -93,7 +96,9 @@ class ServeOptions(BaseModel):
     header_timeout: float = Field(20.0, gt=0, description="Seconds in which the head of a request must arrive.")
     body_timeout: float = Field(120.0, gt=0, description="Seconds in which the body of a request must arrive after its head.")
     escape_special_tokens: bool = Field(
-        False, description="Texts of special tokens in the contents of messages stay text, so that they cannot end a message."
+        False,
+        description="Special-token text in messages, tools and chat_template_kwargs stays ordinary text, so that it cannot end a "
+        "message.",
     )
 
     @field_validator("cors_origins")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -12,6 +13,7 @@ import pytest
 from tests.support.serve_http_app import MODEL, Scripted, live
 
 HEAD_SECONDS, BODY_SECONDS = 0.5, 0.7
+CLOSED_SECONDS = 20.0
 BODY = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(BODY)
 
@@ -30,25 +32,24 @@ def connect(served) -> socket.socket:
 
 
 def answer_of(connection: socket.socket, *, sends: bytes = b"", every: float = 0.05) -> tuple[bytes, float]:
-    """What comes until the connection is closed, and after how long, while bytes are sent one by one."""
+    """What comes until the server closes the connection, and after how long, while bytes are sent one by one. Raises AssertionError
+    if it does not close it within CLOSED_SECONDS."""
     began, parts = time.monotonic(), []
     connection.settimeout(every)
-    while time.monotonic() - began < 8:
+    while time.monotonic() - began < CLOSED_SECONDS:
         try:
             part = connection.recv(65536)
         except TimeoutError:
-            try:
+            with contextlib.suppress(ConnectionError):  # it is closed: the next read says so
                 connection.sendall(sends[:1])
-                sends = sends[1:]
-            except OSError:
-                break
+            sends = sends[1:]
             continue
-        except OSError:
-            break
+        except ConnectionError:  # closed while bytes were on their way
+            part = b""
         if not part:
-            break
+            return b"".join(parts), time.monotonic() - began
         parts.append(part)
-    return b"".join(parts), time.monotonic() - began
+    raise AssertionError(f"open after {CLOSED_SECONDS:g} s; it answered {b''.join(parts)!r}")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +100,9 @@ def test_a_request_in_two_parts(served):
 
 def test_a_hundred_slow_connections_cost_nothing(served):
     slow = [connect(served) for _ in range(100)]
+    starts = (b"", b"GET /live HTTP/1.1\r\nX: ", HEAD, HEAD + BODY[:9])
     for number, connection in enumerate(slow):
-        connection.sendall((b"", b"GET /live HTTP/1.1\r\nX: ", HEAD, HEAD + BODY[:9])[number % 4])
+        connection.sendall(starts[number % 4])
     with served.client() as http:
         times = []
         for _ in range(20):
@@ -108,9 +110,10 @@ def test_a_hundred_slow_connections_cost_nothing(served):
             assert http.get("/live").status_code == 200
             times.append(time.monotonic() - began)
     assert sorted(times)[10] < 0.1
-    for connection in slow:
-        answer_of(connection)
-        connection.close()
+    for number, connection in enumerate(slow):
+        with connection:
+            text, _ = answer_of(connection)
+            assert text == b"" if number % 4 == 0 else text.startswith(b"HTTP/1.1 408 "), (starts[number % 4], text)
     with served.client() as http:
         assert http.get("/live").status_code == 200
     assert served.service.admission.open == 0

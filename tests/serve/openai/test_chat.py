@@ -335,6 +335,10 @@ def test_usage_in_every_event(client):
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts)
     assert (counts[0] <= 2, counts[-1]) == (True, len(TOKENS) + 1)
+    alone = stream_of(client, messages=ASK, stream_options={"continuous_usage_stats": True})
+    assert alone[-1].usage.completion_tokens == counts[-1]
+    assert all(chunk.usage for chunk in alone)
+    assert all(chunk.choices for chunk in alone), "without include_usage, no event has counts alone"
 
 
 def test_prompt_logprobs(server, client):
@@ -404,6 +408,21 @@ def test_special_tokens_that_a_user_types(escaped):
         end = tokenizer_of().eos_token_id
         assert tokens.count(end) == (2 if escaped else 4)
         assert tokens.count(tokenizer_of().bos_token_id) == (1 if escaped else 2)
+
+
+@pytest.mark.parametrize("escaped", [True, False])
+def test_special_tokens_in_tools_and_variables(escaped):
+    template = (
+        "{% for tool in tools %}{{ tool.function.description }}\n{% endfor %}{{ note[0] }}\n"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "f", "description": "a</s>b"}}]
+    options = {"escape_special_tokens": escaped, "tool_call_parser": "hermes"}
+    with live(Scripted("x"), template=template, **options) as server, server.openai() as client:
+        extra = {"chat_template_kwargs": {"note": ["c</s>"]}}
+        client.chat.completions.create(model=MODEL, messages=ASK, tools=tools, max_tokens=1, extra_body=extra)
+        assert prompt_of(server) == f"a</s>b\nc</s>\n{ASK[0]['content']}"
+        assert server.engine.added[-1].token_ids.count(tokenizer_of().eos_token_id) == (0 if escaped else 2)
 
 
 def test_async_client(server):

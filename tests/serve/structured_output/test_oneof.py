@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Annotated, Literal
 
 import pytest
+import xgrammar
 from pydantic import BaseModel, Field
 
 from phalanx.errors import OptionError
@@ -50,6 +52,16 @@ CAT, DOG = objects(kind=kind("cat"), lives=INTEGER), objects(kind=kind("dog"), l
 def test_apart(schemas):
     root = {"oneOf": schemas, "$defs": {"cat": CAT, "dog": DOG, "a/b": STRING}}
     assert DisjointnessProof(root).overlapping(schemas) is None
+
+
+@pytest.mark.parametrize(
+    "schemas",
+    [[CAT, DOG, {"type": "null"}], [{"$ref": "#/$defs/cat"}, {"type": "null"}], [{"anyOf": [INTEGER, {"type": "null"}]}, STRING]],
+)
+def test_xgrammar_does_not_prove_it(capfd, schemas):
+    """Where this fails, xgrammar has learned to, and a part of the proof has become redundant."""
+    xgrammar.Grammar.from_json_schema(json.dumps({"oneOf": schemas, "$defs": {"cat": CAT}}))
+    assert "oneOf with overlapping or non-provably-disjoint branches" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

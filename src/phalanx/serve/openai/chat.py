@@ -29,7 +29,16 @@ from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompletionResponse
 from phalanx.serve.openai.service import Service, ServingEngine, service_of
-from phalanx.serve.openai.stream import DONE, CancellableResponse, EventStream, chunks, event, off_loop
+from phalanx.serve.openai.stream import (
+    DONE,
+    CancellableResponse,
+    EventStream,
+    chunks,
+    encode_json,
+    encode_small,
+    event,
+    off_loop,
+)
 from phalanx.serve.output_parsing import CallArguments, CallBegin, ContentText, Event, OutputFormat, OutputParser, ReasoningText
 from phalanx.serve.output_parsing.reasoning import Begin
 from phalanx.serve.output_parsing.structural_tags import after_reasoning, forced_parser
@@ -89,12 +98,15 @@ class ChatHandler:
         """The chunks of the response as server-sent events."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
-        continuous = with_usage and bool(options and options.continuous_usage_stats)
+        continuous = bool(options and options.continuous_usage_stats)
         head = self._head("chat.completion.chunk")
         as_event = chunks({**head, "usage": None} if with_usage else head)
         async with aclosing(self.deltas()) as deltas:
             async for choice in deltas:
-                yield event({**head, "choices": [choice], "usage": self._usage_body()}) if continuous else as_event(choice)
+                if continuous:
+                    yield event({**head, "choices": [choice], "usage": self._usage_body()})
+                else:  # an event without logprobs has a few short lists: counting their entries takes longer than encoding them
+                    yield as_event(choice, encode_small if choice["logprobs"] is None else encode_json)
         if with_usage:
             yield event({**head, "choices": [], "usage": self._usage_body()})
         yield DONE

@@ -90,13 +90,13 @@ class CompletionHandler:
         """The chunks of the response as server-sent events."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
-        continuous = with_usage and bool(options and options.continuous_usage_stats)
+        continuous = bool(options and options.continuous_usage_stats)
         as_event = chunks({**self._head, "usage": None} if with_usage else self._head)
         async with aclosing(self._choices()) as choice_deltas:
             async for choice in choice_deltas:
                 if continuous:
                     yield event({**self._head, "choices": [choice], "usage": self._usage_body()})
-                elif (entries := entries_of(choice)) <= PART:
+                elif (entries := _entries(choice)) <= PART:
                     yield as_event(choice, encode_small)
                 else:
                     yield await off_loop(as_event, choice, entries=entries)
@@ -205,6 +205,11 @@ class ChoiceWriter:
         if self._scores and delta.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs, self._tokenizer.token_text)
         return choice
+
+
+def _entries(choice: dict[str, Any]) -> int:
+    """As `entries_of`, which takes longer than all else for an event that has only a text."""
+    return 0 if choice["logprobs"] is None and "prompt_logprobs" not in choice else entries_of(choice)
 
 
 def _extend(first: list[Any] | None, more: list[Any] | None) -> list[Any] | None:

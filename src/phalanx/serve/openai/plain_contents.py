@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--escape_special_tokens`: the text of a special token in a message stays text.
+"""`--escape_special_tokens`: the text of a special token in a message, a tool or a variable of the template stays text.
 
 A tokenizer turns the text of a special token into the token wherever it stands. So a user who types `<|im_end|>` ends the message.
-Here each such text in the messages gets a break after its first character before the template renders them: a noncharacter of
-Unicode that no message has. The prompt is divided at the breaks, and each part is tokenized by itself, so that the tokens of the
-template's own text are found, and those of the messages are not. The tokens decode to the same text.
+Here each such text of the request gets a break after its first character before the template renders it: a noncharacter of
+Unicode that the request does not have. The prompt is divided at the breaks, and each part is tokenized by itself, so that the
+tokens of the template's own text are found, and those of the request are not. The tokens decode to the same text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -22,23 +22,36 @@ _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 class Breaks:
-    """The marks in one conversation, whose messages are changed in place. tokenizer: whose tokens are broken; None: break nothing.
+    """The marks in one conversation. messages, tools, variables: what the template gets, JSON; the attributes of these names have
+    the breaks. tokenizer: whose tokens are broken; None: break nothing.
 
-    end: a mark for other use, which no message has.
+    end: a mark for other use, which the conversation does not have.
     """
 
-    def __init__(self, messages: list[dict[str, Any]], tokenizer: Tokenizer | None) -> None:
-        free = [mark for mark in _MARKS if not any(mark in text for text in _texts(messages))]
+    def __init__(
+        self,
+        messages: list[dict[str, Any]],
+        tokenizer: Tokenizer | None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.messages, self.tools, self.variables = messages, tools, dict(variables or {})
+        texts = [text for text in _texts([messages, tools, self.variables]) if not text.isascii()]
+        free = [mark for mark in _MARKS if not any(mark in text for text in texts)]
         if len(free) < 2:
-            raise bad_request("messages have too many different noncharacters of Unicode", param="messages")
+            raise bad_request("the request has too many different noncharacters of Unicode", param="messages")
         self._mark, self.end = free[:2]
         self._breaks = tokenizer is not None
         if tokenizer is not None:
             pattern = _pattern(tokenizer)
-            for message in messages:
-                for name, value in message.items():
-                    if name != "role":
-                        message[name] = self._broken(value, pattern)
+            # The server's own words, roles and names of variables, stay whole: templates compare them.
+            self.messages = [
+                {name: value if name == "role" else self._broken(value, pattern) for name, value in message.items()}
+                for message in messages
+            ]
+            self.tools = self._broken(tools, pattern)
+            self.variables = {name: self._broken(value, pattern) for name, value in self.variables.items()}
 
     def parts(self, text: str) -> list[str]:
         """The parts of a rendered prompt that are tokenized each by itself."""

@@ -99,8 +99,9 @@ def _rendered(
     variables: Mapping[str, Any],
     engine: PromptEngine,
 ) -> tuple[str, Breaks]:
-    """The text of the prompt, and the breaks in it that keep the texts of special tokens in messages from becoming tokens."""
-    breaks = Breaks(messages, engine.tokenizer if engine.escape_special_tokens else None)
+    """The text of the prompt, and the breaks in it that keep the texts of special tokens in the request from becoming tokens."""
+    escaped = engine.tokenizer if engine.escape_special_tokens else None
+    breaks = Breaks(messages, escaped, tools=tools, variables=variables)
     begin = request.add_generation_prompt is not False
     if request.continue_final_message:
         if begin:
@@ -108,9 +109,11 @@ def _rendered(
                 "continue_final_message needs add_generation_prompt: false, since the last message goes on",
                 param="continue_final_message",
             )
-        messages[-1]["content"] += breaks.end
+        breaks.messages[-1]["content"] += breaks.end
     try:
-        text = engine.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=begin, **variables)
+        text = engine.tokenizer.apply_chat_template(
+            breaks.messages, tools=breaks.tools, add_generation_prompt=begin, **breaks.variables
+        )
     except RequestError as error:
         raise bad_request(str(error), param="messages", code="invalid_messages") from None
     if not request.continue_final_message:

@@ -308,7 +308,7 @@ def _lock_folder(folder: Path) -> int:
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     """The bytes that each of vocab_size token ids adds to a text; empty for ids without a token.
 
-    Special tokens begin with a byte that stands in no text: a grammar can name such a token, and no text allows it.
+    Special tokens begin with a byte that no text contains: a grammar can name such a token, and no text allows it.
 
     Byte-level vocabularies (GPT-2's alphabet) and those with byte fallback ("<0x0A>") and "▁" for a space are decoded; in others,
     a token is its own text.

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check JSON schemas: accepted are those that the grammar enforces completely and that compile quickly.
 
-xgrammar ignores some keywords silently, and allows some strings that are not JSON (observed with 0.2.8); an answer could then
-violate its schema. Each such keyword is rejected by name and place, or rewritten. Keywords that only annotate (title, default,
-description, examples, ...) are accepted, as the JSON Schema specification demands.
+xgrammar ignores some keywords silently or with a line on stderr, and allows some strings that are not JSON (observed with 0.2.8);
+an answer could then violate its schema. Each such keyword is rejected by name and place, or rewritten. Keywords that only annotate
+(title, default, description, examples, ...) are accepted, as the JSON Schema specification demands.
+
+Each check is here because xgrammar compiles what it rejects: keywords that xgrammar does not know; a keyword beside `$ref`,
+`anyOf`, `enum` or `const`; a bound without a type; a pattern beside a length or format; a pattern whose text JSON escapes; a
+property that two keywords describe. What xgrammar rejects by itself (values that are no schemas, bounds that exclude each other,
+`false`) is left to it. Tests say so when a version of xgrammar rejects one of these by itself.
 """
 
 from __future__ import annotations
@@ -39,6 +44,11 @@ _FOR_ONE_TYPE = (
     "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
 )  # fmt: skip
 _LENGTHS = ("minLength", "maxLength")
+_FORMATS = frozenset(
+    ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference", "uri-template", "uuid",
+     "json-pointer", "relative-json-pointer")
+)  # fmt: skip
+"""Those that the grammar enforces. Any other is an annotation."""
 _CONTROL = re.compile(r"[\x00-\x1f]|\\[nrtfv0c]|\\x[01]|\\u00[01]")
 _QUOTE = re.compile(r'"|\\\\|\\x(?:22|5[cC])|\\u00(?:22|5[cC])')
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
@@ -172,7 +182,7 @@ def _complaint_of_one_of(node: dict[str, Any], proof: DisjointnessProof) -> _Com
 
 
 def _complaint_of_listed(node: dict[str, Any]) -> _Complaint | None:
-    """The grammar writes listed values as they are, whatever other keywords demand."""
+    """The grammar writes listed values and ignores other keywords beside them."""
     listed = [keyword for keyword in ("const", "enum") if keyword in node]
     if not listed:
         return None
@@ -201,6 +211,8 @@ def _complaint_of_value(node: dict[str, Any]) -> _Complaint | None:
     for keyword in ("pattern", "format"):
         if length and keyword in node:
             return _Complaint(f"{keyword!r} together with a length")
+    if "pattern" in node and isinstance(node.get("format"), str) and node["format"] in _FORMATS:  # the pattern is ignored
+        return _Complaint(f"'pattern' together with the 'format' {node['format']!r}")
     return None
 
 

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that at most one schema of a `oneOf` accepts each value: the grammar enforces only `anyOf`.
 
+xgrammar (0.2.8) proves by itself that types, listed values, and objects with different constants are disjoint. Where references,
+nested unions, or an object beside null come in, which clients send, it falls back to `anyOf` with a warning on stderr. Hence this
+proof, whose leaves are types and values again, and the discriminators of pydantic, which xgrammar does not read. A test says so
+when xgrammar proves more.
+
 Schemas are disjoint if their types are, if their values (const, enum) are, or, for objects, if a property is: one that is required
 with disjoint schemas on both sides, or required on one side and impossible on the other. Other schemas may be disjoint, too, but
 this is not proven.

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reject or rewrite the parts of regular expressions that xgrammar ignores or misreads, with no more than a line on stderr.
 
-Observed with xgrammar 0.2.8: lookaheads in JSON and anchors in the middle are ignored; a quantifier after an anchor applies to what
-precedes the anchor; an unknown escape is its letter; `\\x61` takes more digits if more follow; a possessive quantifier backtracks;
-`[^]` allows control characters and quotation marks in the JSON; `\\S` and `.` match spaces and line ends outside of ASCII, and
-outside of JSON `.` matches those within ASCII. Everything else is either enforced for the whole text, or rejected by xgrammar,
-whose own message the client gets: lookbehinds, word boundaries, backreferences, and flags.
+xgrammar (0.2.8) has two parsers of patterns: one for JSON and one for a whole answer. What both reject is left to them, and the
+client gets their message: lookbehinds, word boundaries, backreferences, and flags. Everything else is enforced for the whole text,
+except what is checked here:
+
+- lookaheads and nested quantifiers: in JSON the first are ignored, and possessive quantifiers backtrack;
+- anchors: in the middle they are ignored by both. xgrammar warns, but also of anchors at an end, as in `(^a)`, which are harmless;
+  a quantifier after an anchor applies to what precedes the anchor;
+- escapes: an unknown one is its letter in both; `\\x61` takes more digits if more follow;
+- classes: `[^]` allows control characters and quotation marks in the JSON; one that is not closed is rejected by xgrammar, too, but
+  many of them would take long here;
+- `\\S` and `.`: they match spaces and line ends outside of ASCII, and outside of JSON `.` matches those within ASCII: rewritten.
+
+Tests say so when a version of xgrammar rejects one of these by itself.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Short compilations pass long ones. Each begins at once, beside up to `_QUICK_AT_
 `_QUICK_SECONDS` is long: it goes on with a lower priority if fewer than `_LONG_AT_ONCE` are long; else it is ended, and begins
 again when one of those has ended.
 
+xgrammar writes to stderr. Each compilation has a file for its stderr, whose lines come to the log when it ends.
+
 Messages are lines of JSON over a Unix socket: {"number", "kind", "text"} in; {"number", "path"}, {"number", "invalid"} (the format
 is wrong) or {"number", "refused"} out. The first one out is {"tokenizer"}.
 """
@@ -23,6 +25,7 @@ import resource
 import selectors
 import signal
 import socket
+import tempfile
 import time
 import traceback
 import warnings
@@ -30,14 +33,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from phalanx.comm.launch import exit_words, read_config
 from phalanx.errors import OptionError
+from phalanx.log import configure, get_logger
 from phalanx.serve.structured_output.checks import checked
 from phalanx.serve.structured_output.termination import nonterminating_rule
+
+logger = get_logger(__name__)
 
 _SEPARATORS = (", ", ": ")
 _MAX_COMPILED = 32 << 20
@@ -47,6 +53,8 @@ _QUICK_AT_ONCE = 4
 _LONG_AT_ONCE = 2
 _LONG_NICE = 10
 _MAX_THREADS = 4
+_MAX_LOGGED = 4096
+"""Bytes of a compilation's stderr that come to the log, the last ones: a format of a client must not fill it."""
 _PR_SET_PDEATHSIG = 1
 
 Reply = dict[str, Any]
@@ -54,6 +62,7 @@ Reply = dict[str, Any]
 
 def main() -> None:
     config = read_config()
+    configure("grammars")
     import numpy  # noqa: F401 (before the forks, which would each load it)
     import xgrammar
 
@@ -76,13 +85,14 @@ def main() -> None:
 
 @dataclass(eq=False)
 class Compilation:
-    """One format. process, pipe: of the fork that compiles it. began: when it began (time.monotonic). long: it was not quick."""
+    """One format. process, pipe, stderr: of its fork. began: when it began (time.monotonic). long: it was not quick."""
 
     number: int
     kind: str
     text: str
     process: int = 0
     pipe: int = -1
+    stderr: IO[bytes] | None = None
     began: float = 0.0
     long: bool = False
     received: bytes = b""
@@ -169,10 +179,12 @@ class Compilations:
 
     def _fork(self, one: Compilation) -> None:
         reading, writing = os.pipe()
+        one.stderr = tempfile.TemporaryFile()  # noqa: SIM115 (`_end` closes it)
         process = os.fork()
         if process == 0:
             try:
                 _end_with_parent()
+                os.dup2(one.stderr.fileno(), 2)
                 os.close(reading)
                 self._connection.close()
                 _limit_memory(self._memory)
@@ -194,7 +206,14 @@ class Compilations:
         self._running.remove(one)
         if kill:
             os.kill(one.process, signal.SIGKILL)
-        return os.waitpid(one.process, 0)[1]
+        status = os.waitpid(one.process, 0)[1]
+        if one.stderr is not None:
+            with one.stderr as stderr:
+                stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _MAX_LOGGED))
+                text = stderr.read().decode(errors="replace").strip()
+            if text:
+                logger.warning("compiling a %s: %s", one.kind, text)
+        return status
 
     def _send(self, one: Compilation, reply: Reply) -> None:
         self._connection.sendall(json.dumps({"number": one.number, **reply}).encode() + b"\n")

@@ -61,7 +61,7 @@ def test_a_close_ends_a_process_that_reads() -> None:
             await asyncio.sleep(0.01)
         begin = time.monotonic()
         bodies.close()
-        with pytest.raises(EngineError, match="the process for large bodies ended"):
+        with pytest.raises(EngineError, match="the process that reads large requests failed on this one"):
             await reading
         assert time.monotonic() - begin < 10
         assert children() == []

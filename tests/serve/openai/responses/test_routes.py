@@ -41,7 +41,8 @@ def events_of(client, **fields):
 
 
 def test_text(server, client):
-    answer = client.responses.create(model=MODEL, input="What?", instructions="Be brief.", metadata={"a": "b"}, user="me")
+    metadata = {"a": "b", "c": None}
+    answer = client.responses.create(model=MODEL, input="What?", instructions="Be brief.", metadata=metadata, user="me")
     ResponseObject.model_validate(answer.to_dict())
     assert (answer.output_text, answer.status, answer.metadata) == (TEXT, "completed", {"a": "b"})
     assert answer.usage.output_tokens == len(tokenizer_of().encode(TEXT, add_special_tokens=False)) + 1

@@ -207,7 +207,7 @@ class _Process:
 
     def read(self, route: str, body: bytes, ask: Lookup) -> Answer | Prepared | Refused:
         """What it makes of a body. Raises EngineError if it ends, or takes too long; then it must be ended."""
-        problem = "ended"
+        problem = "failed"
         try:
             messages.send(self._connection, messages.encode(Job(route)))
             messages.send(self._connection, body)
@@ -220,7 +220,7 @@ class _Process:
             problem = f"took longer than {_READ_SECONDS:g} s"
         except OSError:
             pass
-        raise EngineError(f"the process for large bodies {problem} at this one", next="send less at once")
+        raise EngineError(f"the process that reads large requests {problem} on this one", next="send a smaller request")
 
     def end(self) -> None:
         """End it at once."""

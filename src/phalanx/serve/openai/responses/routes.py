@@ -257,5 +257,6 @@ def _head(service: Service, request: ResponsesRequest, *, store: bool) -> dict[s
         "text": {"format": {"type": "text"} if answer is None else answer.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
         "tools": tools, "top_logprobs": request.top_logprobs or 0, "top_p": 1.0 if request.top_p is None else request.top_p,
-        "truncation": "disabled", "usage": None, "metadata": dict(request.metadata or {}),
+        "truncation": "disabled", "usage": None,
+        "metadata": {name: value for name, value in (request.metadata or {}).items() if value is not None},
     }  # fmt: skip

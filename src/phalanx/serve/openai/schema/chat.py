@@ -140,7 +140,7 @@ class AllowedTools(Body):
 
 
 class AllowedToolsChoice(Body):
-    """`tool_choice` that restricts calls to some of the tools, which all stand in the prompt."""
+    """`tool_choice` that restricts calls to some of the tools, all of which the prompt describes."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

@@ -165,7 +165,7 @@ FIELDS: Mapping[str, Mapping[str, Row]] = {
         "response_format": _honoured("`text`, `json_object`, or `json_schema`"),
     },
     "ChatRequest": {
-        "messages": _honoured("the conversation; the fields of messages stand below"),
+        "messages": _honoured("the conversation; the fields of messages are below"),
         "max_tokens": _honoured("generated tokens at most; without it, up to `max_seq_len`"),
         "max_completion_tokens": _honoured("the same"),
         "logprobs": _honoured("log probabilities of the tokens"),
@@ -248,11 +248,11 @@ FIELDS: Mapping[str, Mapping[str, Row]] = {
         "type": _honoured("`function`"),
         "function": _honoured("`name`, `description`, `parameters`, `strict`"),
         "cache_control": _accepted(_CACHE, {"type": "ephemeral"}),
-        "defer_loading": _accepted("a hint; all tools stand in the prompt", True),
+        "defer_loading": _accepted("a hint; the prompt describes all tools", True),
     },
     "Function": {
         "name": _honoured("up to 64 letters, digits, `_` and `-`"),
-        "description": _honoured("told to the model"),
+        "description": _honoured("given to the model"),
         "parameters": _honoured("the JSON schema of the arguments"),
         "strict": _honoured("enforce the schema"),
         "cache_control": _accepted(_CACHE, {"type": "ephemeral"}),
@@ -272,7 +272,7 @@ FIELDS: Mapping[str, Mapping[str, Row]] = {
     },
     "StreamOptions": {
         "include_usage": _honoured("a last event with token counts"),
-        "continuous_usage_stats": _honoured("token counts in each event; needs `include_usage`"),
+        "continuous_usage_stats": _honoured("token counts in each event, with or without `include_usage`"),
         "include_obfuscation": _refused("chunks are not padded; remove it", True, False),
     },
     "StructuredOutputs": {
@@ -289,9 +289,9 @@ FIELDS: Mapping[str, Mapping[str, Row]] = {
     },
     "ResponsesRequest": {
         "model": _honoured("the served name"),
-        "input": _honoured("a text, or a list of items, which stand below"),
+        "input": _honoured("a text, or a list of items, which are below"),
         "instructions": _honoured("the system message of this response; not carried on by `previous_response_id`"),
-        "previous_response_id": _honoured("a stored response, after whose input and output this input stands"),
+        "previous_response_id": _honoured("a stored response that this one continues: its input and output come first"),
         "store": _honoured("keep the response in memory for a while; on by default"),
         "stream": _honoured("answer by server-sent events"),
         "stream_options": _honoured("an object"),
@@ -405,10 +405,10 @@ FIELDS: Mapping[str, Mapping[str, Row]] = {
     "FunctionTool": {
         "type": _honoured("`function`"),
         "name": _honoured("up to 64 letters, digits, `_` and `-`"),
-        "description": _honoured("told to the model"),
+        "description": _honoured("given to the model"),
         "parameters": _honoured("the JSON schema of the arguments"),
         "strict": _honoured("true: enforce the schema"),
-        "defer_loading": _accepted("a hint; all tools stand in the prompt", True),
+        "defer_loading": _accepted("a hint; the prompt describes all tools", True),
         "output_schema": _accepted("a note on what the function returns", {}),
         "allowed_callers": _accepted("the model is the only caller", ["direct"]),
     },

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Body`, the base of all request bodies, and the common fields of chat and completion requests.
 
-Requests are validated in pydantic's strict JSON mode: "1" is no number, 1 is no boolean, and an unknown name is an error. Which
-fields are accepted or refused beside the declared ones stands in `field_table`.
+Requests are validated in pydantic's strict JSON mode: "1" is no number, 1 is no boolean, and an unknown name is an error.
+`field_table` lists the fields that are accepted or refused beside the declared ones.
 """
 
 from __future__ import annotations

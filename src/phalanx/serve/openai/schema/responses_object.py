@@ -94,7 +94,7 @@ class ResponseUsage(ResponseModel):
 
 
 class ReasoningEcho(ResponseModel):
-    """The reasoning that the request asked for."""
+    """The reasoning settings of the request."""
 
     effort: str | None
     summary: None

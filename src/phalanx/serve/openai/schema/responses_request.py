@@ -78,7 +78,7 @@ class InputMessage(Body):
 
 
 class FunctionCallItem(Body):
-    """A call that the model made."""
+    """An earlier call by the model."""
 
     type: Literal["function_call"]
     call_id: Id
@@ -102,7 +102,7 @@ class ReasoningText(Body):
 
 
 class ReasoningItem(Body):
-    """What the model thought before an answer."""
+    """The reasoning before an answer."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(max_length=1024), FirstError()] | None = None
@@ -276,7 +276,7 @@ class ResponsesRequest(Body):
     tools: list[ResponsesTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
+    metadata: dict[MetadataKey, MetadataValue | None] | None = Field(None, max_length=16)
     # Extensions, with the names that they have in /v1/chat/completions.
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
