@@ -67,6 +67,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, delays: P
     with fake_server(
         tmp_path_factory.mktemp("bodies"), tiny_model, fake={"latency": TOKEN_SECONDS, "num_blocks": 80_000},
         engine={"max_batch_size": 64, "max_num_tokens": 1024}, chat_template=TEMPLATE, delays=delays,
+        max_num_queued_reqs=10_000,
     ) as served:  # fmt: skip
         yield served.wait_ready()
 
@@ -89,7 +90,8 @@ class Streams:
         self._thread.join(30)
 
     def _measure(self) -> None:
-        body = plain(stream=True, max_tokens=LENGTH - 100, ignore_eos=True).encode()
+        # With scores each token is an event: a text may wait for the rest of a character.
+        body = plain(stream=True, max_tokens=LENGTH - 100, ignore_eos=True, logprobs=0).encode()
         head = f"POST {PLAIN} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         latest: dict[object, float] = {}
         with selectors.DefaultSelector() as ready, contextlib.ExitStack() as stack:
