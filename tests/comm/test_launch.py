@@ -16,6 +16,7 @@ import pytest
 
 from phalanx.comm import launch
 from phalanx.errors import EngineError
+from tests.support.serve_processes import session_nice
 
 CHILD = """
 import os, sys, time
@@ -70,6 +71,18 @@ def test_a_child_has_its_config_its_title_and_its_own_session(tmp_path: Path) ->
     assert int(pid) == int(session) == child.pid
     launch.stop([child], grace=10)
     assert child.process.returncode == -signal.SIGTERM
+
+
+def test_a_nice_value_counts_against_other_sessions(tmp_path: Path) -> None:
+    """Linux may group processes by session: then that of the process says nothing beyond its own."""
+    child = launch.start("launch_child", {"mark": str(tmp_path / "mark"), "does": "wait"}, "phalanx rank 7")
+    try:
+        launch.set_nice(child.pid, 7)
+        assert os.getpriority(os.PRIO_PROCESS, child.pid) == 7
+        assert session_nice(child.pid) in (None, 7)
+    finally:
+        launch.stop([child], grace=0)
+    launch.set_nice(child.pid, 7)
 
 
 def test_the_watch_names_exit_status_and_signal(tmp_path: Path) -> None:

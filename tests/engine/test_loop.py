@@ -352,3 +352,24 @@ def test_broken_accounting_is_told_at_the_latest_when_the_engine_ends(make: Call
     ended(client, 1)
     client.scheduler.pool._free.pop()
     assert client.finish() == 1
+
+
+def test_many_long_prompts_do_not_keep_the_ranks_waiting() -> None:
+    """The messages of one iteration are taken until their time is over; the others are not lost."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += loop.RECEIVE_SECONDS * 0.4
+        return now
+
+    encode = msgspec.msgpack.Encoder().encode
+    frames = [encode(AddRequest(f"r{i}", [1, 2, 3], SamplingParams())) for i in range(10)]
+    scheduler = Scheduler(SchedulerOptions(**SIZES, vocab_size=50))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        one = Loop(socket, FakeExecutor.of(vocab_size=50, **SIZES), scheduler, backlog=frames, clock=clock)
+        one._receive()
+        assert list(scheduler.open_ids) == ["r0", "r1", "r2"]
+        while one._frames:
+            one._receive()
+    assert sorted(scheduler.open_ids) == [f"r{i}" for i in range(10)]

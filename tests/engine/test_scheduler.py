@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx.config import SamplingParams, StructuredOutputParams
+from phalanx.engine import scheduler as scheduler_module
 from phalanx.engine.fake import StepChecker, fake_tokens
 from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, RowResult, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
@@ -580,3 +581,18 @@ def test_the_core_imports_no_torch() -> None:
     modules = "scheduler, blocks, prefix, request, limits, loop, fake, process, messages"
     code = f"import sys; from phalanx.engine import {modules}; assert not set(sys.modules) & {{'torch', 'transformers'}}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_long_cached_prompts_are_admitted_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cost no budget of the step, and each takes milliseconds."""
+    monkeypatch.setattr(scheduler_module, "ADMITTED_TOKENS", 100)
+    ranks, prompt = Ranks(ROOMY), list(range(40))
+    ranks.add("first", prompt, max_tokens=1)
+    ranks.finish()
+    before = len(ranks.steps)
+    for i in range(7):
+        ranks.add(f"r{i}", prompt, max_tokens=1)
+    ranks.finish()
+    admitted = [len(step.batches[0].admitted) for step in ranks.steps[before:]]
+    assert sum(admitted) == 7
+    assert max(admitted) == 3

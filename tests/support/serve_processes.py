@@ -102,6 +102,13 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
+def session_nice(pid: int) -> int | None:
+    """The nice value of a process's session; None where the kernel does not group processes by session."""
+    file = Path(f"/proc/{pid}/autogroup")
+    words = file.read_text(encoding="ascii").split() if file.exists() else []
+    return int(words[-1]) if words else None
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

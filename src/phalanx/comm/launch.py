@@ -17,6 +17,7 @@ This module does not import torch: the front and the engine start processes with
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -28,6 +29,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import setproctitle
@@ -36,6 +38,8 @@ from phalanx.errors import EngineError
 
 _STDERR = 2
 _MAX_CONFIG_BYTES = 16 << 20
+_AUTOGROUP_SECONDS = 0.5
+"""The kernel takes one such value in 0.1 s of a user who is not root."""
 
 
 @dataclass(eq=False)
@@ -115,6 +119,35 @@ def start(
         process.stdin.close()
         raise EngineError(f"process {title!r} {exit_words(code)} before it read its config") from None
     return child
+
+
+def set_nice(pid: int, nice: int) -> None:
+    """Give a process a nice value that also counts against processes of other sessions. Does nothing for one that has ended.
+
+    Where Linux groups processes by session (`kernel.sched_autogroup_enabled`), a nice value counts within the session only, and the
+    session has another one, which is set here if this process leads it. May take _AUTOGROUP_SECONDS.
+    """
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, nice)
+        if os.getsid(pid) == pid:
+            _set_session_nice(Path(f"/proc/{pid}/autogroup"), nice)
+
+
+def _set_session_nice(file: Path, nice: int) -> None:
+    """Raises OSError where the kernel does not group processes, or takes no value in time."""
+    deadline = time.monotonic() + _AUTOGROUP_SECONDS
+    while True:
+        try:
+            descriptor = os.open(file, os.O_WRONLY)
+            try:
+                os.write(descriptor, b"%d" % nice)
+            finally:
+                os.close(descriptor)
+            return
+        except OSError as error:
+            if error.errno != errno.EAGAIN or time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
 
 
 def read_config() -> dict[str, Any]:

@@ -56,6 +56,8 @@ SCORES_SECONDS = 0.005
 """Time between two such messages."""
 _MORE, _LAST = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
 _FRAMES_PER_STEP = 512  # so that a flood of messages does not keep the ranks waiting
+RECEIVE_SECONDS = 0.005
+"""Time for the messages of one iteration, after which the rest waits for the next: a long prompt takes a millisecond."""
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ClientToEngine).decode
@@ -91,7 +93,7 @@ class Loop:
         self._socket, self._executor, self._scheduler, self._clock = socket, executor, scheduler, clock
         self._experts, self._rebalance_every = experts, rebalance_every
         self._rebalance_due = clock() + (rebalance_every or 0.0)
-        self._frames = list(backlog)
+        self._frames = deque(backlog)
         self._outbox: list[EngineToClient] = []  # encoded when they are sent, after the ranks have their step
         self._scores: dict[str, deque[RequestUpdate]] = {}  # of each request whose scores are not all sent: its next updates
         self._heartbeat_due = self._stats_due = self._scores_due = clock()
@@ -173,9 +175,11 @@ class Loop:
                 self._frames += self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-        frames, self._frames = self._frames, []
-        for frame in frames:
-            self._take(frame)
+        until = self._clock() + RECEIVE_SECONDS
+        while self._frames:
+            self._take(self._frames.popleft())
+            if self._clock() > until:
+                break
         if self._delayed and self._warmed.is_set():
             delayed, self._delayed = self._delayed, []
             for add in delayed:

@@ -47,6 +47,8 @@ logger = log.get_logger(__name__)
 DIAGNOSIS = "phalanx.health.failed_start:explain"
 """Looks for the cause of a failed start. It stands above the engine, which knows it by this name alone."""
 
+SWITCH_INTERVAL_SECONDS = 1e-3
+"""For how long a thread that follows a grammar keeps the interpreter lock from the loop; Python's default is 5 ms."""
 _LINGER_MS = 3000  # how long the last messages may take to leave when the process ends
 
 
@@ -66,6 +68,7 @@ def run(config: dict[str, Any]) -> int:
     # Ctrl-C and the end of the terminal are for the front process, which then ends this one in order.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     termination = _Termination()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)

@@ -8,8 +8,9 @@ text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 
@@ -40,32 +41,51 @@ def stream_completions(
     return _interleaved(engine, tokenizer, request_id, token_ids, params, coalesce, shown)
 
 
-async def _interleaved(
+def _interleaved(
     engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, coalesce: bool,
     shown: Mapping[int, str] | None,
 ) -> AsyncGenerator[CompletionDelta]:  # fmt: skip
-    queue: asyncio.Queue[CompletionDelta | BaseException] = asyncio.Queue()
+    return merged(
+        partial(
+            _completion, engine, tokenizer, f"{request_id}-{index}", token_ids, _params_of(params, index), index, coalesce, shown
+        )
+        for index in range(params.n)
+    )
 
-    async def pump(index: int) -> None:
+
+async def merged(streams: Iterable[Callable[[], AsyncGenerator[CompletionDelta]]]) -> AsyncGenerator[CompletionDelta]:
+    """The deltas of several streams as they arrive. Raises the first error of any, and closes the others.
+
+    One stream begins in each iteration of the event loop, since each sends its whole prompt to the engine.
+    """
+    arrived: asyncio.Queue[CompletionDelta | Exception | None] = asyncio.Queue()
+
+    async def pump(stream: Callable[[], AsyncGenerator[CompletionDelta]]) -> None:
         try:
-            deltas = _completion(
-                engine, tokenizer, f"{request_id}-{index}", token_ids, _params_of(params, index), index, coalesce, shown
-            )
-            async with aclosing(deltas):
+            async with aclosing(stream()) as deltas:
                 async for delta in deltas:
-                    queue.put_nowait(delta)
+                    arrived.put_nowait(delta)
+            arrived.put_nowait(None)
         except Exception as error:
-            queue.put_nowait(error)
+            arrived.put_nowait(error)
 
-    tasks = [asyncio.create_task(pump(index)) for index in range(params.n)]
+    tasks: list[asyncio.Task[None]] = []
+    waiting = list(streams)
+    ended = 0
     try:
-        running = params.n
-        while running:
-            item = await queue.get()
-            if isinstance(item, BaseException):
+        while ended < len(tasks) or waiting:
+            if waiting:
+                tasks.append(asyncio.create_task(pump(waiting.pop(0))))
+                await asyncio.sleep(0)
+                if arrived.empty():
+                    continue
+            item = await arrived.get()
+            if isinstance(item, Exception):
                 raise item
-            running -= item.finish_reason is not None
-            yield item
+            if item is None:
+                ended += 1
+            else:
+                yield item
     finally:
         for task in tasks:
             task.cancel()

@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
+from pydantic import BaseModel
+from starlette.requests import Request
 
 from phalanx.serve.openai import body
 from phalanx.serve.openai.api_errors import ApiError
 from phalanx.serve.openai.body import MAX_BODY_BYTES
+from phalanx.serve.openai.large_bodies.gate import Gate
 from phalanx.serve.openai.schema.responses import ErrorResponse
 from tests.support.serve_http_app import MODEL
 
@@ -177,3 +182,37 @@ def test_a_body_that_never_comes(server):
         with server.client() as http:
             assert http.get("/ready").status_code == 200
         assert server.service.admission.open == 0
+
+
+def test_bodies_that_come_together_are_parsed_one_by_one():
+    """One in each iteration of the event loop, in which streams go on."""
+
+    async def run():
+        iteration, parsed = 0, []
+        service = SimpleNamespace(parsing=asyncio.Lock(), gate=Gate(refused=lambda _: None))
+        content = json.dumps({"prompt": [[5]] * 5000}).encode()
+
+        async def count():
+            nonlocal iteration
+            while True:
+                iteration += 1
+                await asyncio.sleep(0)
+
+        async def receive():
+            return {"type": "http.request", "body": content, "more_body": False}
+
+        def request():
+            app = SimpleNamespace(state=SimpleNamespace(service=service))
+            return Request({"type": "http", "method": "POST", "headers": [], "app": app}, receive)
+
+        counting = asyncio.create_task(count())
+        reads = [body.read_request(request(), TokenizeBody, lambda _: parsed.append(iteration) or 1, None) for _ in range(6)]
+        await asyncio.gather(*reads)
+        counting.cancel()
+        assert len(set(parsed)) == len(parsed) == 6
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+class TokenizeBody(BaseModel):
+    prompt: list[list[int]]

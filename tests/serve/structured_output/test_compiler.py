@@ -23,8 +23,9 @@ from phalanx.config.sampling_params import StructuredOutputParams
 from phalanx.engine.grammar import Matcher
 from phalanx.errors import EngineError, OptionError, RequestError
 from phalanx.serve.structured_output import compiler as compiler_module
-from phalanx.serve.structured_output.compiler import NO_TEXT, StructuredOutputCompiler, compile_structured_output, token_bytes
+from phalanx.serve.structured_output.compiler import NICE, NO_TEXT, StructuredOutputCompiler, compile_structured_output, token_bytes
 from phalanx.serve.tokenizer import Tokenizer
+from tests.support.serve_processes import session_nice
 
 SPECIAL = ["<|end|>", "<|user|>"]
 WIDTH = 450  # logits are wider than the tokenizer
@@ -276,6 +277,8 @@ def test_a_compiler_that_is_stuck_or_dies_costs_one_guide(tokenizer):
     with pytest.raises(OptionError, match=r"longer than 1 s"):
         compiler.compile(slow_schema())
     first = compiler.compile(StructuredOutputParams(regex="abc"))
+    nice = os.getpriority(os.PRIO_PROCESS, 0) + NICE
+    assert session_nice(compiler._process._child.pid) in (None, nice), "it has its full weight beside the server"
     killer = threading.Timer(0.3, os.kill, [compiler._process._child.pid, signal.SIGKILL])
     killer.start()
     with pytest.raises(OptionError, match="killed by SIGKILL"):

@@ -4,20 +4,44 @@
 uvicorn closes a connection that is idle after a response, but waits forever for the first request and for the rest of any request.
 Here the head of a request must arrive within `header_seconds` of the connection (or of its first byte, on a connection that is kept
 alive), and the body within `body_seconds` of the head; bytes that trickle in do not extend either. The answer is a 408, and the
-connection is closed. While a response is computed or streamed, no time runs.
+connection is closed. While a response is computed or streamed, no time runs; nor while the server does not read a body that it
+will read later (`large_bodies.gate`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import msgspec
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from phalanx.serve.openai.api_errors import ApiError
 
+MIN_EXTENSION_SECONDS = 0.01
 _WHAT = {"head": "the head of the request", "body": "the body of the request"}
+
+
+class TimedFlow(FlowControl):
+    """Flow control that knows for how long the server has not read."""
+
+    _paused_at: float | None = None
+    _paused_before = 0.0
+
+    def pause_reading(self) -> None:
+        super().pause_reading()
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+
+    def resume_reading(self) -> None:
+        super().resume_reading()
+        self._paused_before, self._paused_at = self.paused_seconds, None
+
+    @property
+    def paused_seconds(self) -> float:
+        return self._paused_before + (0.0 if self._paused_at is None else time.monotonic() - self._paused_at)
 
 
 class TimedProtocol(HttpToolsProtocol):
@@ -29,9 +53,11 @@ class TimedProtocol(HttpToolsProtocol):
     _awaited: str | None = None  # "head" or "body"
     _timed: str | None = None  # what the timer waits for
     _timer: asyncio.TimerHandle | None = None
+    _paused_seconds = 0.0  # until the timer began, or was extended
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow: TimedFlow = TimedFlow(transport)
         self._awaited = "head"
         self._watch()
 
@@ -64,10 +90,16 @@ class TimedProtocol(HttpToolsProtocol):
             self._timer = None
         self._timed = self._awaited
         if self._awaited is not None:
+            self._paused_seconds = self.flow.paused_seconds
             self._timer = self.loop.call_later(self.seconds[self._awaited], self._late)
 
     def _late(self) -> None:
         if self.transport.is_closing():
+            return
+        paused = self.flow.paused_seconds
+        if self._timed == "body" and paused > self._paused_seconds:
+            self._timer = self.loop.call_later(max(paused - self._paused_seconds, MIN_EXTENSION_SECONDS), self._late)
+            self._paused_seconds = paused
             return
         began = self._timed == "body" or self.scope is not None
         responds = self._timed == "body" and self.cycle is not None and self.cycle.response_started

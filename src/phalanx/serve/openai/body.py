@@ -10,6 +10,7 @@ schemas).
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -19,11 +20,13 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from phalanx.serve.openai.api_errors import ApiError, bad_request, validation_api_error
+from phalanx.serve.openai.large_bodies.gate import Place
 
 MAX_BODY_BYTES = 8 * 2**20
 """A million tokens are about 4 MiB of English text; token ids in JSON take up to 8 bytes each."""
 LARGE_BYTES = 64 * 2**10
 """A body of this size is parsed in about a millisecond; a larger one would delay the event loop."""
+SMALL_BYTES = 4 * 2**10
 MAX_VALUES = 2**19
 """Values of a body. So many token ids are parsed in 70 ms."""
 MAX_MEMBERS = 2**15
@@ -41,22 +44,36 @@ _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 
 async def read_request(
-    request: Request, model: type[Model], prepare: Callable[[Model], Result], prepare_large: Callable[[bytes], Awaitable[Result]]
+    request: Request,
+    model: type[Model],
+    prepare: Callable[[Model], Result],
+    prepare_large: Callable[[bytes], Awaitable[Result]],
+    *,
+    refers_to_much: Callable[[Model], bool] = lambda _: False,
 ) -> Result:
     """`prepare` of the body of `request`, validated as `model`; of a large body, which must not be parsed here, `prepare_large`.
+    refers_to_much: whether a small body must be treated as a large one.
 
-    Raises ApiError 400 or 413, and what the two raise.
+    Raises ApiError 400, 408 or 413, and what the two raise.
     """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise bad_request("the body must be JSON, and Content-Type application/json", code="invalid_content_type")
-    body = await _bounded(request)
-    if len(body) > LARGE_BYTES:
-        return await prepare_large(body)
+    service = request.app.state.service
+    async with service.gate.request() as place:
+        body = await _bounded(request, place)
+        if len(body) > LARGE_BYTES:
+            return await prepare_large(body)
     accepted: set[str] = set()
-    result = prepare(parse(body, model, accepted))
+    async with service.parsing:
+        parsed = parse(body, model, accepted)
+        result = None if refers_to_much(parsed) else prepare(parsed)
+        if len(body) > SMALL_BYTES:  # of many that have arrived together, one is parsed in each iteration of the event loop
+            await asyncio.sleep(0)
+    if result is None:
+        return await prepare_large(body)
     for field in accepted:
-        request.app.state.service.metrics.accepted_field(field)
+        service.metrics.accepted_field(field)
     return result
 
 
@@ -95,7 +112,7 @@ def parse(body: bytes, model: type[Model], accepted: set[str] | None = None) -> 
         raise validation_api_error(error, model) from None
 
 
-async def _bounded(request: Request) -> bytes:
+async def _bounded(request: Request, place: Place) -> bytes:
     too_large = ApiError(
         413,
         f"the body is larger than the limit of {MAX_BODY_BYTES} bytes",
@@ -105,13 +122,24 @@ async def _bounded(request: Request) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 15 or int(length) > MAX_BODY_BYTES):
         raise too_large
-    parts, size = [], 0
+    parts, size, stream = [], 0, request.stream()
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > MAX_BODY_BYTES:
-                raise too_large
-            parts.append(part)
+        if length.isdigit() and int(length) > LARGE_BYTES:
+            await place.take()  # what the client sends meanwhile stays in its socket
+        else:
+            async for part in stream:
+                size += len(part)
+                parts.append(part)
+                if size > LARGE_BYTES:
+                    await place.take()
+                    break
+        if place.taken:
+            async with place.arriving():
+                async for part in stream:
+                    size += len(part)
+                    if size > MAX_BODY_BYTES:
+                        raise too_large
+                    parts.append(part)
     except ClientDisconnect:
         raise bad_request("the body is incomplete: the client disconnected") from None
     return b"".join(parts)

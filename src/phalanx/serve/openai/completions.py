@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -121,6 +122,8 @@ class CompletionHandler:
             params = await service.compiled_params(engine, params, self._structured_output)
             for tokens in prompts:
                 engine.client.check(tokens, params)
+                if len(prompts) > 1:
+                    await asyncio.sleep(0)
             ticket.prompt([len(tokens) for tokens in prompts for _ in range(params.n)])
             usage = self._usage = UsageCounter(prompts, params.n)
             echoes = [EchoedPrompt(prompt, tokens) for prompt, tokens in zip(self._prompts, prompts, strict=True)]

@@ -6,18 +6,18 @@ Closing the iterator, also by a cancellation because the client has disconnected
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.errors import EngineClosed, EngineError
 from phalanx.metrics import Metrics
 from phalanx.serve.admission import Ticket
-from phalanx.serve.completions import stream_completions
+from phalanx.serve.completions import merged, stream_completions
 from phalanx.serve.openai.service import ServingEngine
 from phalanx.serve.output_parsing.reasoning import TokenCounter
 from phalanx.serve.outputs import CompletionDelta
@@ -70,35 +70,8 @@ async def _renumbered(deltas: Deltas, first: int) -> Deltas:
             yield delta
 
 
-async def _every(
-    engine: ServingEngine, prompts: Sequence[list[int]], params: SamplingParams, shown: Mapping[int, str] | None
-) -> Deltas:
-    arrived: asyncio.Queue[CompletionDelta | Exception | None] = asyncio.Queue()
-
-    async def pump(deltas: Deltas) -> None:
-        try:
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    arrived.put_nowait(delta)
-            arrived.put_nowait(None)
-        except Exception as error:
-            arrived.put_nowait(error)
-
-    tasks = [asyncio.create_task(pump(_one(engine, tokens, params, i, shown))) for i, tokens in enumerate(prompts)]
-    try:
-        left = len(tasks)
-        while left:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+def _every(engine: ServingEngine, prompts: Sequence[list[int]], params: SamplingParams, shown: Mapping[int, str] | None) -> Deltas:
+    return merged(partial(_one, engine, tokens, params, i, shown) for i, tokens in enumerate(prompts))
 
 
 class LatencyObserver:

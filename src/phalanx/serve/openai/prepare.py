@@ -12,7 +12,7 @@ from phalanx.serve.openai.prompt_engine import PromptEngine
 from phalanx.serve.openai.prompts import prompts_of
 from phalanx.serve.openai.request_params import StructuredOutputField, chat_params, completion_params, structured_output_of
 from phalanx.serve.openai.responses.conversation import Items, chat_request, input_items
-from phalanx.serve.openai.responses.store import Item
+from phalanx.serve.openai.responses.store import EncodedItems, Item
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.responses_request import ResponsesRequest
@@ -44,10 +44,10 @@ class PreparedChat:
 
 @dataclass(frozen=True)
 class PreparedResponse:
-    """items: those of the input, or their JSON. The request of a large body has no input."""
+    """items: those of the input. The request of a large body has no input."""
 
     request: ResponsesRequest
-    items: Sequence[Item] | bytes
+    items: Sequence[Item] | EncodedItems
     chat: PreparedChat
 
 

@@ -20,6 +20,8 @@ from phalanx.serve.openai.schema.tokenize import TokenizeRequest
 MAX_INLINE_CHARACTERS = 512
 """A text of this length is tokenized before a thread would even start while other requests stream."""
 MAX_INLINE_TOKENS = 2**14
+MAX_INLINE_TEXTS = 32
+"""Messages of a conversation, or prompts of a request: also an empty one takes time."""
 MAX_ARGUMENTS = 2**20
 """Characters in the arguments of one call."""
 TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "tokenize"})
@@ -37,6 +39,8 @@ def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
 
 def encodes_quickly(prompts: Sequence[str] | Sequence[list[int]]) -> bool:
     """Whether the prompts are so short that a thread would cost more than it saves."""
+    if len(prompts) > MAX_INLINE_TEXTS:
+        return False
     tokens = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
     return (
         tokens <= MAX_INLINE_TOKENS and sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= MAX_INLINE_CHARACTERS
@@ -45,6 +49,8 @@ def encodes_quickly(prompts: Sequence[str] | Sequence[list[int]]) -> bool:
 
 def renders_quickly(request: ChatRequest) -> bool:
     """Whether a conversation is so short. One with tools, calls or variables is not: templates write them into the prompt."""
+    if len(request.messages) > MAX_INLINE_TEXTS:
+        return False
     calls = any(isinstance(message, AssistantMessage) and message.tool_calls for message in request.messages)
     if request.tools or calls or request.chat_template_kwargs:
         return False

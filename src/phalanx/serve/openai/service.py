@@ -21,6 +21,7 @@ from phalanx.serve.admission import AdmissionControl, Phase
 from phalanx.serve.client import Engine
 from phalanx.serve.expert_load import counters
 from phalanx.serve.openai.api_errors import ApiError, api_error_of, bad_request
+from phalanx.serve.openai.large_bodies.gate import Gate
 from phalanx.serve.openai.large_bodies.processes import LargeBodies, setup_of
 from phalanx.serve.openai.request_params import StructuredOutputField, require_model, with_structured_output
 from phalanx.serve.openai.responses.store import ResponseStore
@@ -80,6 +81,9 @@ class Service:
         self._compilations = Threads(
             "structured output", MAX_WAITING_COMPILATIONS, max_tasks=MAX_WAITING_COMPILATIONS, refused=metrics.refused
         )
+        self.parsing = asyncio.Lock()
+        """Held by the request whose body is parsed on the event loop."""
+        self.gate = Gate(refused=metrics.refused)
         self.large_bodies = LargeBodies(
             lambda: setup_of(self.require_engine(), self._names), refused=metrics.refused, accepted=metrics.accepted_field
         )

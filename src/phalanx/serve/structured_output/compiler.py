@@ -51,6 +51,8 @@ _START_SECONDS = 120.0
 _COMPILE_SECONDS = 15.0
 _COMPILE_MEMORY = 2 << 30
 _SILENT_SECONDS = 600.0
+NICE = 5
+"""How much lower the priority of the compiler is than the server's. What takes long has a lower one still."""
 """A compilation waits for its turn, but never so long."""
 
 
@@ -236,6 +238,7 @@ class _Process:
             listener.listen(1)
             listener.settimeout(0.2)
             self._child = launch.start("phalanx.serve.structured_output.worker", config, "phalanx grammars")
+            launch.set_nice(self._child.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
             deadline = time.monotonic() + _START_SECONDS
             while self._connection is None:
                 with contextlib.suppress(TimeoutError):

@@ -24,6 +24,7 @@ from phalanx.serve.openai.large_bodies.processes import LargeBodies, setup_of
 from phalanx.serve.openai.prompt_engine import DescribedEngine
 from phalanx.serve.output_parsing import OutputFormat
 from tests.support.serve_http_app import MODEL, tokenizer_of
+from tests.support.serve_processes import session_nice
 
 
 def large_bodies() -> LargeBodies:
@@ -54,6 +55,9 @@ def test_a_close_ends_a_process_that_reads() -> None:
         bodies = large_bodies()
         await bodies.warm_up(1)
         [child] = children()
+        nice = os.getpriority(os.PRIO_PROCESS, 0) + processes.NICE
+        assert child.nice() == nice
+        assert session_nice(child.pid) in (None, nice), "it has its full weight beside the server"
         os.kill(child.pid, signal.SIGSTOP)
         body = json.dumps({"model": MODEL, "prompt": "a rank"}).encode()
         reading = asyncio.create_task(bodies.completion(body))

@@ -101,6 +101,26 @@ def test_it_goes_on_after_a_stored_response(server):
     assert server.engine.added[-1].token_ids == server.engine.added[-2].token_ids
 
 
+def test_a_small_body_that_goes_on_after_much_is_a_large_one(server, monkeypatch):
+    """What is stored would be decoded on the event loop."""
+    thoughts = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * LARGE_BYTES}]}
+    bodies, response = [], server.service.large_bodies.response
+    monkeypatch.setattr(server.service.large_bodies, "response", lambda body, lookup: bodies.append(body) or response(body, lookup))
+    with server.client() as http:
+        create = lambda **fields: http.post(RESPONSES, json={"model": MODEL, "max_output_tokens": 16, **fields})  # noqa: E731
+        first = create(input=[{"role": "user", "content": "hello"}, thoughts]).json()
+        assert len(bodies) == 1
+        assert create(input="more", previous_response_id=first["id"]).status_code == 200
+        assert len(bodies) == 2
+        output = {"type": "item_reference", "id": first["output"][0]["id"]}
+        assert create(input=[output, {"role": "user", "content": "x"}]).status_code == 200
+        assert len(bodies) == 2
+        items = http.get(f"{RESPONSES}/{first['id']}/input_items").json()["data"]
+        assert create(input=[{"type": "item_reference", "id": items[0]["id"]}, {"role": "user", "content": "x"}]).status_code == 200
+        assert len(bodies) == 3
+        assert http.get(f"{RESPONSES}/{first['id']}").json() == first
+
+
 def test_accepted_fields_are_counted(server):
     with server.client() as http:
         body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1, "user": "somebody"})

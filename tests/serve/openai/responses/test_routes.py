@@ -9,6 +9,7 @@ import json
 import openai
 import pytest
 
+from phalanx.serve.openai.responses import conversation
 from phalanx.serve.openai.schema.responses_object import DeletedResponse, InputItemList, ResponseObject, ResponseStreamEvent
 from tests.serve.openai.conftest import TEXT
 from tests.support.serve_http_app import HERMES_TEMPLATE, MODEL, Scripted, live, tokenizer_of
@@ -277,3 +278,13 @@ def test_nothing_is_stored_if_the_store_has_no_place():
         assert answer.to_dict()["store"] is False
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(answer.id)
+
+
+def test_references_are_few(client, monkeypatch):
+    monkeypatch.setattr(conversation, "MAX_REFERENCES", 3)
+    first = client.responses.create(model=MODEL, input="One?")
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    client.responses.create(model=MODEL, input=[reference] * 3, max_output_tokens=16)
+    with pytest.raises(openai.BadRequestError, match="more than 3 references") as error:
+        client.responses.create(model=MODEL, input=[reference] * 4)
+    assert error.value.code == "too_many_references"

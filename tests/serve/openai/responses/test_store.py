@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 
-from phalanx.serve.openai.responses.store import ResponseStore, StoredResponse
+import pytest
+
+from phalanx.serve.openai.responses.store import EncodedItems, ResponseStore, StoredResponse
 
 
 def stored(name: str, *, text: str = "", before=()) -> StoredResponse:
@@ -31,7 +34,7 @@ def test_time():
     store.put(stored("b"))
     now[0] = 11.0
     assert (store.get("a"), store.item("out_a")) == (None, None)
-    assert store.item("in_b") == {"id": "in_b", "type": "message"}
+    assert store.item("in_b") == b'{"id":"in_b","type":"message"}'
     now[0] = 30.0
     store.put(stored("c"))
     assert len(store) == 1
@@ -43,8 +46,8 @@ def test_bytes_count_whole_conversations():
     for i in range(50):
         one = stored(f"r{i}", text="x" * 1000, before=before)
         store.put(one)
-        before = one.texts
-    assert [item["id"] for item in one.conversation[-4:]] == ["in_r48", "out_r48", "in_r49", "out_r49"]
+        before = one.conversation
+    assert [name for items in one.conversation[-4:] for name in items.ids] == ["in_r48", "out_r48", "in_r49", "out_r49"]
     held = sum(one.size for one in (store.get(f"r{i}") for i in range(50)) if one is not None)
     assert held <= 20_000
     assert len(store) < 5
@@ -68,7 +71,7 @@ def test_one_in_progress_shows_what_is_written():
     store.put(store.get("a"))
     assert store.get("a").response == body
     assert store.get("a").response is not body
-    assert store.item("out_a") == {"id": "out_a", "type": "message"}
+    assert store.item("out_a") == b'{"id":"out_a","type":"message"}'
 
 
 def test_memory_is_the_bytes_that_it_counts():
@@ -94,3 +97,44 @@ def test_only_a_response_in_progress_can_be_cancelled():
     one.response["status"] = "completed"
     store.put(one)
     assert one.cancel is None
+
+
+def test_an_item_is_there_as_long_as_a_response_that_has_it():
+    store = ResponseStore(count=9, seconds=10)
+    store.put(stored("a"))
+    store.put(stored("b", before=store.get("a").conversation))
+    copied = json.loads(store.item("out_a"))
+    store.put(StoredResponse({"id": "c", "output": []}, [copied, copied]))
+    for name in ("a", "b"):
+        assert store.item("in_a") is not None
+        store.delete(name)
+    assert store.item("in_a") is None
+    assert store.item("out_a") is not None
+    store.delete("c")
+    index = store._index
+    assert (store.item("out_a"), index._places, index._copies, index._uses) == (None, {}, {}, {})
+
+
+def test_an_item_is_found_without_looking_at_the_others(monkeypatch):
+    """A body may refer to many, and the store may have 256 MiB."""
+    store, looks = ResponseStore(count=2000, seconds=10), []
+    for i in range(1000):
+        store.put(stored(f"r{i}"))
+    item = EncodedItems.item
+    monkeypatch.setattr(EncodedItems, "item", lambda items, number: looks.append(number) or item(items, number))
+    assert store.item("in_r0") == b'{"id":"in_r0","type":"message"}'
+    assert store.item("in_none") is None
+    assert looks == [0]
+
+
+def test_a_page_of_the_input():
+    store = ResponseStore(count=9, seconds=10)
+    store.put(StoredResponse({"id": "a", "output": [{"id": "5"}]}, [{"id": str(i)} for i in range(5)]))
+    store.put(StoredResponse({"id": "b", "output": []}, [{"id": "6", "text": "é,]"}, {"id": "7"}], store.get("a").conversation))
+    page = store.get("b").input_page
+    assert [name for name, _ in page(9, latest_first=False)] == list("01234567")
+    assert [json.loads(text)["id"] for _, text in page(3, latest_first=True, after="6")] == ["5", "4", "3"]
+    assert page(2, latest_first=False, after="5") == [("6", '{"id":"6","text":"é,]"}'.encode()), ("7", b'{"id":"7"}')]
+    assert page(2, latest_first=False, after="7") == []
+    with pytest.raises(LookupError):
+        page(2, latest_first=False, after="8")

@@ -17,6 +17,7 @@ import msgspec
 from phalanx.config.sampling_params import SamplingParams, StructuredOutputParams
 from phalanx.engine.messages import EngineFacts
 from phalanx.serve.openai.api_errors import ApiError
+from phalanx.serve.openai.responses.store import EncodedItems
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
@@ -89,7 +90,7 @@ class Answer(msgspec.Struct, tag=True):
 
 class Prepared(msgspec.Struct, tag=True):
     """A valid request. request: what is left of it, as JSON. token_ids: of each prompt, as 32-bit integers. texts: the prompts that
-    are echoed. items: of a response's input, as JSON. param: the field of the structured output."""
+    are echoed. items: of a response's input. param: the field of the structured output."""
 
     request: bytes
     params: SamplingParams
@@ -99,7 +100,7 @@ class Prepared(msgspec.Struct, tag=True):
     param: str | None = None
     texts: list[str] = []
     chat: bytes = b""
-    items: bytes = b"[]"
+    items: EncodedItems | None = None
 
 
 Reply = WantedItem | WantedConversation | Refused | Answer | Prepared

@@ -47,8 +47,9 @@ from phalanx.serve.openai.threads import Threads
 logger = get_logger(__name__)
 T = TypeVar("T")
 
-PROCESSES = 2
-"""The second starts when a body comes while the first one reads another."""
+FEW_CORES = 4
+PROCESSES = 1 if (os.cpu_count() or 1) <= FEW_CORES else 2
+"""The second starts when a body comes while the first one reads another. On few cores it would take the streams' time."""
 MAX_WAITING = 64
 """Bodies that are read or wait for it; each has up to 8 MiB."""
 NICE = 10
@@ -178,8 +179,7 @@ class _Process:
                 listener.settimeout(0.2)
                 config = {"socket": str(folder / "socket")}
                 self._child = launch.start("phalanx.serve.openai.large_bodies.worker", config, "phalanx large bodies")
-                with contextlib.suppress(OSError):  # it has ended
-                    os.setpriority(os.PRIO_PROCESS, self._child.process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+                launch.set_nice(self._child.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
                 self._connection = self._accept(listener, begin)
             self._connection.settimeout(_READ_SECONDS)
             messages.send(self._connection, setup)
@@ -253,6 +253,7 @@ def chat_of(reply: Prepared, request: bytes) -> PreparedChat:
 
 
 def response_of(reply: Prepared) -> PreparedResponse:
+    assert reply.items is not None
     return PreparedResponse(parse(reply.request, ResponsesRequest), reply.items, chat_of(reply, reply.chat))
 
 

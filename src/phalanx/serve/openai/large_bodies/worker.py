@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import tokenizers
 
 from phalanx import log
@@ -26,7 +25,7 @@ from phalanx.serve.openai.prepare import PreparedChat, prepare_chat, prepare_com
 from phalanx.serve.openai.prompt_engine import DescribedEngine
 from phalanx.serve.openai.prompts import encode_chat, encode_prompts
 from phalanx.serve.openai.request_params import require_model
-from phalanx.serve.openai.responses.store import Item, decode_items
+from phalanx.serve.openai.responses.store import EncodedItems, Item, decode_items
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.fields import Body
@@ -134,7 +133,7 @@ class Reader:
         request = self._read(body, ResponsesRequest, accepted)
         prepared = prepare_response(request, self._engine, self)
         reply = self._prepared_chat(prepared.chat, accepted)
-        reply.chat, reply.items = reply.request, msgspec.json.encode(prepared.items)
+        reply.chat, reply.items = reply.request, EncodedItems.of(_decoded(prepared.items))
         reply.request = _remaining(request, {"input"}, b'"input":""')
         return reply
 
@@ -175,6 +174,11 @@ def engine_of(setup: Setup) -> DescribedEngine:
     output: Any = OutputFormat  # the names of formats are plain texts here
     format_ = output(tokenizer, setup.reasoning, setup.tools, Markers(setup.markers))
     return DescribedEngine(setup.facts, tokenizer, format_, setup.escape_special_tokens)
+
+
+def _decoded(items: Sequence[Item] | EncodedItems) -> Sequence[Item]:
+    assert not isinstance(items, EncodedItems)
+    return items
 
 
 def _remaining(request: Body, without: set[str], instead: bytes) -> bytes:

@@ -25,6 +25,8 @@ from phalanx.serve.openai.schema.responses_request import (
     ResponsesRequest,
 )
 
+MAX_REFERENCES = 64
+"""References to stored items in one input."""
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -42,9 +44,15 @@ def input_items(request: ResponsesRequest, store: Items) -> list[Item]:
     """The items of a request's input, each with an id and a type. Raises ApiError 400 for a reference that leads nowhere."""
     if isinstance(request.input, str):
         return [_message("user", [{"type": "input_text", "text": request.input}])]
-    items = []
+    items, references = [], 0
     for i, item in enumerate(request.input):
         if isinstance(item, ItemReference):
+            references += 1
+            if references > MAX_REFERENCES:
+                raise bad_request(
+                    f"the input has more than {MAX_REFERENCES} references to items; use previous_response_id for a conversation",
+                    param="input", code="too_many_references",
+                )  # fmt: skip
             known = store.item(item.id)
             if known is None:
                 raise bad_request(

@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from phalanx.serve.openai.api_errors import ApiError, bad_request, clip
 from phalanx.serve.openai.body import read_request
@@ -26,7 +26,7 @@ from phalanx.serve.openai.schema.openapi import query_parameter, request_body, r
 from phalanx.serve.openai.schema.responses_object import DeletedResponse, InputItemList, ResponseObject, ResponseStreamEvent
 from phalanx.serve.openai.schema.responses_request import FunctionTool, ResponsesRequest
 from phalanx.serve.openai.service import Service, ServingEngine, service_of
-from phalanx.serve.openai.stream import CancellableResponse, EventStream, encode_json
+from phalanx.serve.openai.stream import CancellableResponse, EventStream, encode_json, encode_small, entries_of, off_loop
 
 router = APIRouter()
 
@@ -50,6 +50,7 @@ async def create_response(http_request: Request) -> Response:
         ResponsesRequest,
         lambda request: prepare_response(request, service.require_engine(request.model), stored),
         partial(service.large_bodies.response, lookup=stored.find),
+        refers_to_much=stored.are_large,
     )
     handler = ResponseHandler(service, service.require_engine(), prepared)
     if handler.streams:
@@ -64,7 +65,7 @@ async def retrieve_response(http_request: Request, response_id: str) -> Response
         raise bad_request(
             "stream: a stored response is not streamed again; remove it", param="stream", code="unsupported_parameter"
         )
-    return JSONResponse(_stored(service_of(http_request).responses, response_id).response)
+    return await _as_it_is(_stored(service_of(http_request).responses, response_id))
 
 
 @router.delete("/v1/responses/{response_id}", responses=responses_of(DeletedResponse, body=False))
@@ -85,11 +86,9 @@ async def cancel_response(http_request: Request, response_id: str) -> Response:
     if stored.cancel is not None:
         stored.cancel()
         stored.response["status"] = "cancelled"
-    if stored.response["status"] != "cancelled":
-        raise bad_request(
-            f"the response is {stored.response['status']}; only one in progress can be cancelled", code="not_cancellable"
-        )
-    return JSONResponse(stored.response)
+    if stored.status != "cancelled":
+        raise bad_request(f"the response is {stored.status}; only one in progress can be cancelled", code="not_cancellable")
+    return await _as_it_is(stored)
 
 
 @router.get(
@@ -112,17 +111,39 @@ async def list_input_items(http_request: Request, response_id: str) -> Response:
     if order not in ("asc", "desc"):
         raise bad_request("order must be 'asc' or 'desc'", param="order", code="invalid_value")
     stored = _stored(service_of(http_request).responses, response_id)
-    items = stored.input_items
-    if order == "desc":
-        items.reverse()
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise bad_request(f"after: the response has no input item {clip(after)!r}", param="after", code="not_found")
-        items = items[ids.index(after) + 1 :]
-    page = items[: int(limit)]
-    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+    try:
+        page = stored.input_page(int(limit) + 1, latest_first=order == "desc", after=after)
+    except LookupError:
+        raise bad_request(f"after: the response has no input item {clip(after or '')!r}", param="after", code="not_found") from None
+    more, page = len(page) > int(limit), page[: int(limit)]
+    ends = {"first_id": page[0][0] if page else None, "last_id": page[-1][0] if page else None}
+    head = b'{"object":"list","data":['
+    tail = b"]," + encode_small({**ends, "has_more": more})[1:]
+    parts = [head, *(part for _, text in page for part in (b",", text))]
+    del parts[1:2]
+    return _in_parts([*parts, tail])
+
+
+def _in_parts(parts: Sequence[bytes]) -> Response:
+    """A JSON body that is sent part after part: together they may have hundreds of megabytes."""
+
+    async def each() -> AsyncGenerator[bytes, None]:
+        for part in parts:
+            yield part
+
+    return StreamingResponse(each(), media_type="application/json", headers={"Content-Length": str(sum(map(len, parts)))})
+
+
+async def _as_it_is(stored: StoredResponse) -> Response:
+    """The body of a stored response."""
+    content = stored.content
+    if isinstance(content, dict):
+        content = await off_loop(encode_json, dict(content), entries=entries_of(content))
+    return _json(content)
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
 
 
 def _stored(store: ResponseStore, response_id: str) -> StoredResponse:
@@ -144,7 +165,7 @@ class ResponseHandler:
         self.streams = bool(request.stream)
         stores = store.stores and request.store is not False
         self._response = _head(service, request, store=stores)
-        before = () if previous is None else previous.texts
+        before = () if previous is None else previous.conversation
         self._stored = StoredResponse(self._response, prepared.items, before) if stores else None
         self._writer = ResponseWriter(self._response)
         self._cancelled = False
@@ -160,7 +181,8 @@ class ResponseHandler:
         """The events of the response, as server-sent events."""
         async with aclosing(self._events()) as events:
             async for one in events:
-                yield b"event: %b\ndata: %b\n\n" % (one["type"].encode(), encode_json(one))
+                content = await off_loop(encode_json, one, entries=entries_of(one))
+                yield b"event: %b\ndata: %b\n\n" % (one["type"].encode(), content)
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         """The events as they come. A task of its own makes them, so that a cancellation stops it, and not the HTTP response."""
@@ -191,7 +213,7 @@ class ResponseHandler:
                 async for choice in deltas:
                     if not began:
                         began = True
-                        self._keep()
+                        await self._keep()
                         for one in self._writer.begin():
                             await events.put(one)
                     for one in self._writer.push(choice):
@@ -202,7 +224,7 @@ class ResponseHandler:
             if not self._cancelled:  # the client has gone
                 for _ in self._writer.end("cancelled", self._usage(), now=time.time()):
                     pass
-                self._keep(again=True)
+                await self._keep(again=True)
                 raise
             await self._end("cancelled", events)
         except Exception as error:
@@ -216,18 +238,24 @@ class ResponseHandler:
         await events.put(None)
 
     async def _end(self, status: str, events: asyncio.Queue[Event | BaseException | None], **more: Any) -> None:
-        for one in self._writer.end(status, self._usage(), now=time.time(), **more):
+        last = list(self._writer.end(status, self._usage(), now=time.time(), **more))
+        await self._keep(again=True)  # first: whoever has the last event may go on after this response
+        for one in last:
             await events.put(one)
-        self._keep(again=True)
 
     def _usage(self) -> dict[str, Any] | None:
         return None if self._chat.usage is None else self._chat.usage.body()
 
-    def _keep(self, *, again: bool = False) -> None:
+    async def _keep(self, *, again: bool = False) -> None:
         """Store the response as it is now. again: unless it was deleted since."""
-        store = self._service.responses
-        if self._stored is not None and (not again or store.get(self._response["id"]) is not None):
-            store.put(self._stored)
+        store, stored = self._service.responses, self._stored
+        if stored is None or (again and store.get(stored.id) is None):
+            return
+        if stored.status != "in_progress":
+            stored.cancel = None
+            await off_loop(stored.complete, entries=entries_of(self._response))
+        if not again or store.get(stored.id) is not None:
+            store.put(stored)
 
 
 def _head(service: Service, request: ResponsesRequest, *, store: bool) -> dict[str, Any]:

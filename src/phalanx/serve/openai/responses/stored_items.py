@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import msgspec
 
 from phalanx.serve.openai.api_errors import ApiError, bad_request
+from phalanx.serve.openai.body import LARGE_BYTES
 from phalanx.serve.openai.large_bodies.messages import Refused, Stored, WantedConversation, WantedItem
-from phalanx.serve.openai.responses.store import Item, ResponseStore, StoredResponse
+from phalanx.serve.openai.responses.conversation import MAX_REFERENCES
+from phalanx.serve.openai.responses.store import Item, ResponseStore, StoredResponse, decode_items
+from phalanx.serve.openai.schema.responses_request import ItemReference, ResponsesRequest
 
 
 class StoredItems:
@@ -18,21 +23,35 @@ class StoredItems:
 
     def item(self, item_id: str) -> Item | None:
         """The item of this id."""
-        return self._store.item(item_id)
+        text = self._store.item(item_id)
+        item: Item | None = None if text is None else msgspec.json.decode(text)
+        return item
 
     def conversation(self, response_id: str) -> list[Item]:
         """All items up to the end of this response. Raises ApiError 400."""
-        return previous_response(self._store, response_id).conversation
+        conversation = previous_response(self._store, response_id).conversation
+        return [item for items in conversation for item in decode_items(items.text)]
 
     def find(self, wanted: WantedItem | WantedConversation) -> Stored:
         """What another process asks for."""
         if isinstance(wanted, WantedItem):
-            item = self._store.item(wanted.id)
-            return Stored([] if item is None else [msgspec.json.encode([item])])
+            text = self._store.item(wanted.id)
+            return Stored([] if text is None else [b"[" + text + b"]"])
         try:
-            return Stored(list(previous_response(self._store, wanted.response_id).texts))
+            return Stored([items.text for items in previous_response(self._store, wanted.response_id).conversation])
         except ApiError as error:
             return Stored([], Refused.of(error))
+
+    def are_large(self, request: ResponsesRequest) -> bool:
+        """Whether the items that a request goes on after or refers to must not be decoded on the event loop."""
+        size = 0
+        stored = None if request.previous_response_id is None else self._store.get(request.previous_response_id)
+        if stored is not None:
+            size = sum(len(items.text) for items in stored.conversation)
+        if not isinstance(request.input, str):
+            references = (item.id for item in request.input if isinstance(item, ItemReference))
+            size += sum(len(self._store.item(name) or b"") for name in islice(references, MAX_REFERENCES))
+        return size > LARGE_BYTES
 
 
 def previous_response(store: ResponseStore, response_id: str) -> StoredResponse:
@@ -43,6 +62,6 @@ def previous_response(store: ResponseStore, response_id: str) -> StoredResponse:
             f"there is no stored response {response_id!r}: it was not stored, was deleted, or its time is over",
             param="previous_response_id", code="previous_response_not_found",
         )  # fmt: skip
-    if stored.response["status"] in ("in_progress", "failed"):
-        raise bad_request(f"the response {response_id!r} is {stored.response['status']}", param="previous_response_id")
+    if stored.status in ("in_progress", "failed"):
+        raise bad_request(f"the response {response_id!r} is {stored.status}", param="previous_response_id")
     return stored
