@@ -32,14 +32,14 @@ GATES = {
     "a model left out, mean": 0.06,
     "a layout left out, mean": 0.06,
     "throughput rows, mean": 0.04,
-    "throughput rows, worst": 0.07,
+    "throughput rows, worst": 0.06,
     "throughput rows over 0.05, part": 0.15,
     "KV tokens below the least start": 0.01,
     "KV tokens of mixtures below the least start": 0.02,
     "KV tokens of H100 below the least start": 0.02,
     "KV tokens above a start": 0.0,
 }
-"""The goals, as parts of the measured figure; but for throughput rows, where the goal is 0.05 for each and 3 of 23 miss it."""
+"""The goals, as parts of the measured figure; but for throughput rows, where the goal is 0.05 for each."""
 
 UNGATED = {"deepseek-v2-lite": "one model of latent attention: its decode rows are in the fit, its prompts are not"}
 """Models whose throughput is printed and not gated, each with the reason."""
