@@ -489,17 +489,17 @@ def main() -> int:
     print("of MXFP4, the older GEMM", summary(errors(alone["mxfp4"], values)))
     values["mxfp4"] = round(max(values["mxfp4"] * MXFP4_PRESENT, 1.0), 4)
     groups: dict[str, Callable[[Row], object]] = {"model": lambda r: r.model, "layout": lambda r: (r.tp, r.pp)}
-    left_out = {name: leave_out(decodes, layer_rows, base, common, group) for name, group in groups.items()}
+    without_group = {name: leave_out(decodes, layer_rows, base, common, group) for name, group in groups.items()}
     now = Coefficients.from_json(values)
     rows_of = [
         {"name": row.name, "file": row.file, "model": row.model, "layout": [row.tp, row.pp], "kind": kind(row), "fit": fitted,
-         "model_left_out": left_out["model"][index], "layout_left_out": left_out["layout"][index]}
+         "model_left_out": without_group["model"][index], "layout_left_out": without_group["layout"][index]}
         for index, (row, fitted) in enumerate(zip(decodes, errors(decodes, values), strict=True))
     ]  # fmt: skip
     experts = [row["model_left_out"] for row in rows_of if row["kind"] == "experts"]
     residuals = {
         "fit": summary([row["fit"] for row in rows_of]),
-        **{f"without its {name}": summary(left_out[name]) for name in groups},
+        **{f"without its {name}": summary(without_group[name]) for name in groups},
         "experts, without its model": summary(experts),
         "latent, fit": summary(errors(alone["c_latent"], values)),
     }

@@ -349,9 +349,9 @@ def width(shape: Shape, machine: Machine, layout: PlannedLayout, costs: Costs, c
     if not linked:
         parts.append(widths["estimated"])
     coverage = widths["checked"][part].get(of_kind)
-    held = coverage is not None and coverage["inside"] >= 0.9 * coverage["rows"]
+    covered = coverage is not None and coverage["inside"] >= 0.9 * coverage["rows"]
     half = max(float(each) for each in parts)
-    return Width(half, held and linked and costs.label in ("measured", "table"))
+    return Width(half, covered and linked and costs.label in ("measured", "table"))
 
 
 def nearest(shape: Shape, machine: Machine, request: PlanRequest, rejected: list[Rejected]) -> list[str]:

@@ -30,6 +30,10 @@ def test_verified_plans_are_in_the_json_and_stdout_is_json_alone(capsys, tmp_pat
     assert main([*asked, "--verify", "--verify_plans", "1", "--json", "-"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["verified"]
     assert set(row["measured"]) == {"output_tokens_per_second", "ms_per_token", "ttft_ms", "kv_tokens"}
+    # Two requests at once: the burst is their first token and three more steps, by the definitions of the plan.
+    seconds = 2 * 4 / row["measured"]["output_tokens_per_second"]
+    assert 1e3 * seconds == pytest.approx(row["measured"]["ttft_ms"] + 3 * row["measured"]["ms_per_token"], rel=0.5)
+    assert row["measured"]["kv_tokens"] > 0
 
 
 def test_nothing_fits_is_status_2_with_the_nearest_change(capsys):

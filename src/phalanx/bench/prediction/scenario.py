@@ -94,9 +94,9 @@ def frontend_of(machine: Machine, path_ms: float | None = None, event_us: float 
     measured = document_of_coefficients()["frontend"][name]
     path = measured["path_ms"] if path_ms is None else path_ms
     event = measured["event_us"] if event_us is None else event_us
-    given = [each for each, value in (("path_ms", path_ms), ("event_us", event_us)) if value is not None]
-    source = f"measured on {measured['machine']}" + (f"; {' and '.join(given)} given" if given else "")
-    return Frontend(1e-3 * path, 1e-6 * event), "given" if len(given) == 2 else source
+    chosen = [each for each, value in (("path_ms", path_ms), ("event_us", event_us)) if value is not None]
+    source = f"measured on {measured['machine']}" + (f"; {' and '.join(chosen)} given" if chosen else "")
+    return Frontend(1e-3 * path, 1e-6 * event), "given" if len(chosen) == 2 else source
 
 
 def fewest_replicas(engine: Engine, arrivals: Sequence[Arrival], bounds: Bounds) -> int:
