@@ -35,9 +35,8 @@ MAX_GAP_SECONDS = 0.1
 STREAMS, COPIES = 16, 4
 TOKEN_SECONDS = 0.02
 ALONE_SECONDS, AFTER_SECONDS = 6.0, 1.0
-ROUNDS = 2
-"""Windows beside the bodies that must count; up to TRIES are tried."""
-TRIES = 4
+TRIES = 3
+"""Windows beside the bodies, until one has no long gap in the windows around it."""
 SENDER = """
 import pathlib, socket, sys, threading
 def send(path):
@@ -160,19 +159,16 @@ def test_no_gap_that_is_not_there_without_them(served: Served, delays: Path, tmp
         time.sleep(AFTER_SECONDS)
         return window(streams, begin, time.monotonic())
 
-    counted = []
     with Streams(served) as streams:
         time.sleep(2.0)
         before = alone(streams)
         for _ in range(TRIES):
             during, after = beside(streams), alone(streams)
             print(f"\nalone {before}\nbeside {during}\nalone {after}", flush=True)
-            if before.gaps == after.gaps == 0:
-                counted.append(during)
-            before = after
-            if len(counted) == ROUNDS:
+            if quiet := before.gaps == after.gaps == 0:
                 break
-    if len(counted) < ROUNDS:
+            before = after
+    if not quiet:
         pytest.skip(f"not run: the streams have long gaps alone, too; {os.getloadavg()[0]:.1f} threads want a core of this machine")
-    assert [during.gaps for during in counted] == [0] * ROUNDS, counted
-    assert max(max(during.loop, during.turn) for during in counted) <= MAX_GAP_SECONDS, counted
+    assert during.gaps == 0, during
+    assert max(during.loop, during.turn) <= MAX_GAP_SECONDS, during
