@@ -80,6 +80,8 @@ def test_a_nice_value_counts_against_other_sessions(tmp_path: Path) -> None:
         launch.set_nice(child.pid, 7)
         assert os.getpriority(os.PRIO_PROCESS, child.pid) == 7
         assert session_nice(child.pid) in (None, 7)
+        idle = os.sched_getscheduler(child.pid) == os.SCHED_IDLE
+        assert idle == launch.sessions_are_groups(child.pid)
     finally:
         launch.stop([child], grace=0)
     launch.set_nice(child.pid, 7)

@@ -27,7 +27,7 @@ from phalanx.comm import launch
 from tests.serve.conftest import LENGTH
 from tests.support.loop_delays import SCHEDSTAT, delays_between
 from tests.support.serve_processes import Served, fake_server
-from tests.support.serve_worst_bodies import BODIES, FILLED_BODIES, PLAIN, TEMPLATE, fill, plain
+from tests.support.serve_worst_bodies import BODIES, CHAT, FILLED_BODIES, PLAIN, TEMPLATE, chat, fill, plain
 
 pytestmark = pytest.mark.alone
 
@@ -35,9 +35,8 @@ MAX_GAP_SECONDS = 0.1
 STREAMS, COPIES = 16, 4
 TOKEN_SECONDS = 0.02
 ALONE_SECONDS, AFTER_SECONDS = 6.0, 1.0
-ROUNDS = 2
-"""Windows beside the bodies that must count; up to TRIES are tried."""
-TRIES = 4
+TRIES = 3
+"""Windows beside the bodies, until one has no long gap in the windows around it."""
 SENDER = """
 import pathlib, socket, sys, threading
 def send(path):
@@ -66,7 +65,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, delays: P
     # The fake ranks compute in Python, inside the engine's process: what one step makes them do must be short.
     with fake_server(
         tmp_path_factory.mktemp("bodies"), tiny_model, fake={"latency": TOKEN_SECONDS, "num_blocks": 80_000},
-        engine={"max_batch_size": 64, "max_num_tokens": 1024}, chat_template=TEMPLATE, delays=delays,
+        engine={"max_batch_size": 64, "max_num_tokens": 512}, chat_template=TEMPLATE, delays=delays,
         max_num_queued_reqs=10_000,
     ) as served:  # fmt: skip
         yield served.wait_ready()
@@ -131,6 +130,8 @@ def test_no_gap_that_is_not_there_without_them(served: Served, delays: Path, tmp
     if not SCHEDSTAT.exists():
         pytest.skip("not run: needs Linux's priorities of sessions")
     filled = fill(served)
+    with served.http() as http:  # the first format loads a library, which takes half a second of the engine once
+        assert http.post(CHAT, content=chat(guided_regex="a", max_tokens=2)).status_code == 200
 
     def window(streams: Streams, begin: float, end: float) -> Window:
         gaps = streams.between(begin, end)
@@ -158,19 +159,16 @@ def test_no_gap_that_is_not_there_without_them(served: Served, delays: Path, tmp
         time.sleep(AFTER_SECONDS)
         return window(streams, begin, time.monotonic())
 
-    counted = []
     with Streams(served) as streams:
         time.sleep(2.0)
         before = alone(streams)
         for _ in range(TRIES):
             during, after = beside(streams), alone(streams)
             print(f"\nalone {before}\nbeside {during}\nalone {after}", flush=True)
-            if before.gaps == after.gaps == 0:
-                counted.append(during)
-            before = after
-            if len(counted) == ROUNDS:
+            if quiet := before.gaps == after.gaps == 0:
                 break
-    if len(counted) < ROUNDS:
+            before = after
+    if not quiet:
         pytest.skip(f"not run: the streams have long gaps alone, too; {os.getloadavg()[0]:.1f} threads want a core of this machine")
-    assert [during.gaps for during in counted] == [0] * ROUNDS, counted
-    assert max(max(during.loop, during.turn) for during in counted) <= MAX_GAP_SECONDS, counted
+    assert during.gaps == 0, during
+    assert max(during.loop, during.turn) <= MAX_GAP_SECONDS, during

@@ -125,12 +125,28 @@ def set_nice(pid: int, nice: int) -> None:
     """Give a process a nice value that also counts against processes of other sessions. Does nothing for one that has ended.
 
     Where Linux groups processes by session (`kernel.sched_autogroup_enabled`), a nice value counts within the session only, and the
-    session has another one, which is set here if this process leads it. May take _AUTOGROUP_SECONDS.
+    session has another one, which is set here if this process leads it. Its core then counts as an idle one for threads that wake
+    up (SCHED_IDLE): otherwise two of them would share a core, and a process of any priority have the other. May take
+    _AUTOGROUP_SECONDS.
     """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, nice)
         if os.getsid(pid) == pid:
             _set_session_nice(Path(f"/proc/{pid}/autogroup"), nice)
+            if sessions_are_groups(pid):
+                os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+
+
+def sessions_are_groups(pid: int) -> bool:
+    """Whether this process's core time is divided by session first. Where a cgroup divides it, SCHED_IDLE alone would leave the
+    process 0.3 percent of a busy core."""
+    try:
+        enabled = Path("/proc/sys/kernel/sched_autogroup_enabled").read_text(encoding="ascii").strip() == "1"
+        lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return False
+    of_cores = [path for _, names, path in lines if "cpu" in names.split(",") or not names]
+    return enabled and set(of_cores) == {"/"} and not Path("/sys/fs/cgroup/cpu.max").exists()
 
 
 def _set_session_nice(file: Path, nice: int) -> None:

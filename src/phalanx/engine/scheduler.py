@@ -49,8 +49,8 @@ SPLIT_FROM = 256
 """With pipeline stages a prompt is split into chunks of at least this many tokens. Smaller chunks cost more, by reading the weights
 more often, than the overlap of the stages gains."""
 
-ADMITTED_TOKENS = 2**15
-"""Tokens of the prompts that one step admits, at least one, also those of the prefix cache: hashing them takes 10 ms, and every
+ADMITTED_TOKENS = 2**14
+"""Tokens of the prompts that one step admits, at least one, also those of the prefix cache: hashing them takes 5 ms, and every
 running request waits for it. 48 completions of one prompt of 20,000 tokens took 265 ms."""
 
 
