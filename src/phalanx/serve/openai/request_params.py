@@ -33,6 +33,7 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 """The schema of a function without `parameters`."""
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of /v1/completions (OpenAI's)."""
+_NO_STRUCTURED_OUTPUTS = StructuredOutputs()
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def with_structured_output(params: SamplingParams, compiled: StructuredOutputPar
 
 def _from_guided_fields(request: SampledRequest) -> list[StructuredOutputField]:
     """The structured outputs by vLLM's names, the older (`guided_json`) and the newer (`structured_outputs.json`)."""
-    newer = request.structured_outputs or StructuredOutputs()
+    newer = request.structured_outputs or _NO_STRUCTURED_OUTPUTS
     prefix = "structured_outputs."
     fields = []
     for name, schema in (("guided_json", request.guided_json), (f"{prefix}json", newer.json_)):
