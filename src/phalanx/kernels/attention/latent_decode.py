@@ -121,24 +121,9 @@ def _latent_decode(
         operand, own_rotated, powers = _both_in_fp16(own, own_rotated)
         scales *= powers
     top, total, mixed = _latent_part(
-        operand,
-        own_rotated,
-        scales,
-        cache,
-        table,
-        block,
-        begin,
-        end,
-        RANK,
-        ROPE,
-        WIDTH,
-        ROPE_WIDTH,
-        BLOCK_SIZE,
-        RUN,
-        TILE,
-        STAGES,
-        SM,
-    )
+        operand, own_rotated, scales, cache, table, block, begin, end, RANK, ROPE, WIDTH, ROPE_WIDTH, BLOCK_SIZE, RUN, TILE,
+        STAGES, SM,
+    )  # fmt: skip
     if count == 1:
         _store(out, None, row, first_head, members, top, total, mixed, own, 1.0, MEMBERS, RANK, SM)
     else:
