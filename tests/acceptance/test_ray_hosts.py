@@ -16,12 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.documents import ROOT, printed_under
+from phalanx.deploy.ray_cluster import PLACEMENT_SECONDS
+from tests.support.documents import ROOT, blocks, printed_under
 from tests.support.namespaces import Namespaces, idle_percent, two_namespaces
 
 pytestmark = [
@@ -59,13 +61,15 @@ class RayHosts:
             "RAY_ADDRESS": self.address, "RAY_TMPDIR": str(folder), "UCX_PASSED_ON": "yes", "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
 
-    def start_ray(self, host: int) -> None:
+    def ray_words(self, host: int) -> list[str]:
+        """The words of `ray start` on a host."""
         place = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={self._folder}"]
         place = place if host == 0 else [f"--address={self.address}"]
-        words = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address={self.hosts.addresses[host]}",
-            "--num-cpus=2", "--disable-usage-stats", "--object-store-memory=80000000",
-        ]  # fmt: skip
+        machine = [f"--node-ip-address={self.hosts.addresses[host]}", "--num-cpus=2", "--object-store-memory=80000000"]
+        return ["start", *place, *machine, "--disable-usage-stats"]
+
+    def start_ray(self, host: int) -> None:
+        words = [sys.executable, "-m", "ray.scripts.scripts", *self.ray_words(host)]
         with (self._folder / f"ray{host}.log").open("w") as log:
             environment = {name: value for name, value in self._environment.items() if name != "UCX_PASSED_ON"}
             subprocess.run(self.hosts.command(host, *words), stdout=log, stderr=log, env=environment, check=True, timeout=90)
@@ -164,6 +168,10 @@ def test_it_serves_on_both_hosts_with_the_tokens_of_one_and_a_killed_host_is_nam
         text = text_of(events)
         (command,), printed = printed_under(ROOT / "docs" / "guide.md", "### Two nodes of a Ray cluster")
         assert set(shlex.split(command)) < {"phalanx", *SERVE, "--host", "node1"}
+        (ray_start,) = [block for block in blocks(ROOT / "docs" / "guide.md") if block.text.startswith("ray start --head")]
+        for host, line in enumerate(ray_start.text.splitlines()):
+            of_guide = {word.replace("node1", cluster.hosts.addresses[0]) for word in shlex.split(line, comments=True)}
+            assert of_guide < {"ray", *cluster.ray_words(host)}, line
         assert text.strip() == printed.strip()
         assert text.strip() in one_host()
 
@@ -172,7 +180,7 @@ def test_it_serves_on_both_hosts_with_the_tokens_of_one_and_a_killed_host_is_nam
 
         client = cluster.stream(480)
         assert client.stdout.readline().startswith("data: ")
-        left = list(cluster.ours(0).values())
+        processes = list(cluster.ours(0).values())
         cluster.kill_ray(1)
         killed = time.monotonic()
         rest, _ = client.communicate(timeout=60)
@@ -180,7 +188,7 @@ def test_it_serves_on_both_hosts_with_the_tokens_of_one_and_a_killed_host_is_nam
         assert f"node 1 ({cluster.hosts.addresses[1]})" in last_error(rest)
         assert seconds < 5, f"the client heard of it after {seconds:.1f} s"
         assert server.wait(10) != 0
-        assert not psutil.wait_procs(left, timeout=10)[1]
+        assert not psutil.wait_procs(processes, timeout=10)[1]
 
 
 def test_the_same_command_works_again_once_the_host_is_back_and_a_cut_link_is_named(cluster):
@@ -189,7 +197,7 @@ def test_the_same_command_works_again_once_the_host_is_back_and_a_cut_link_is_na
     with cluster.serving() as server:
         client = cluster.stream(480)
         assert client.stdout.readline().startswith("data: ")
-        left = [*cluster.ours(0).values(), *cluster.ours(1).values()]
+        processes = [*cluster.ours(0).values(), *cluster.ours(1).values()]
         cluster.hosts.cut()
         cut = time.monotonic()
         rest, _ = client.communicate(timeout=60)
@@ -197,7 +205,7 @@ def test_the_same_command_works_again_once_the_host_is_back_and_a_cut_link_is_na
         assert f"node 1 ({cluster.hosts.addresses[1]})" in last_error(rest)
         assert seconds < 15, f"the client heard of it after {seconds:.1f} s"
         assert server.wait(max(1.0, cut + 25 - time.monotonic())) != 0
-        assert not psutil.wait_procs(left, timeout=max(1.0, cut + 25 - time.monotonic()))[1], "both hosts end their ranks"
+        assert not psutil.wait_procs(processes, timeout=max(1.0, cut + 25 - time.monotonic()))[1], "both hosts end their ranks"
 
 
 def test_the_same_command_works_again_once_the_link_is_back(cluster):
@@ -227,7 +235,11 @@ def test_a_group_that_no_hosts_can_hold_is_named_with_the_hosts(cluster):
         assert server.wait(40) != 0
     finally:
         server.kill()
-    (line,) = [line for line in cluster.log.read_text().splitlines() if " E phalanx server: " in line]
+    lines = cluster.log.read_text().splitlines()
+    (line,) = [line for line in lines if " E phalanx server: " in line]
+    waiting = next(line for line in lines if "waiting for hosts of the Ray cluster: no placement group" in line)
+    seconds = (datetime.fromisoformat(line[:19]) - datetime.fromisoformat(waiting[:19])).total_seconds()
+    assert seconds <= PLACEMENT_SECONDS + 4, f"the error came {seconds:.0f} s after the request for a group"
     assert all(f"{address}: 2 CPU" in line for address in cluster.hosts.addresses)
     assert "only 0 hosts of the Ray cluster have 4 CPU" in line
 

@@ -34,6 +34,25 @@ class Namespaces:
         for host in (0, 1):
             subprocess.run(self.command(host, "ip", "link", "set", f"ph{host}", "up"), check=True)
 
+    def drop_connections(self, host: int, *, but: int) -> bool:
+        """A firewall that drops the connections which `host` of two begins, except those to port `but`: the packets of a connection
+        that the other one begins pass, in both directions. False where this kernel has no filters of this kind."""
+        # Classic BPF on what leaves: of IPv4 and TCP, a packet with SYN and without ACK to another port is dropped (2).
+        program = (
+            "12,40 0 0 12,21 0 9 2048,48 0 0 23,21 0 7 6,177 0 0 14,80 0 0 27,84 0 0 18,21 0 3 2,72 0 0 16,"
+            f"21 1 0 {but},6 0 0 2,6 0 0 0"
+        )
+        link = ("dev", f"ph{host}")
+        qdisc = self.command(host, "tc", "qdisc", "add", *link, "clsact")
+        filter_ = self.command(host, "tc", "filter", "add", *link, "egress", "bpf", "direct-action", "bytecode", program)
+        return all(subprocess.run(words, capture_output=True, check=False).returncode == 0 for words in (qdisc, filter_))
+
+    def listening(self, host: int) -> list[str]:
+        """The TCP addresses at which something listens on a host, as the kernel writes them."""
+        command = self.command(host, "cat", "/proc/net/tcp", "/proc/net/tcp6")
+        tables = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return [words[1] for line in tables.splitlines() if (words := line.split())[3] == "0A"]
+
     def processes(self, host: int) -> list[psutil.Process]:
         pids = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True).stdout.split()
         processes = []
