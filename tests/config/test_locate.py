@@ -214,9 +214,9 @@ def test_gguf_of_the_hub(tmp_path, monkeypatch):
 def test_a_checkpoints_digest_tells_config_and_weights_apart(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"1234")
-    whole, config = (checkpoint_digest(tmp_path, weights=weights) for weights in (True, False))
+    with_weights, config = (checkpoint_digest(tmp_path, weights=weights) for weights in (True, False))
     (tmp_path / "model.safetensors").write_bytes(b"12345")
-    assert checkpoint_digest(tmp_path, weights=True) != whole
+    assert checkpoint_digest(tmp_path, weights=True) != with_weights
     assert checkpoint_digest(tmp_path, weights=False) == config
     (tmp_path / "config.json").write_text("{ }")
     assert checkpoint_digest(tmp_path, weights=False) != config

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import contextmanager
 
 import openai
 import pytest
@@ -14,6 +13,7 @@ from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompl
 from phalanx.serve.output_parsing import deepseek
 from tests.support.serve_http_app import MODEL, Scripted, live
 from tests.support.serve_output_checkpoints import FAMILIES, tokenizer_of_family
+from tests.support.serve_reasoning import FINAL, ONE_CALL, OSLO, THINKS, THOUGHT, served
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -23,8 +23,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "noon"}},
 ]
-OSLO = '{"city": "Oslo"}'
-THOUGHT = "The user asks.\n\nI look."
 DS = deepseek
 CALL = {
     "qwen3": f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>\n'
@@ -35,22 +33,6 @@ CALL = {
     "llama": f'<|python_tag|>{{"name": "weather", "parameters": {OSLO}}}; {{"name": "noon", "parameters": {{}}}}<|eom_id|>',
     "pythonic": "<|python_start|>[weather(city='Oslo'), noon()]<|python_end|>",
 }
-THINKS = {
-    "qwen3": f"<think>\n{THOUGHT}\n</think>\n\n",
-    "deepseek_r1": f"{THOUGHT}\n</think>\n\n",
-    "mistral": f"[THINK]{THOUGHT}[/THINK]",
-    "gpt_oss": f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant",
-}
-ONE_CALL = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{OSLO}<|call|>"
-FINAL = {"gpt_oss": "<|channel|>final<|message|>It rains.<|return|>"}
-
-
-@contextmanager
-def served(family, text, **options):
-    tokenizer = tokenizer_of_family(family)
-    engine = Scripted(text, tokenizer=tokenizer, eos=FAMILIES[family].eos)
-    with live(engine, tokenizer=tokenizer, **options) as server, server.openai() as client:
-        yield server, client
 
 
 def answer_of(client, **fields):

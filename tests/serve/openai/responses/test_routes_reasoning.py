@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from phalanx.serve.openai.schema.responses_object import ResponseObject, ResponseStreamEvent
-from tests.serve.openai.test_chat_reasoning import FINAL, ONE_CALL, THINKS, THOUGHT, served
 from tests.support.serve_http_app import MODEL, Scripted, live
 from tests.support.serve_output_checkpoints import FAMILIES, tokenizer_of_family
+from tests.support.serve_reasoning import FINAL, ONE_CALL, THINKS, THOUGHT, served
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
