@@ -52,7 +52,7 @@ PROCESSES = 1 if (os.cpu_count() or 1) <= FEW_CORES else 2
 """The second starts when a body comes while the first one reads another. On few cores it would take the streams' time."""
 MAX_WAITING = 64
 """Bodies that are read or wait for it; each has up to 8 MiB."""
-NICE = 5
+NICE = 10
 """How much lower their priority is than the server's, from their start on: importing takes a second of a core."""
 _START_SECONDS = 120.0
 _ASK_SECONDS = 0.5
