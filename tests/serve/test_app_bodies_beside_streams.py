@@ -3,8 +3,9 @@
 them.
 
 Sixteen streams run all the time, beside the bodies and alone by turns. Where the streams have a long gap alone, too, something else
-holds up this machine, and the windows around it say nothing. The test needs the machine for itself (`make test` runs it after the
-others): two cores, which streams at this interval do not fill.
+holds up this machine, and the windows around it say nothing. One of three windows must have no long gap: what the server does to
+its streams it does in each, what this machine's neighbours do in some. The test needs the machine for itself (`make test` runs it
+before the others): two cores, which streams at this interval do not fill.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ STREAMS, COPIES = 16, 4
 TOKEN_SECONDS = 0.02
 ALONE_SECONDS, AFTER_SECONDS = 6.0, 1.0
 TRIES = 3
-"""Windows beside the bodies, until one has no long gap in the windows around it."""
+"""Windows beside the bodies, at most."""
 SENDER = """
 import pathlib, socket, sys, threading
 def send(path):
@@ -125,6 +126,10 @@ class Window(NamedTuple):
     loop: float
     turn: float
 
+    @property
+    def without_delay(self) -> bool:
+        return self.gaps == 0 and max(self.loop, self.turn) <= MAX_GAP_SECONDS
+
 
 def test_no_gap_that_is_not_there_without_them(served: Served, delays: Path, tmp_path: Path) -> None:
     if not SCHEDSTAT.exists():
@@ -159,16 +164,18 @@ def test_no_gap_that_is_not_there_without_them(served: Served, delays: Path, tmp
         time.sleep(AFTER_SECONDS)
         return window(streams, begin, time.monotonic())
 
+    quiet: list[Window] = []  # windows beside the bodies, between two alone without a long gap
     with Streams(served) as streams:
         time.sleep(2.0)
         before = alone(streams)
         for _ in range(TRIES):
             during, after = beside(streams), alone(streams)
             print(f"\nalone {before}\nbeside {during}\nalone {after}", flush=True)
-            if quiet := before.gaps == after.gaps == 0:
-                break
+            if before.gaps == after.gaps == 0:
+                quiet.append(during)
+                if during.without_delay:
+                    break
             before = after
     if not quiet:
         pytest.skip(f"not run: the streams have long gaps alone, too; {os.getloadavg()[0]:.1f} threads want a core of this machine")
-    assert during.gaps == 0, during
-    assert max(during.loop, during.turn) <= MAX_GAP_SECONDS, during
+    assert quiet[-1].without_delay, quiet
