@@ -9,11 +9,12 @@ values is seen by the memory of the process, which each iteration, macro, filter
 from __future__ import annotations
 
 import math
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from types import BuiltinMethodType
 from typing import Any
 
@@ -209,7 +210,13 @@ def look() -> None:
 
 
 def _process_memory() -> int:
-    return int(psutil.Process().memory_info().rss)
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@cache
+def _process(pid: int) -> psutil.Process:
+    """Made once in each process: that takes longer than to ask it."""
+    return psutil.Process(pid)
 
 
 def limit_length(length: int) -> None:
