@@ -95,7 +95,7 @@ def test_every_weight_changes_the_outcome(form: str, root: Path) -> None:
     folder, ids, _ = written(form, root)
     formation = Formation(folder)
     names = {".".join(name.split(".")[-2:]) for name, _ in formation.models[0][0].named_parameters()}
-    assert {"sinks.weight", "gate.bias", "gate_up_proj.bias", "down_proj.bias", "o_proj.bias", "qkv_proj.bias"} <= names
+    assert {"sinks.weight", "router.bias", "gate_up_proj.bias", "down_proj.bias", "o_proj.bias", "qkv_proj.bias"} <= names
     assert_every_weight_matters(formation, ids[1], least=5e-3)
 
 
