@@ -116,14 +116,14 @@ class Client:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Client]]:
-    made: list[Client] = []
+    clients: list[Client] = []
 
     def make(*args: Any, **options: Any) -> Client:
-        made.append(Client(*args, **options))
-        return made[-1]
+        clients.append(Client(*args, **options))
+        return clients[-1]
 
     yield make
-    for client in made:
+    for client in clients:
         client.finish()
         assert not client.thread.is_alive()
 
