@@ -117,8 +117,8 @@ def promised(start: Start) -> int:
     config = known(start.model)
     assert config is not None
     shape, gpu = shape_of(config), catalogue.gpu(start.gpu)
-    found, label = cost.coefficients_for(gpu)
-    machine = cost.Machine(gpu, gpu.link, 8, 1, None, found, label)
+    coefficients, label = cost.coefficients_for(gpu)
+    machine = cost.Machine(gpu, gpu.link, 8, 1, None, coefficients, label)
     request = search.PlanRequest(
         dtype=start.dtype,
         kv_cache_dtype="fp8" if start.kv_fp8 else "model",

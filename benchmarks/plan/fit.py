@@ -90,7 +90,7 @@ def collectives_document() -> dict[str, Any]:
 
 def layers() -> list[Layer]:
     """Single layers: decodes of many lengths without all-reduces, long steps with them."""
-    found = []
+    single_layers = []
     lengths = json.loads((RESULTS / "models_lengths.json").read_text(encoding="utf-8"))["us"]
     for label in ("now", "eddfb04"):
         for name, us in lengths[label].items():
@@ -100,13 +100,15 @@ def layers() -> list[Layer]:
             model, tp = ("llama-3-8b", 1) if heads == "32/8" else ("llama-3-70b", 4)
             rows_of = int(count)
             work = Work(rows_of, rows_of, rows_of * float(context), longest=float(context))
-            found.append(Layer(f"lengths {label} {name}", model, tp, work, us, False))
+            single_layers.append(Layer(f"lengths {label} {name}", model, tp, work, us, False))
     for tp, model, file in ((2, "llama-3-70b", "tp2"), (4, "llama-3-70b", "tp4"), (4, "llama-3.1-405b", "tp4.llama-3.1-405b")):
         document = json.loads((RESULTS / f"models_long_steps.{file}.json").read_text(encoding="utf-8"))
         for tokens, times in document["steps"].items():
             work = Work(int(tokens), 0, 0.0, int(tokens) * document["prompt"] / 2)
-            found.append(Layer(f"long {model} tp{tp} {tokens}", model, tp, work, min(times["whole_us"], times["landed_us"]), True))
-    return found + expert_layers()
+            single_layers.append(
+                Layer(f"long {model} tp{tp} {tokens}", model, tp, work, min(times["whole_us"], times["landed_us"]), True)
+            )
+    return single_layers + expert_layers()
 
 
 def expert_layers() -> list[Layer]:
@@ -252,15 +254,15 @@ def fit(
 
     def residuals(values: Sequence[float]) -> list[float]:
         now = coefficients(values)
-        found = [np.log(predicted(row, now) / row.measured) for row in chosen]
+        terms = [np.log(predicted(row, now) / row.measured) for row in chosen]
         # Where no row says anything of a coefficient, it stays near that of its like.
-        found.append(0.2 * np.log(now.e_bytes_16 / now.e_bytes))
+        terms.append(0.2 * np.log(now.e_bytes_16 / now.e_bytes))
         likes = (
             (now.e_experts, now.e_bytes), (now.e_experts_flops, now.e_flops), (now.c_moe + 1, FITTED["c_moe"][1]),
             (now.passes_experts + 1, now.passes + 1),
         )  # fmt: skip
-        found += [0.02 * np.log(value / like) for value, like in likes]
-        return found + [LAYER_WEIGHT * np.log(predicted_layer(layer, now) / layer.us) for layer in layer_rows]
+        terms += [0.02 * np.log(value / like) for value, like in likes]
+        return terms + [LAYER_WEIGHT * np.log(predicted_layer(layer, now) / layer.us) for layer in layer_rows]
 
     least, begin, most = zip(*FITTED.values(), strict=True)
     at = begin if start is None else [min(max(start[name], low), high) for name, (low, _, high) in FITTED.items()]
@@ -295,8 +297,8 @@ def errors(chosen: Sequence[Row], values: dict[str, float]) -> list[float]:
     return [predicted(row, now) / row.measured - 1 for row in chosen]
 
 
-def summary(found: Sequence[float]) -> dict[str, float]:
-    sizes = np.abs(found)
+def summary(relative_errors: Sequence[float]) -> dict[str, float]:
+    sizes = np.abs(relative_errors)
     return {"rows": len(sizes), "mean": round(float(sizes.mean()), 4), "q90": round(float(np.quantile(sizes, 0.9)), 4),
             "max": round(float(sizes.max()), 4)}  # fmt: skip
 
@@ -305,7 +307,7 @@ def leave_out(
     decodes: list[Row], layer_rows: list[Layer], base: dict[str, float], values: dict[str, float], group: Callable[[Row], object]
 ) -> list[float]:  # fmt: skip
     """The error of each row under coefficients that were fitted without its group. values: where each fit begins."""
-    found = [0.0] * len(decodes)
+    left_out_errors = [0.0] * len(decodes)
     for value in sorted({group(row) for row in decodes}, key=str):
         outside = [row for row in decodes if group(row) != value]
         models, layouts = {row.model for row in outside}, {(row.model, row.tp) for row in outside}
@@ -314,9 +316,9 @@ def leave_out(
         indices = [index for index, row in enumerate(decodes) if group(row) == value]
         now = errors([decodes[index] for index in indices], without)
         for index, error in zip(indices, now, strict=True):
-            found[index] = error
+            left_out_errors[index] = error
         print(f"  without {value}: {summary(now)}", flush=True)
-    return found
+    return left_out_errors
 
 
 LEVEL = 0.95
@@ -324,11 +326,11 @@ LEVEL = 0.95
 model err together: at 0.9, only 71 of 85 rows were inside the width of the other models' rows."""
 
 
-def half_width(found: Sequence[float]) -> float:
+def half_width(relative_errors: Sequence[float]) -> float:
     """The ceil(LEVEL (n + 1))-th smallest error, the largest of few (conformal prediction): what holds as many of further rows, if
-    they come from the same distribution. found: predicted over measured, less 1; an interval reaches from the value / (1 + half) to
-    the value x (1 + half)."""
-    sizes = sorted(max(1 + error, 1 / (1 + error)) - 1 for error in found)
+    they come from the same distribution. relative_errors: predicted over measured, less 1; an interval reaches from the
+    value / (1 + half) to the value x (1 + half)."""
+    sizes = sorted(max(1 + error, 1 / (1 + error)) - 1 for error in relative_errors)
     return round(sizes[min(math.ceil(LEVEL * (len(sizes) + 1)), len(sizes)) - 1], 4)
 
 
@@ -475,7 +477,7 @@ def show(decodes: Sequence[Row], layer_rows: Sequence[Layer], values: dict[str, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     (DATA / "collectives.json").write_text(_compact(collectives_document()), encoding="utf-8")
     collectives._document.cache_clear()
     base, every, layer_rows = measured_base(), fitted_rows(), layers()
@@ -514,7 +516,7 @@ def main() -> int:
     }
     print(json.dumps(document["intervals"], indent=1))
     print(document["memory"])
-    if asked.write:
+    if options.write:
         harness.write("plan_fit", {"rows": rows_of})  # first: it names the commit, which the next line changes
         (DATA / "coefficients.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -98,9 +98,9 @@ def _documents(folders: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield path.stem, json.loads(path.read_text(encoding="utf-8"))
 
 
-def _asked(document: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = document.get("asked") or {}
-    return {"model": MODEL, "kv_cache_dtype": "fp8", **found} if "rows" in document else found
+def _options(document: dict[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = document.get("asked") or {}
+    return {"model": MODEL, "kv_cache_dtype": "fp8", **options} if "rows" in document else options
 
 
 def engines(
@@ -108,37 +108,37 @@ def engines(
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str, list[dict[str, Any]], float]]:
     """(file, options, engine, strategy, figures, measured GB/s) of each engine that was started."""
     for name, document in _documents(folders):
-        asked, gbps = _asked(document), document.get("roof", {}).get("best_GBps", REFERENCE_GBPS)
+        options, gbps = _options(document), document.get("roof", {}).get("best_GBps", REFERENCE_GBPS)
         for strategy, engine in document.get("engines", {}).items():
-            yield name, asked, engine, strategy, [r for r in document["results"] if r["allreduce_strategy"] == strategy], gbps
+            yield name, options, engine, strategy, [r for r in document["results"] if r["allreduce_strategy"] == strategy], gbps
         if "engine" in document:
-            yield name, asked, document["engine"], "AUTO", document["results"], gbps
+            yield name, options, document["engine"], "AUTO", document["results"], gbps
         for row in document.get("rows", []):
             if "engine" not in row:
                 continue
             figures = [{"workload": workload, **figure} for workload, figure in row["decodes"].items()]
-            batches = [each for each in asked.get("workloads", ["batch-512x1000x1000"]) if each.startswith("batch")]
+            batches = [each for each in options.get("workloads", ["batch-512x1000x1000"]) if each.startswith("batch")]
             figures += [{"workload": batches[0], "output_tok_s": row["output_tok_s"]}]
-            yield name, asked, row["engine"], "AUTO", figures, row["roof"]["best_GBps"]
+            yield name, options, row["engine"], "AUTO", figures, row["roof"]["best_GBps"]
 
 
 def rows() -> list[Row]:
     """Every figure of every committed run of one replica on H200, but for skewed routing, which the cost model does not know."""
-    found = []
-    for name, asked, engine, strategy, figures, bandwidth in engines():
-        if asked.get("replicas", 1) > 1 or asked.get("expert_traffic"):
+    all_rows = []
+    for name, options, engine, strategy, figures, bandwidth in engines():
+        if options.get("replicas", 1) > 1 or options.get("expert_traffic"):
             continue
-        shape = {"shape_8b_http": "llama-3-8b"}.get(asked["model"], asked["model"])
+        shape = {"shape_8b_http": "llama-3-8b"}.get(options["model"], options["model"])
         for figure in figures:
             workload = parse(figure["workload"])
             measured = figure["tpot_ms"] if workload.kind == "decode" else figure["output_tok_s"]
-            found.append(
+            all_rows.append(
                 Row(
                     name,
                     figure.get("measured", {}).get("commit", ""),
                     shape,
                     engine["dtype"],
-                    asked.get("kv_cache_dtype") == "fp8",
+                    options.get("kv_cache_dtype") == "fp8",
                     engine["tp"],
                     engine["pp"],
                     strategy,
@@ -147,60 +147,60 @@ def rows() -> list[Row]:
                     engine["max_batch_size"],
                     engine["kv_tokens"],
                     bandwidth,
-                    asked.get("moe_expert_parallel_size", 1),
+                    options.get("moe_expert_parallel_size", 1),
                 )
             )
-    return found + _printed()
+    return all_rows + _printed()
 
 
 def _printed() -> list[Row]:
     """What `scaling_again.json` keeps of reports that were only printed."""
     document = json.loads((SERVING / "scaling_again.json").read_text(encoding="utf-8"))
-    found = []
+    printed_rows = []
     for row in document["printed"]:
         for workload, value in (("decode-1", row["tpot_ms"]), ("batch-512x1000x1000", float(row["output_tok_s"]))):
-            found.append(
+            printed_rows.append(
                 Row("scaling_again: printed", "79d94aa", MODEL, "fp8", True, row["tp"], row["pp"], "AUTO", parse(workload), value,
                     kv_tokens=row["kv_tokens"])
             )  # fmt: skip
     for strategy, figures in document["strategies_tp2"].items():
-        found += [
+        printed_rows += [
             Row("scaling_again: tp2", "79d94aa", MODEL, "fp8", True, 2, 1, strategy, parse(w), ms) for w, ms in figures.items()
         ]
-    return found
+    return printed_rows
 
 
 def starts() -> list[Start]:
     """What each committed start gave, the printed ones and those of `starts.json` among them (without bytes by kind)."""
-    found = []
-    given = [(gpu, each) for gpu, folders in (("H200", FOLDERS), ("H100", (H100,))) for each in engines(folders)]
-    for gpu, (name, asked, engine, _, _, _) in given:
-        shape = {"shape_8b_http": "llama-3-8b"}.get(asked["model"], asked["model"])
-        found.append(
+    all_starts = []
+    gpu_engines = [(gpu, each) for gpu, folders in (("H200", FOLDERS), ("H100", (H100,))) for each in engines(folders)]
+    for gpu, (name, options, engine, _, _, _) in gpu_engines:
+        shape = {"shape_8b_http": "llama-3-8b"}.get(options["model"], options["model"])
+        all_starts.append(
             Start(
                 name,
                 shape,
                 engine["dtype"],
-                asked.get("kv_cache_dtype") == "fp8",
+                options.get("kv_cache_dtype") == "fp8",
                 engine["tp"],
                 engine["pp"],
                 engine["max_batch_size"],
                 engine["max_num_tokens"],
-                asked.get("kv_cache_free_gpu_memory_fraction", 0.9),
+                options.get("kv_cache_free_gpu_memory_fraction", 0.9),
                 engine["kv_tokens"],
                 engine["rank_bytes"],
-                asked.get("moe_expert_parallel_size", 1),
+                options.get("moe_expert_parallel_size", 1),
                 gpu,
             )
         )
     again = json.loads((SERVING / "scaling_again.json").read_text(encoding="utf-8"))
     for row in again["printed"]:
-        found.append(
+        all_starts.append(
             Start("scaling_again: printed", MODEL, "fp8", True, row["tp"], row["pp"], 512, 8192, 0.9, row["kv_tokens"], {})
         )
     for start in json.loads((SERVING / "starts.json").read_text(encoding="utf-8"))["starts"]:
         token = {"llama-3-8b": 32 * 2 * 1024, "llama-3-70b": 80 * 2 * 1024}[start["model"]]
         dtype = "fp8" if start["model"] == MODEL else "bf16"
         tokens = start["kv_MiB"] * (1 << 20) // token // 16 * 16
-        found.append(Start("starts", start["model"], dtype, True, 1, 1, 512, 8192, 0.9, tokens, {}))
-    return found
+        all_starts.append(Start("starts", start["model"], dtype, True, 1, 1, 512, 8192, 0.9, tokens, {}))
+    return all_starts

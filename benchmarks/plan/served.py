@@ -98,8 +98,8 @@ def main() -> int:
     print(f"\nmedian of {options.repeats} runs")
     show(figures)
     requests = " ".join(f"{each.at:.4f}:{each.input_len}:{each.output_len}" for each in trace)
-    asked = {name: value for name, value in vars(options).items() if name not in ("again", "events", "folder")}
-    document = {"asked": asked, "figures": figures, "runs": runs, "rejected": rejected, "requests": requests}
+    recorded_options = {name: value for name, value in vars(options).items() if name not in ("again", "events", "folder")}
+    document = {"asked": recorded_options, "figures": figures, "runs": runs, "rejected": rejected, "requests": requests}
     print(f"written: {harness.write(options.name or f'plan_served_{options.device}', document, options.folder)}")
     return int(missed(figures))
 

@@ -27,30 +27,30 @@ BLOCK = 16
 
 
 def counted(path: Path, first: int = 0) -> tuple[int, int]:
-    """(prompt tokens found, prompt tokens) of Mooncake's trace under a cache that forgets nothing."""
+    """(prompt tokens found in the cache, prompt tokens) of Mooncake's trace under a cache that forgets nothing."""
     known: set[tuple[int, ...]] = set()
     lengths: dict[tuple[int, ...], int] = {}  # a beginning that ends within a hashed block -> its longest length seen
-    found = asked = 0
+    hits = prompt_tokens = 0
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
         if first and number == first:
             break
         row = json.loads(line)
         length, ids = row["input_length"], tuple(row["hash_ids"])
-        whole = 0
-        while whole < len(ids) and ids[: whole + 1] in known:
-            whole += 1
-        shared = whole * HASHED
-        if whole < len(ids):
-            shared += lengths.get(ids[: whole + 1], 0)
-        found += min(shared, length - 1) // BLOCK * BLOCK
-        asked += length
+        known_parts = 0
+        while known_parts < len(ids) and ids[: known_parts + 1] in known:
+            known_parts += 1
+        shared = known_parts * HASHED
+        if known_parts < len(ids):
+            shared += lengths.get(ids[: known_parts + 1], 0)
+        hits += min(shared, length - 1) // BLOCK * BLOCK
+        prompt_tokens += length
         for count in range(1, len(ids) + 1):
             part = min(length - (count - 1) * HASHED, HASHED)
             if part == HASHED:
                 known.add(ids[:count])
             else:
                 lengths[ids[:count]] = max(lengths.get(ids[:count], 0), part)
-    return found, asked
+    return hits, prompt_tokens
 
 
 def engine(model: str, tp: int, room: int) -> scenario.Engine:
@@ -58,31 +58,31 @@ def engine(model: str, tp: int, room: int) -> scenario.Engine:
     machine, _ = subject.machine_for("H200")
     shape = subject.shape_for(model)
     request = PlanRequest(dtype="fp8", kv_cache_dtype="fp8", max_batch_size=256, max_seq_len=131072)
-    made = scenario.Engine.of(shape, machine, request, tp=tp)
-    options = SchedulerOptions(**{**vars(made.options), "num_blocks": room // BLOCK}) if room else made.options
-    return scenario.Engine(made.costs, options, made.layout)
+    base = scenario.Engine.of(shape, machine, request, tp=tp)
+    options = SchedulerOptions(**{**vars(base.options), "num_blocks": room // BLOCK}) if room else base.options
+    return scenario.Engine(base.costs, options, base.layout)
 
 
 def mooncake(path: Path, first: int) -> dict[str, Any]:
     """Hits beside the count, one request at a time; then as the trace has it, with the memory that there is."""
     rows = arrivals.of(str(path), isl=0, osl=0, requests=first)
     alone = engine("llama-3.1-70b", 4, 400_000_000).run(rows, concurrency=1)
-    found, asked = counted(path, first)
+    hits, prompt_tokens = counted(path, first)
     real = engine("llama-3.1-70b", 4, 0).run(rows, 4)
     return {
         "requests": len(rows),
-        "prompt_tokens": asked,
-        "counted_hits": found,
+        "prompt_tokens": prompt_tokens,
+        "counted_hits": hits,
         "simulated_hits": alone.hits,
-        "counted_rate": found / asked,
-        "simulated_rate": alone.hits / asked,
-        "equal": found == alone.hits,
+        "counted_rate": hits / prompt_tokens,
+        "simulated_rate": alone.hits / prompt_tokens,
+        "equal": hits == alone.hits,
         "cpu_s": alone.cpu,
         "tokens_per_core_second": alone.tokens_per_core_second,
         "as_the_trace_has_it": {
             "replicas": 4,
             "tp": 4,
-            "hit_rate": real.hits / asked,
+            "hit_rate": real.hits / prompt_tokens,
             "cpu_s": real.cpu,
             "preemptions": real.preemptions,
         },
@@ -105,18 +105,18 @@ def main() -> int:
     parser.add_argument("--mooncake", type=Path)
     parser.add_argument("--first", type=int, default=0, help="of Mooncake's requests, so many; 0 for all")
     parser.add_argument("--record", action="store_true", help="keep the figures in benchmarks/results")
-    asked = parser.parse_args()
-    found: dict[str, Any] = {}
-    if asked.azure:
-        found["azure"] = azure(asked.azure)
-        print(json.dumps(found["azure"], indent=1))
-    if asked.mooncake:
-        found["mooncake"] = mooncake(asked.mooncake, asked.first)
-        print(json.dumps(found["mooncake"], indent=1))
-    if asked.record:
+    options = parser.parse_args()
+    figures: dict[str, Any] = {}
+    if options.azure:
+        figures["azure"] = azure(options.azure)
+        print(json.dumps(figures["azure"], indent=1))
+    if options.mooncake:
+        figures["mooncake"] = mooncake(options.mooncake, options.first)
+        print(json.dumps(figures["mooncake"], indent=1))
+    if options.record:
         from benchmarks import harness
 
-        print(f"written: {harness.write('plan_traces', found).relative_to(harness.ROOT)}")
+        print(f"written: {harness.write('plan_traces', figures).relative_to(harness.ROOT)}")
     return 0
 
 

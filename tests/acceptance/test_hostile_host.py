@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,9 +22,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.acceptance.test_two_hosts import SMALL, Hosts, text_of
 from tests.support.hostile_host import DOWNGRADES
 from tests.support.namespaces import Namespaces, namespaces_on_a_switch
+from tests.support.two_hosts import Hosts, one_host, text_of
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which("ip") is None, reason="not run: needs iproute2")]
 
@@ -84,13 +85,6 @@ def memory(hosts: Hosts) -> dict[int, int]:
     return sizes
 
 
-def one_host() -> str:
-    words = [sys.executable, "-m", "phalanx", "generate", "demo", "--device", "cpu", "--prompt", PROMPT]
-    return subprocess.run(
-        [*words, "--max_tokens", str(TOKENS), *SMALL], capture_output=True, text=True, check=True, timeout=100
-    ).stdout
-
-
 def generate(hosts: Hosts) -> str:
     events, _ = hosts.stream(TOKENS, PROMPT).communicate(timeout=60)
     assert events.strip().endswith("data: [DONE]"), events + hosts.log()
@@ -98,12 +92,12 @@ def generate(hosts: Hosts) -> str:
 
 
 def test_a_hostile_host_ends_nothing_joins_nothing_and_reads_nothing(tmp_path):
-    expected = one_host()
+    expected = one_host(PROMPT, TOKENS)
     logs, folder = tmp_path / "logs", tmp_path / "attack"
     logs.mkdir()
     folder.mkdir()
-    with namespaces_on_a_switch("10.213.11", 3) as spaces:
-        hosts = Hosts(spaces, logs)
+    with namespaces_on_a_switch("10.213.11", 3) as spaces, tempfile.TemporaryDirectory(prefix="hosts") as temporary:
+        hosts = Hosts(spaces, logs, Path(temporary))
         with attack(hosts, folder) as opened, hosts.serving(tp=1) as servers:
             assert generate(hosts) in expected
             before, deadline = memory(hosts), time.monotonic() + SECONDS

@@ -149,22 +149,16 @@ def test_what_counts_as_logic(source, allowed):
     assert all(map(_re_exports, ast.parse(source).body)) == allowed
 
 
-SHARED_BY_TESTS = {
-    "tests/acceptance/test_hostile_host.py", "tests/engine/test_grammar_threads.py", "tests/serve/test_allocator.py",
-}  # fmt: skip
-"""Test modules that still import from another: what they share moves to tests/support, and they leave this list."""
-
-
 def test_test_modules_share_through_support():
     """What several test modules use is in tests/support: one module's change must not break another's tests."""
-    imports = set()
+    faults = set()
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             if any(re.match(r"tests\.(?:\w+\.)*test_", name) for name in names):
-                imports.add(str(path.relative_to(ROOT)))
-    assert imports == SHARED_BY_TESTS
+                faults.add(str(path.relative_to(ROOT)))
+    assert not faults, f"these import from test modules: {sorted(faults)}"
 
 
 READS_ENVIRONMENT = {

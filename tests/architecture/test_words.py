@@ -24,14 +24,7 @@ SELF = {"tests/architecture/test_words.py", "tests/architecture/retired_words.tx
 ACTS = {"found", "held", "asked", "made", "said", "told", "seen", "mine", "given", "got", "whole", "wide"}
 ALLOWED = {
     "src/phalanx/errors.py": {"held"},  # a part of PhalanxError, and of its wire format
-    "src/phalanx/plan/search.py": {"Found"},  # to be renamed with the planner
 }
-NOT_YET_CLEAN = (
-    "tests/bench/prediction/", "tests/deploy/", "tests/engine/test_grammar.py", "tests/engine/test_loop.py",
-    "tests/engine/test_process.py", "tests/executor/", "tests/plan/", "tests/serve/", "benchmarks/deploy/", "benchmarks/executor/",
-    "benchmarks/plan/", "benchmarks/serve/",
-)  # fmt: skip
-"""Folders and files whose names are not checked: each that is renamed leaves this list."""
 
 
 @cache
@@ -98,7 +91,7 @@ def bindings(path: Path) -> Iterator[tuple[str, int]]:
 
 def checked_files() -> list[str]:
     names = [name for name in tracked() if name.startswith(("src/", "tests/", "benchmarks/", "scripts/"))]
-    return [name for name in names if name.endswith(".py") and not name.startswith(NOT_YET_CLEAN)]
+    return [name for name in names if name.endswith(".py")]
 
 
 @pytest.mark.parametrize("name", checked_files())
@@ -107,8 +100,3 @@ def test_names_are_of_things(name):
     acts = [(bound, line) for bound, line in bindings(ROOT / name) if bound.lower().strip("_") in ACTS]
     faults = [f"{name}:{line}: {bound}" for bound, line in acts if bound not in ALLOWED.get(name, set())]
     assert not faults, "\n".join(faults)
-
-
-def test_what_is_not_checked_exists():
-    for place in NOT_YET_CLEAN:
-        assert (ROOT / place).exists(), f"{place} is gone: take it out of NOT_YET_CLEAN"

@@ -19,10 +19,10 @@ EOS, VOCAB = 258, 300  # logits are wider than the tokenizer
 def write(folder, regex, *, eos=(EOS,), grammar=None):
     info = xgrammar.TokenizerInfo(VOCABULARY, xgrammar.VocabType.RAW, vocab_size=VOCAB, stop_token_ids=list(eos))
     compiler = xgrammar.GrammarCompiler(info, max_threads=1)
-    made = compiler.compile_regex(regex) if grammar is None else compiler.compile_grammar(grammar)
+    compiled = compiler.compile_regex(regex) if grammar is None else compiler.compile_grammar(grammar)
     files = {"tokenizer": folder / "tokenizer.json", "grammar": folder / "grammar.json"}
     files["tokenizer"].write_text(info.serialize_json(), encoding="utf-8")
-    files["grammar"].write_text(made.serialize_json(), encoding="utf-8")
+    files["grammar"].write_text(compiled.serialize_json(), encoding="utf-8")
     return json.dumps({name: str(path) for name, path in files.items()})
 
 

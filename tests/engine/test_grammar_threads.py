@@ -27,7 +27,7 @@ from phalanx.engine.grammar_threads import (
 )
 from phalanx.engine.messages import Abort, RequestRejected, RequestUpdate
 from phalanx.errors import Overloaded, RequestError
-from tests.engine.test_loop import SIZES, Client, ended
+from tests.support.engine_client import SIZES, Client, ended
 
 REPEATS = "(a{0,200}){100,200}b"
 VOCABULARY = [bytes([i]) for i in range(256)] + [b"<end>"]

@@ -75,15 +75,15 @@ class Engine:
 
 @pytest.fixture
 def engine() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
+    engines: list[Engine] = []
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short: a socket's path is
 
         def make(options: dict[str, Any], **config: Any) -> Engine:
-            made.append(Engine(Path(folder), options, **config))
-            return made[-1]
+            engines.append(Engine(Path(folder), options, **config))
+            return engines[-1]
 
         yield make
-        for each in made:
+        for each in engines:
             each.close()
 
 

@@ -57,7 +57,7 @@ def test_a_move_takes_as_long_as_on_the_slowest_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "said"),
+    ("done", "message"),
     [
         (StepDone(1, 1, b"d1", 6), "rank 1 sampled other tokens than rank 0 in step 1"),
         (StepDone(1, 1, b"xx", 5), "rank 1 ran step 1 with digest"),
@@ -65,10 +65,10 @@ def test_a_move_takes_as_long_as_on_the_slowest_rank() -> None:
         (StepDone(0, 1, b"d1", 5), "rank 0 reports step 1"),
     ],
 )
-def test_divergence_names_the_rank(done: StepDone, said: str) -> None:
+def test_divergence_names_the_rank(done: StepDone, message: str) -> None:
     steps = in_flight(Layout(tp=2), 1)
     steps.record(StepDone(0, 1, b"d1", 5, ROWS), 0.0)
-    with pytest.raises(StepDiverged, match=said):
+    with pytest.raises(StepDiverged, match=message):
         steps.record(done, 0.0)
 
 

@@ -163,10 +163,10 @@ def test_the_rank_in_the_earliest_phase_is_behind(caplog: pytest.LogCaptureFixtu
         startup.receive(StartupProgress(rank, "measure", done, 40, "step"), 1.5)
     assert heard(startup, caplog, 1.5, 2.0) == ["rank 1: measure, step 11 of 40 ... 1 s"]
     startup.receive(KvCapacity(1, 5), 2.0)
-    assert "rank 2 (pid 102, node 0) is still at 'measure, step 12 of 40'" in str(whole(startup).timeout_error(5.0, where))
+    assert "rank 2 (pid 102, node 0) is still at 'measure, step 12 of 40'" in str(connected(startup).timeout_error(5.0, where))
 
 
-def whole(startup: StartupCoordinator) -> StartupCoordinator:
+def connected(startup: StartupCoordinator) -> StartupCoordinator:
     for rank in range(3):
         startup.rank_connected(Hello(rank, 0, 100 + rank))
     return startup

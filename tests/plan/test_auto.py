@@ -16,8 +16,8 @@ from phalanx.plan import auto, subject
 from phalanx.plan.families import known
 
 
-def options(**asked):
-    return EngineOptions.of(**{"model": "llama-3-70b", "plan": "auto", "dtype": "fp8", "max_seq_len": 4096, **asked})
+def options(**changes):
+    return EngineOptions.of(**{"model": "llama-3-70b", "plan": "auto", "dtype": "fp8", "max_seq_len": 4096, **changes})
 
 
 def test_the_layout_of_the_best_plan_and_its_reason(caplog):

@@ -31,13 +31,13 @@ def costs(tp=4, pp=1):
      (4, 1, 1, 128, 64, 10_000), (4, 1, 3, 9000, 30, 100_000)],
 )  # fmt: skip
 def test_the_burst_is_what_the_scheduler_makes_of_it(tp, pp, requests, isl, osl, kv):
-    mine, slots = costs(tp, pp), 64
+    step_costs, slots = costs(tp, pp), 64
     options = SchedulerOptions(
         num_blocks=kv // 16, block_size=16, max_batch_size=slots, max_num_tokens=8192, max_seq_len=16384, depth=max(pp, 2),
         pipeline_stages=pp, prefix_caching=False,
     )  # fmt: skip
-    real = simulate.run(mine, options, arrivals.of("burst", isl=isl, osl=osl, requests=requests))
-    fast = burst.run(mine, requests, isl, osl, Limits(slots, 8192, kv))
+    real = simulate.run(step_costs, options, arrivals.of("burst", isl=isl, osl=osl, requests=requests))
+    fast = burst.run(step_costs, requests, isl, osl, Limits(slots, 8192, kv))
     assert fast.seconds == pytest.approx(real.seconds, rel=0.02 if pp == 1 else 0.1)
     ttft = sorted(each.ttft for each in real.served)[(requests - 1) // 2]
     assert fast.ttft_s == pytest.approx(ttft, rel=0.05 if pp == 1 else 0.3)
@@ -46,8 +46,8 @@ def test_the_burst_is_what_the_scheduler_makes_of_it(tp, pp, requests, isl, osl,
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 300), st.integers(1, 3000), st.integers(1, 500), st.sampled_from([(4, 1), (2, 2), (1, 4)]))
 def test_every_request_ends_and_more_take_longer(requests, isl, osl, split):
-    mine, limits = costs(*split), Limits(128, 8192, 500_000)
-    one, more = burst.run(mine, requests, isl, osl, limits), burst.run(mine, requests + 7, isl, osl, limits)
+    step_costs, limits = costs(*split), Limits(128, 8192, 500_000)
+    one, more = burst.run(step_costs, requests, isl, osl, limits), burst.run(step_costs, requests + 7, isl, osl, limits)
     assert 0 < one.ttft_s <= one.ttft_last_s <= one.seconds * (1 + 1e-9)
     # How many steps share a pipeline is a whole number: some more requests may change it, and gain a little by that.
     assert more.seconds >= one.seconds * (1 - (1e-9 if split[1] == 1 else 0.02))
@@ -72,7 +72,7 @@ def test_padding_is_that_of_the_captured_graphs():
 
 
 def test_a_cpu_replays_no_graphs():
-    mine = replace(MACHINE, gpu=replace(MACHINE.gpu, sm=0))
-    on_cpu = replace(costs(), machine=mine)
+    cpu_machine = replace(MACHINE, gpu=replace(MACHINE.gpu, sm=0))
+    on_cpu = replace(costs(), machine=cpu_machine)
     assert [burst.computed_rows(on_cpu, rows, 256) for rows in (1, 3, 9)] == [1, 3, 9]
     assert burst.computed_tokens(on_cpu, 100) == (100, True)

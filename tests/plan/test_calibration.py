@@ -15,14 +15,14 @@ from phalanx.plan import calibration, cost, subject
 
 def test_installed_coefficients_win_and_are_called_measured(tmp_path, monkeypatch):
     base = cost.coefficients_for(catalogue.gpu("H100"))[0]
-    mine = replace(base, e_bytes=0.9)
+    coefficients = replace(base, e_bytes=0.9)
     monkeypatch.setattr(calibration, "folder", lambda: tmp_path)
     assert calibration.installed("H100") is None
-    path = calibration.install("H100", mine, {"points": []})
+    path = calibration.install("H100", coefficients, {"points": []})
     assert path.parent == tmp_path
-    assert calibration.installed("H100") == mine
+    assert calibration.installed("H100") == coefficients
     machine, _ = subject.machine_for("H100")
-    assert (machine.coefficients, machine.known) == (mine, "measured")
+    assert (machine.coefficients, machine.known) == (coefficients, "measured")
     assert subject.machine_for("h100")[0].known == "measured"
     path.write_text("{}")
     with pytest.raises(TableError, match="calibrate again"):
@@ -31,9 +31,9 @@ def test_installed_coefficients_win_and_are_called_measured(tmp_path, monkeypatc
 
 def test_a_machine_that_the_catalogue_does_not_hold(tmp_path, monkeypatch):
     spec = replace(catalogue.gpu("H100"), name="CPU", sm=0, link="shm", fp8_flops=None, power=None, gpus_per_node=1)
-    held = {name: value for name, value in asdict(spec).items() if name != "sources"}
+    gpu_values = {name: value for name, value in asdict(spec).items() if name != "sources"}
     monkeypatch.setattr(calibration, "folder", lambda: tmp_path)
-    calibration.install("CPU", cost.coefficients_for(spec)[0], {"gpu": held})
+    calibration.install("CPU", cost.coefficients_for(spec)[0], {"gpu": gpu_values})
     for name in ("CPU", "cpu"):
         machine, _ = subject.machine_for(name)
         assert (machine.gpu, machine.known) == (spec, "measured")

@@ -61,21 +61,21 @@ def test_latent_attention_and_mxfp4_cost_more():
     for model, dtype, name, work in (
         ("deepseek-v2-lite", "fp8", "c_latent", Work(1, 1)), ("gpt-oss-120b", "bf16", "mxfp4", Work(64, 64)),
     ):  # fmt: skip
-        mine = costs(model, tp=1, dtype=dtype)
+        step_costs = costs(model, tp=1, dtype=dtype)
         without = replace(MACHINE.coefficients, **{name: 0.0 if name == "c_latent" else 1.0})
         plain = costs(model, tp=1, dtype=dtype, machine=replace(MACHINE, coefficients=without))
-        assert mine.seconds(work) > 1.1 * plain.seconds(work)
+        assert step_costs.seconds(work) > 1.1 * plain.seconds(work)
     lines = [line for line in accuracy.decodes() if line.file == "deepseek-v2-lite"]
     assert max(abs(line.error) for line in lines) < 0.05
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4096), st.integers(1, 512), st.floats(1.01, 3))
 def test_more_work_takes_longer_and_more_bandwidth_less(tp, pp, tokens, rows, factor):
-    mine = costs(tp=tp, pp=pp)
+    step_costs = costs(tp=tp, pp=pp)
     work = Work(tokens, rows, rows * 500.0, 100.0)
-    base = mine.seconds(work)
-    assert mine.seconds(replace(work, tokens=2 * tokens)) >= base
-    assert mine.seconds(replace(work, kv_tokens=work.kv_tokens * factor)) > base
+    base = step_costs.seconds(work)
+    assert step_costs.seconds(replace(work, tokens=2 * tokens)) >= base
+    assert step_costs.seconds(replace(work, kv_tokens=work.kv_tokens * factor)) > base
     faster = replace(MACHINE, memory=factor)
     assert costs(tp=tp, pp=pp, machine=faster).seconds(work) < base
 
@@ -88,10 +88,10 @@ def test_no_step_is_faster_than_reading_its_weights():
 
 
 def test_experts_are_read_as_far_as_tokens_reach_them():
-    mine = costs("qwen3-235b-a22b", tp=2)
-    one, many = mine.seconds(Work(1, 1)), mine.seconds(Work(64, 64))
+    step_costs = costs("qwen3-235b-a22b", tp=2)
+    one, many = step_costs.seconds(Work(1, 1)), step_costs.seconds(Work(64, 64))
     assert 4 < many / one < 30
-    assert mine.label == "table"
+    assert step_costs.label == "table"
     assert costs("qwen3-235b-a22b", tp=2, ep=2).label == costs("gpt-oss-120b", tp=1).label == "estimated"
 
 
@@ -115,11 +115,13 @@ def test_at_full_clocks_only_arithmetic_is_faster():
 
 def test_the_power_limit_binds_where_it_is_low():
     l4, h200 = catalogue.gpu("L4"), catalogue.gpu("H200")
-    found = cost.coefficients_for(h200)[0]
-    assert cost._reached_flops(h200, found, True, found.e_flops) < found.e_flops * h200.flops("fp8")
-    assert cost._reached_flops(l4, found, True, found.e_flops) < 0.6 * l4.flops("fp8")
+    coefficients = cost.coefficients_for(h200)[0]
+    assert cost._reached_flops(h200, coefficients, True, coefficients.e_flops) < coefficients.e_flops * h200.flops("fp8")
+    assert cost._reached_flops(l4, coefficients, True, coefficients.e_flops) < 0.6 * l4.flops("fp8")
     a100 = catalogue.gpu("A100-80")
-    assert cost._reached_flops(a100, found, True, found.e_flops) == cost._reached_flops(a100, found, False, found.e_flops)
+    assert cost._reached_flops(a100, coefficients, True, coefficients.e_flops) == cost._reached_flops(
+        a100, coefficients, False, coefficients.e_flops
+    )
 
 
 def test_what_is_known_of_a_class():
@@ -131,9 +133,9 @@ def test_what_is_known_of_a_class():
 
 
 def test_an_eager_step_waits_for_the_host():
-    mine = costs(tp=8)
-    assert mine.seconds(Work(2100, 1, eager=True)) >= 80 * mine.machine.coefficients.c_eager * 1e-6
-    assert mine.seconds(Work(2100, 1)) < mine.seconds(Work(2100, 1, eager=True))
+    step_costs = costs(tp=8)
+    assert step_costs.seconds(Work(2100, 1, eager=True)) >= 80 * step_costs.machine.coefficients.c_eager * 1e-6
+    assert step_costs.seconds(Work(2100, 1)) < step_costs.seconds(Work(2100, 1, eager=True))
 
 
 @pytest.mark.parametrize("name", ["collectives", "coefficients"])

@@ -14,7 +14,7 @@ from phalanx.plan import explain, search, subject
 from phalanx.plan.search import PlanRequest
 
 
-def made(model="llama-3-70b", gpu="H100", nodes=2, **options):
+def planned(model="llama-3-70b", gpu="H100", nodes=2, **options):
     shape, machine = subject.shape_for(model), subject.machine_for(gpu, nodes=nodes)[0]
     request = PlanRequest(**{"dtype": "fp8", "kv_cache_dtype": "fp8", **options})
     return model, shape, machine, request, search.search(shape, machine, request)
@@ -22,8 +22,8 @@ def made(model="llama-3-70b", gpu="H100", nodes=2, **options):
 
 @pytest.mark.parametrize("model", ["llama-3-70b", "mixtral-8x22b"])
 def test_command_and_yaml_are_the_plans_options(model, tmp_path):
-    name, _, machine, request, found = made(model)
-    for plan in found.plans:
+    name, _, machine, request, result = planned(model)
+    for plan in result.plans:
         words = shlex.split(explain.command(name, machine, request, plan)[0])
         assert words[:3] == ["phalanx", "serve", model]
         flags = {words[at].removeprefix("--"): words[at + 1] for at in range(3, len(words), 2)}
@@ -41,21 +41,21 @@ def test_command_and_yaml_are_the_plans_options(model, tmp_path):
 
 
 def test_the_text_has_the_tree_the_plans_and_the_reasons():
-    model, shape, machine, request, found = made()
-    text = explain.text(model, shape, machine, request, found)
+    model, shape, machine, request, result = planned()
+    text = explain.text(model, shape, machine, request, result)
     assert "  -> under 80 GB: tp 2 or 4 in one node" in text
-    assert f"chosen: {found.plans[0].layout.name}" in text
+    assert f"chosen: {result.plans[0].layout.name}" in text
     assert "tp 16 spans nodes: 160 all-reduces a token over 50 GB/s" in text
-    for plan in found.plans:
+    for plan in result.plans:
         assert f"{plan.kv_tokens:,}" in text
     assert text.count("derived") >= 2
 
 
 def test_json_has_every_layout_in_the_form_for_programs():
-    model, _, machine, request, found = made()
-    document = json.loads(json.dumps(explain.as_json(model, machine, request, found)))
-    assert len(document["plans"]) == len(found.plans)
-    assert len(document["rejected"]) == len(found.rejected)
+    model, _, machine, request, result = planned()
+    document = json.loads(json.dumps(explain.as_json(model, machine, request, result)))
+    assert len(document["plans"]) == len(result.plans)
+    assert len(document["rejected"]) == len(result.rejected)
     assert all(isinstance(plan["range_checked"], bool) for plan in document["plans"])
     assert "as many replicas as the GPUs hold" in document["replicas"]
     for plan in document["plans"]:
@@ -64,8 +64,8 @@ def test_json_has_every_layout_in_the_form_for_programs():
             figure = plan[name]
             assert set(figure) == {"value", "low", "high", "label"}
             assert figure["low"] < figure["value"] < figure["high"]
-        held = plan["bytes_per_gpu"]
-        assert sum(held[kind] for kind in ("weights", "activations_and_context", "graphs", "kv", "unused")) == held["capacity"]
+        sizes = plan["bytes_per_gpu"]
+        assert sum(sizes[kind] for kind in ("weights", "activations_and_context", "graphs", "kv", "unused")) == sizes["capacity"]
     assert all(set(each) == {"layout", "reason"} and each["reason"] for each in document["rejected"])
 
 

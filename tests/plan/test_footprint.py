@@ -17,9 +17,9 @@ WITH_BYTES = [start for start in starts() if start.bytes]
 @pytest.mark.parametrize("start", WITH_BYTES, ids=lambda s: f"{s.file} tp{s.tp} pp{s.pp}")
 def test_weights_are_those_of_the_start_to_the_byte(start):
     shape = shape_of(known(start.model))
-    held = footprint.weight_bytes(shape, start.dtype, start.split)
+    weights = footprint.weight_bytes(shape, start.dtype, start.split)
     for rank, kinds in start.bytes.items():
-        assert kinds["weights"] == held[int(rank) // start.tp]
+        assert kinds["weights"] == weights[int(rank) // start.tp]
 
 
 def test_kv_tokens_are_never_above_a_start_and_within_a_percent_of_the_least():
@@ -45,15 +45,15 @@ def test_what_is_beside_weights_and_cache_grows_with_the_step_and_the_slots():
 
 def test_expert_parallelism_splits_experts_and_copies_the_rest():
     shape = shape_of(known("mixtral-8x22b"))
-    whole = footprint.weight_bytes(shape, "fp8", Split())[0]
+    unsplit = footprint.weight_bytes(shape, "fp8", Split())[0]
     inside, groups = (
         footprint.weight_bytes(shape, "fp8", Split(4, 1, 1, 4))[0],
         footprint.weight_bytes(shape, "fp8", Split(2, 1, 2))[0],
     )
     plain = footprint.weight_bytes(shape, "fp8", Split(4))[0]
     assert inside == pytest.approx(plain, rel=0.01)
-    assert plain < groups < whole / 2
-    assert whole / 1e9 == pytest.approx(141, abs=1)
+    assert plain < groups < unsplit / 2
+    assert unsplit / 1e9 == pytest.approx(141, abs=1)
 
 
 def test_each_copy_of_an_expert_takes_the_memory_of_an_expert():
@@ -64,5 +64,5 @@ def test_each_copy_of_an_expert_takes_the_memory_of_an_expert():
 
 
 def test_mxfp4_takes_four_and_a_quarter_bits():
-    held = footprint.weight_bytes(shape_of(known("gpt-oss-120b")), "bf16", Split())[0]
-    assert held / 1e9 == pytest.approx(65, abs=1)
+    weights = footprint.weight_bytes(shape_of(known("gpt-oss-120b")), "bf16", Split())[0]
+    assert weights / 1e9 == pytest.approx(65, abs=1)

@@ -30,19 +30,19 @@ def request(**options):
 
 
 def test_every_layout_of_sixteen_gpus_is_a_plan_or_rejected():
-    found = search.search(LLAMA, machine(nodes=2), request())
-    names = [plan.layout for plan in found.plans] + [each.layout for each in found.rejected]
+    result = search.search(LLAMA, machine(nodes=2), request())
+    names = [plan.layout for plan in result.plans] + [each.layout for each in result.rejected]
     assert len(set(names)) == len(names)
     for tp, pp in ((1, 1), (8, 1), (4, 2), (8, 2), (2, 8), (16, 1)):
         assert PlannedLayout(tp, pp, 1, 16 // (tp * pp)) in names
-    assert all(plan.layout.gpus <= 16 for plan in found.plans)
-    rates = [plan.output_tokens_per_second.value for plan in found.plans]
+    assert all(plan.layout.gpus <= 16 for plan in result.plans)
+    rates = [plan.output_tokens_per_second.value for plan in result.plans]
     assert rates == sorted(rates, reverse=True)
 
 
 def test_tensor_parallelism_over_nodes_is_rejected_by_its_all_reduces():
-    found = search.search(LLAMA, machine(nodes=2, network="ib-hdr"), request())
-    reason = next(each.reason for each in found.rejected if each.layout.tp == 16)
+    result = search.search(LLAMA, machine(nodes=2, network="ib-hdr"), request())
+    reason = next(each.reason for each in result.rejected if each.layout.tp == 16)
     assert reason == "tp 16 spans nodes: 160 all-reduces a token over 25 GB/s"
 
 
@@ -54,10 +54,10 @@ def test_memory_is_the_reason_where_it_binds():
 
 
 def test_experts_both_ways():
-    found = search.search(MIXTRAL, machine("H200"), request())
-    layouts = {(plan.layout.tp, plan.layout.ep, plan.layout.moe_ep) for plan in found.plans}
+    result = search.search(MIXTRAL, machine("H200"), request())
+    layouts = {(plan.layout.tp, plan.layout.ep, plan.layout.moe_ep) for plan in result.plans}
     assert {(4, 2, 1), (2, 4, 1), (8, 1, 8), (4, 1, 2)} <= layouts
-    for plan in found.plans:  # groups of ep are in no fit; experts inside the tensor-parallel group are
+    for plan in result.plans:  # groups of ep are in no fit; experts inside the tensor-parallel group are
         assert (plan.output_tokens_per_second.label == "estimated") == (plan.layout.ep > 1), plan.layout
     assert not any(plan.layout.ep > 1 for plan in search.search(LLAMA, machine(), request()).plans)
 
@@ -77,9 +77,9 @@ def test_copies_of_experts_cost_their_memory():
 
 
 def test_copies_need_ranks_that_hold_whole_experts():
-    found = search.search(MIXTRAL, machine("H200"), request(redundant_experts=8))
-    assert {plan.layout.moe_ep for plan in found.plans} == {2, 4, 8}
-    reasons = {each.layout.moe_ep: each.reason for each in found.rejected}
+    result = search.search(MIXTRAL, machine("H200"), request(redundant_experts=8))
+    assert {plan.layout.moe_ep for plan in result.plans} == {2, 4, 8}
+    reasons = {each.layout.moe_ep: each.reason for each in result.rejected}
     assert reasons[1].startswith("redundant_experts 8: only ranks of moe_ep above 1")
     three = search.examine(MIXTRAL, machine("H200"), request(), PlannedLayout(4, 1, 1, 2, moe_ep=4, redundant=3))
     assert three.reason == "redundant_experts 3 is no multiple of moe_ep 4 up to 24"
@@ -104,23 +104,23 @@ def test_objectives_reject_and_say_by_how_much():
 
 def test_where_nothing_fits_the_nearest_changes_do_fit():
     shape, small = subject.shape_for("llama-3.1-405b"), machine(gpus_per_node=4)
-    found = search.search(shape, small, request(dtype="bf16", kv_cache_dtype="model"))
-    assert not found.plans
-    assert "short on each GPU" in found.changes[0]
-    assert "--dtype fp8 --gpus_per_node 8 would run as tp 8 pp 1" in found.changes
+    result = search.search(shape, small, request(dtype="bf16", kv_cache_dtype="model"))
+    assert not result.plans
+    assert "short on each GPU" in result.changes[0]
+    assert "--dtype fp8 --gpus_per_node 8 would run as tp 8 pp 1" in result.changes
     assert search.search(shape, machine(gpus_per_node=8), request(kv_cache_dtype="model")).plans
     with pytest.raises(CapacityError, match="no layout fits"):
-        search.require(found)
+        search.require(result)
 
 
 def test_the_longest_length_that_fits_is_one_that_fits():
     shape, alone = subject.shape_for("llama-3.1-8b"), machine("RTX-4090", gpus_per_node=1)
-    asked = request(dtype="bf16", kv_cache_dtype="model", isl=100_000, osl=1000, concurrency=1)
-    found = search.search(shape, alone, asked)
-    assert not found.plans
-    length = int(next(c for c in found.changes if c.startswith("requests of at most")).split()[4].replace(",", ""))
-    assert search.search(shape, alone, replace(asked, isl=length - 128, osl=128)).plans
-    assert not search.search(shape, alone, replace(asked, isl=length, osl=128)).plans
+    plan_request = request(dtype="bf16", kv_cache_dtype="model", isl=100_000, osl=1000, concurrency=1)
+    result = search.search(shape, alone, plan_request)
+    assert not result.plans
+    length = int(next(c for c in result.changes if c.startswith("requests of at most")).split()[4].replace(",", ""))
+    assert search.search(shape, alone, replace(plan_request, isl=length - 128, osl=128)).plans
+    assert not search.search(shape, alone, replace(plan_request, isl=length, osl=128)).plans
 
 
 def test_a_length_beyond_the_model_is_an_error():
@@ -128,9 +128,9 @@ def test_a_length_beyond_the_model_is_an_error():
         search.search(LLAMA, machine(), request(isl=8192, osl=8))
 
 
-def best(found, goal):
-    assert found.plans
-    plan = found.plans[0]
+def best(result, goal):
+    assert result.plans
+    plan = result.plans[0]
     return plan.output_tokens_per_second.value if goal == "throughput" else -plan.ms_per_token.value
 
 

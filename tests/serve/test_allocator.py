@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 from phalanx.serve.openai.body import LARGE_BYTES
-from tests.serve.test_app_worst_bodies import BODIES, TEMPLATE, _post, plain
 from tests.support.serve_processes import Served, fake_server, until
+from tests.support.serve_worst_bodies import BODIES, TEMPLATE, plain, post
 
 HOSTILE = (
     "token ids", "lists of token ids", "texts of prompts", "one text", "one escaped text",
@@ -22,7 +22,7 @@ MAX_GROWTH = 24 << 20
 
 def send(served: Served, name: str) -> None:
     path, body = BODIES[name]()
-    with _post(served, path, body) as connection:
+    with post(served, path, body) as connection:
         connection.recv(65536)
 
 
@@ -38,9 +38,9 @@ def test_memory_goes_back_after_hostile_bodies(tmp_path, tiny_model):
             children = server.children(recursive=True)
             return [child.memory_info().rss for child in children if child.cmdline()[0].strip() == "phalanx large bodies"]
 
-        with _post(served, "/v1/completions", plain()) as connection:
+        with post(served, "/v1/completions", plain()) as connection:
             connection.recv(65536)
-        with _post(served, "/v1/completions", plain(prompt="x" * 2 * LARGE_BYTES)) as connection:
+        with post(served, "/v1/completions", plain(prompt="x" * 2 * LARGE_BYTES)) as connection:
             connection.recv(65536)  # the first body for a process of its own
         level, most = memory(), 0
         (reader_level,) = readers()

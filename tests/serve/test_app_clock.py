@@ -76,8 +76,8 @@ def test_what_is_stored_expires_by_the_time_that_has_passed(served: Served) -> N
         assert answer.status_code == 200, answer.text
         path, early = f"/v1/responses/{answer.json()['id']}", 0
         end = time.monotonic()
-        while (asked := time.monotonic()) < begin + STORED_SECONDS - 0.5:
-            assert http.get(path).status_code == 200, f"expired after {asked - begin:.1f} s"
+        while (now := time.monotonic()) < begin + STORED_SECONDS - 0.5:
+            assert http.get(path).status_code == 200, f"expired after {now - begin:.1f} s"
             early += 1
             time.sleep(0.1)
         assert early > len(JUMPS)

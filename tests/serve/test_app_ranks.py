@@ -112,11 +112,11 @@ def test_seeds_and_n(client):
 
 
 def test_scores_of_a_prompt_are_those_of_its_completion(client):
-    made = complete(client, max_tokens=8, logprobs=0, extra_body={"ignore_eos": True}, prompt=[5, 6, 7])
+    completion = complete(client, max_tokens=8, logprobs=0, extra_body={"ignore_eos": True}, prompt=[5, 6, 7])
     with_tokens = complete(client, max_tokens=8, extra_body={"ignore_eos": True}, prompt=[5, 6, 7], logprobs=1, echo=True)
     scores = with_tokens.choices[0].logprobs.token_logprobs
     assert scores[0] is None
-    assert scores[3:] == pytest.approx(made.choices[0].logprobs.token_logprobs, abs=1e-4)
+    assert scores[3:] == pytest.approx(completion.choices[0].logprobs.token_logprobs, abs=1e-4)
     assert all(score < 0 for score in scores[1:])
 
 

@@ -18,7 +18,7 @@ import pytest
 from phalanx.serve.openai.body import MAX_BODY_BYTES
 from tests.serve.conftest import LENGTH
 from tests.support.serve_processes import Served, fake_server
-from tests.support.serve_worst_bodies import BODIES, FILLED_BODIES, PLAIN, TEMPLATE, Filled, fill, plain
+from tests.support.serve_worst_bodies import BODIES, FILLED_BODIES, PLAIN, TEMPLATE, Filled, fill, plain, post
 
 MAX_GAP_SECONDS = 0.1
 TRIES = 6
@@ -50,7 +50,7 @@ class Stream:
     def __init__(self, served: Served) -> None:
         self._served = served
         self.gap, self.ended = 0.0, False
-        self._connection = _post(served, PLAIN, plain(stream=True, max_tokens=LENGTH - 100, ignore_eos=True))
+        self._connection = post(served, PLAIN, plain(stream=True, max_tokens=LENGTH - 100, ignore_eos=True))
         self._connection.recv(65536)
         threading.Thread(target=self._measure, daemon=True).start()
 
@@ -69,20 +69,11 @@ class Stream:
         self._connection.close()
 
 
-def _post(served: Served, path: str, body: str) -> socket.socket:
-    content = body.encode()
-    connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
-    head = f"{'POST' if body else 'GET'} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(content)}\r\n\r\n"
-    connection.sendall(head.encode() + content)
-    return connection
-
-
 def gap_beside(served: Served, path: str, body: str) -> tuple[float, int]:
     """The longest gap of a stream beside this request, in seconds, and the status of the answer."""
     stream = Stream(served)
     try:
-        with _post(served, path, body) as connection:
+        with post(served, path, body) as connection:
             status = int(connection.recv(65536).split()[1])
             while connection.recv(1 << 20):
                 pass

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,10 +17,6 @@ from tests.support.serve_processes import MODEL, Served
 CHAT, PLAIN, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SIZE = MAX_BODY_BYTES - 2048
 STORED = 8
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
-)
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
@@ -182,3 +179,13 @@ def fill(served: Served) -> Filled:
         answer = http.post(RESPONSES, content=response(input=[*many, thoughts]))
         assert answer.status_code == 200, answer.text
     return Filled(items, answer.json()["id"])
+
+
+def post(served: Served, path: str, body: str) -> socket.socket:
+    """A connection on which the request was sent, and of whose answer nothing was read; without a body it is a GET."""
+    content = body.encode()
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
+    head = f"{'POST' if body else 'GET'} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection

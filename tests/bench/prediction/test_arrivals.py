@@ -51,17 +51,17 @@ def test_a_poisson_process_has_its_rate():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "reason"),
     [
         ("none.csv", None, "is not a file"), ("trace.txt", "x", "unknown form"), ("trace.csv", "a,b\n1,2\n", "cannot be read"),
         ("trace.csv", AZURE.splitlines()[0], "holds no requests"), ("trace.jsonl", '{"timestamp": 1}', "cannot be read"),
         ("trace.jsonl", json.dumps({**MOONCAKE[0], "hash_ids": [1]}), "1 hash ids for 600 tokens"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_named(tmp_path, name, content, said):
+def test_what_cannot_be_read_is_named(tmp_path, name, content, reason):
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=reason):
         of(tmp_path / name)
     for rate in ("0", "-1", "fast", "inf"):
         with pytest.raises(OptionError, match="no rate"):

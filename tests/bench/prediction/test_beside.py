@@ -29,8 +29,8 @@ def test_it_is_what_the_accuracy_command_says(monkeypatch):
     same = [r for r in rows() if r.model == "llama-3-70b" and r.tp == 4 and r.workload.name == "decode-64" and r.strategy == "AUTO"]
     name = next(r.name for r in same if r.bandwidth < 4385)
     line = next(each for each in accuracy.decodes() if each.what == name)
-    found = beside.predicted(MODEL, facts("cuda"), parse("decode-64"))
-    assert found["value"] == pytest.approx(line.predicted, rel=0.01)
+    prediction = beside.predicted(MODEL, facts("cuda"), parse("decode-64"))
+    assert prediction["value"] == pytest.approx(line.predicted, rel=0.01)
     batch = beside.predicted(MODEL, facts("cuda"), parse("batch-512x1000x1000"))
     assert batch["value"] == pytest.approx(10_413, rel=0.05)
     assert batch["label"] == "table"

@@ -26,8 +26,8 @@ def test_verified_plans_are_in_the_json_and_stdout_is_json_alone(capsys, tmp_pat
     run = json.loads((RESULTS / "plan_served_cpu.json").read_text())["runs"][0]
     monkeypatch.setattr(calibration, "folder", lambda: tmp_path)
     calibration.install("CPU", Coefficients.from_json(run["coefficients"]), {"gpu": run["gpu"]})
-    asked = ["plan", "demo", "--gpu", "cpu", "--dtype", "fp32", "--isl", "16", "--osl", "4", "--concurrency", "2"]
-    assert main([*asked, "--verify", "--verify_plans", "1", "--json", "-"]) == 0
+    words = ["plan", "demo", "--gpu", "cpu", "--dtype", "fp32", "--isl", "16", "--osl", "4", "--concurrency", "2"]
+    assert main([*words, "--verify", "--verify_plans", "1", "--json", "-"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["verified"]
     assert set(row["measured"]) == {"output_tokens_per_second", "ms_per_token", "ttft_ms", "kv_tokens"}
     # Two requests at once: the burst is their first token and three more steps, by the definitions of the plan.
@@ -45,16 +45,16 @@ def test_nothing_fits_is_status_2_with_the_nearest_change(capsys):
 
 def test_files_are_written_and_never_overwritten(tmp_path, capsys):
     files = ["--json", str(tmp_path / "plan.json"), "--yaml", str(tmp_path / "plan.yaml")]
-    asked = ["plan", "llama-3-8b", "--gpu", "L40S", "--isl", "512", "--osl", "128", *files]
-    assert main(asked) == 0
+    words = ["plan", "llama-3-8b", "--gpu", "L40S", "--isl", "512", "--osl", "128", *files]
+    assert main(words) == 0
     assert json.loads((tmp_path / "plan.json").read_text())["plans"]
     assert (tmp_path / "plan.yaml").read_text().startswith("model: llama-3-8b\n")
-    assert main(asked) == 2
+    assert main(words) == 2
     assert "a file is there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["plan", "llama-3-8b", "--gpu", "V100"], "gpu 'V100' is not in the catalogue"),
         (["plan", "llama-3-8b", "--gpu", "H100", "--goal", "glory"], "goal 'glory' is unknown"),
@@ -63,15 +63,15 @@ def test_files_are_written_and_never_overwritten(tmp_path, capsys):
         (["plan", "simulate", "burst", "--model", "llama-3-8b", "--gpu", "H100", "--replicas", "1001"], "give 1 to 1000"),
     ],
 )
-def test_errors_are_one_line_and_status_2(arguments, said, capsys):
+def test_errors_are_one_line_and_status_2(arguments, message, capsys):
     assert main(arguments) == 2
     err = capsys.readouterr().err.strip()
-    assert said in err
+    assert message in err
     assert "\n" not in err
 
 
 def test_a_simulation_and_its_fewest_replicas(tmp_path, capsys):
-    asked = [
+    words = [
         "plan",
         "simulate",
         "poisson:20",
@@ -87,11 +87,11 @@ def test_a_simulation_and_its_fewest_replicas(tmp_path, capsys):
         "60",
     ]
     objective = ["--slo_ttft", "150", "--slo_part", "0.9", "--find_replicas", "--gpu_hour", "2", "--json", str(tmp_path / "x.json")]
-    assert main([*asked, *objective]) == 0
-    found = json.loads((tmp_path / "x.json").read_text())
-    assert found["within_slo"] >= 0.9
-    assert found["asked"]["replicas"] >= 1
-    assert f"x {found['asked']['replicas']} replicas" in capsys.readouterr().out
+    assert main([*words, *objective]) == 0
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert report["within_slo"] >= 0.9
+    assert report["asked"]["replicas"] >= 1
+    assert f"x {report['asked']['replicas']} replicas" in capsys.readouterr().out
 
 
 def test_a_simulation_says_what_lies_before_the_engine(capsys):

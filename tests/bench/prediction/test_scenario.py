@@ -32,13 +32,13 @@ def test_percentiles_are_numpys():
 
 
 def test_the_fewest_replicas_hold_and_one_less_do_not():
-    mine, bounds = engine(), Bounds(ttft=0.3, tpot=0.02, part=0.95)
-    count = scenario.fewest_replicas(mine, ROWS, bounds)
+    replica, bounds = engine(), Bounds(ttft=0.3, tpot=0.02, part=0.95)
+    count = scenario.fewest_replicas(replica, ROWS, bounds)
     assert count > 1
-    held = [sum(map(bounds.holds, mine.run(ROWS, each).served)) / len(ROWS) for each in (count - 1, count)]
-    assert held[0] < 0.95 <= held[1]
+    parts = [sum(map(bounds.holds, replica.run(ROWS, each).served)) / len(ROWS) for each in (count - 1, count)]
+    assert parts[0] < 0.95 <= parts[1]
     looser = Bounds(ttft=0.6, tpot=0.04, part=0.9)
-    assert scenario.fewest_replicas(mine, ROWS, looser) <= count
+    assert scenario.fewest_replicas(replica, ROWS, looser) <= count
 
 
 def test_an_objective_that_no_number_holds_is_an_error(monkeypatch):
@@ -50,23 +50,23 @@ def test_an_objective_that_no_number_holds_is_an_error(monkeypatch):
 
 
 def test_the_report_adds_up(tmp_path):
-    found = scenario.document(engine(), ROWS, 2, Bounds(ttft=0.5), gpu_hour=3.6, trace="poisson:40", model="llama-3-8b")
-    assert found["completed"] == 300
-    assert found["asked"]["gpus"] == 2
-    spent = 3.6 / 3600 * 2 * found["seconds"]
-    assert found["cost_per_million_output_tokens"] == pytest.approx(spent / (300 * 100) * 1e6)
-    assert found["goodput_requests_per_second"] == pytest.approx(found["within_slo"] * 300 / found["seconds"])
+    report = scenario.document(engine(), ROWS, 2, Bounds(ttft=0.5), gpu_hour=3.6, trace="poisson:40", model="llama-3-8b")
+    assert report["completed"] == 300
+    assert report["asked"]["gpus"] == 2
+    spent = 3.6 / 3600 * 2 * report["seconds"]
+    assert report["cost_per_million_output_tokens"] == pytest.approx(spent / (300 * 100) * 1e6)
+    assert report["goodput_requests_per_second"] == pytest.approx(report["within_slo"] * 300 / report["seconds"])
     for name in ("ttft_ms", "tpot_ms", "e2e_ms", "queued_ms"):
-        spread = found[name]
+        spread = report[name]
         assert spread["p50"] <= spread["p90"] <= spread["p99"]
-    assert found["e2e_ms"]["mean"] == pytest.approx(found["ttft_ms"]["mean"] + 99 * found["tpot_ms"]["mean"])
-    text = scenario.text(found)
+    assert report["e2e_ms"]["mean"] == pytest.approx(report["ttft_ms"]["mean"] + 99 * report["tpot_ms"]["mean"])
+    text = scenario.text(report)
     assert "goodput" in text
     assert "per million output tokens" in text
-    scenario.draw(found, str(tmp_path / "latency.png"))
+    scenario.draw(report, str(tmp_path / "latency.png"))
     assert (tmp_path / "latency.png").stat().st_size > 5000
     with pytest.raises(OptionError, match="unknown kind"):
-        scenario.draw(found, str(tmp_path / "latency.xyz"))
+        scenario.draw(report, str(tmp_path / "latency.xyz"))
 
 
 def test_what_cannot_run_is_told_before_it_is_simulated():

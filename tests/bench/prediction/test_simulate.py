@@ -26,9 +26,9 @@ def costs(tp=4, pp=1):
     return Costs(SHAPE, "fp8", 1, Split(tp, pp), MACHINE)
 
 
-def options(**asked):
+def options(**changes):
     return SchedulerOptions(
-        **{"num_blocks": 20_000, "block_size": 16, "max_batch_size": 64, "max_num_tokens": 8192, "max_seq_len": 16384, **asked}
+        **{"num_blocks": 20_000, "block_size": 16, "max_batch_size": 64, "max_num_tokens": 8192, "max_seq_len": 16384, **changes}
     )
 
 
@@ -79,10 +79,10 @@ def test_prefix_hits_are_those_of_an_independent_count(tmp_path):
         rows.append({"timestamp": number, "input_length": length, "output_length": 1 + number % 4, "hash_ids": ids})
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found, asked = traces.counted(path)
+    hits, prompt_tokens = traces.counted(path)
     result = simulate.run(costs(), options(), arrivals.of(str(path), isl=0, osl=0, requests=0), concurrency=1)
-    assert found > 5000
-    assert (result.hits, result.queries) == (found, asked)
+    assert hits > 5000
+    assert (result.hits, result.queries) == (hits, prompt_tokens)
 
 
 def test_it_is_fast():
@@ -91,12 +91,12 @@ def test_it_is_fast():
 
 
 def test_one_request_takes_its_steps_one_after_the_other():
-    mine = costs()
-    served = simulate.run(mine, options(), [Arrival(5.0, 100, 3)]).served[0]
-    prompt = mine.without_power_limit.seconds(Work(128, 1, 0.0, 100 * 50.0))  # in a graph of 128, on a GPU that rested
+    step_costs = costs()
+    served = simulate.run(step_costs, options(), [Arrival(5.0, 100, 3)]).served[0]
+    prompt = step_costs.without_power_limit.seconds(Work(128, 1, 0.0, 100 * 50.0))  # in a graph of 128, on a GPU that rested
     assert (served.arrival, served.queued) == (5.0, 0.0)
     assert served.ttft == pytest.approx(prompt)
-    tokens = [mine.seconds(Work(1, 1, 100 + n)) for n in range(2)]
+    tokens = [step_costs.seconds(Work(1, 1, 100 + n)) for n in range(2)]
     assert served.e2e == pytest.approx(prompt + sum(tokens))
     assert served.tpot == pytest.approx(sum(tokens) / 2)
 

@@ -44,10 +44,10 @@ def test_splits_lose_nothing(name, tp):
         except LayoutError:
             assert shape.num_heads % tp or any(size % tp for size in tensor.shape)
             continue
-        whole = math.prod(tensor.shape)
-        assert whole / tp <= local <= whole
+        elements = math.prod(tensor.shape)
+        assert elements / tp <= local <= elements
         if tensor.split in ("column", "row", "heads") and not tensor.unit:
-            assert local * tp == whole
+            assert local * tp == elements
 
 
 def test_experts_that_tokens_reach():

@@ -22,8 +22,8 @@ def test_allowed_origins():
         assert "authorization" in answer.headers["access-control-allow-headers"]
         body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
         for headers, status in (({"Authorization": "Bearer k"}, 200), ({}, 401)):
-            asked = http.post("/v1/completions", json=body, headers={"Origin": ORIGIN, **headers})
-            assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (status, ORIGIN), (
+            response = http.post("/v1/completions", json=body, headers={"Origin": ORIGIN, **headers})
+            assert (response.status_code, response.headers["access-control-allow-origin"]) == (status, ORIGIN), (
                 "a page may read the error, too"
             )
         other = {**PREFLIGHT, "Origin": "https://evil.example.org"}
@@ -36,8 +36,8 @@ def test_any_origin_and_none():
         assert http.get("/v1/models", headers={"Origin": ORIGIN}).headers["access-control-allow-origin"] == "*"
         with http.stream(
             "POST", "/v1/completions", headers={"Origin": ORIGIN}, json={"model": MODEL, "prompt": "x", "stream": True}
-        ) as asked:
-            assert asked.headers["access-control-allow-origin"] == "*"
+        ) as stream:
+            assert stream.headers["access-control-allow-origin"] == "*"
     with live(Scripted("x")) as server, server.client() as http:
         assert http.options("/v1/chat/completions", headers=PREFLIGHT).status_code == 405
         assert "access-control-allow-origin" not in http.get("/live", headers={"Origin": ORIGIN}).headers

@@ -282,24 +282,26 @@ def test_refusals_and_reasoning_of_the_history(server, client):
     client.chat.completions.create(model=MODEL, messages=history, max_tokens=1)
     assert "<|assistant|>I will not.</s>\n<|assistant|>No.\nNever.</s>\n<|assistant|>yes</s>" in prompt_of(server)
     template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
-    with live(Scripted("x"), template=template) as other, other.openai() as asked:
+    with live(Scripted("x"), template=template) as other, other.openai() as other_client:
         for name in ("reasoning_content", "reasoning"):
-            asked.chat.completions.create(
+            other_client.chat.completions.create(
                 model=MODEL, messages=[{"role": "assistant", "content": "yes", name: "because"}], max_tokens=1
             )
             assert prompt_of(other) == "[because]yes"
     with live(Scripted("x"), template="{% for m in messages %}[{{ m.thinking }}]{{ m.content }}{% endfor %}") as other:
-        with other.openai() as asked:
-            asked.responses.create(model=MODEL, input=[THOUGHTS, {"role": "assistant", "content": "yes"}], max_output_tokens=1)
+        with other.openai() as other_client:
+            other_client.responses.create(
+                model=MODEL, input=[THOUGHTS, {"role": "assistant", "content": "yes"}], max_output_tokens=1
+            )
         assert prompt_of(other) == "[because]yes"
 
 
 def test_reasoning_effort_is_for_templates_that_read_it(server, client):
     template = "{{ reasoning_effort }}{% if enable_thinking is defined %} {{ enable_thinking }}{% endif %}{{ messages[0].content }}"
-    with live(Scripted("x"), template=template) as reader, reader.openai() as asked:
-        asked.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, reasoning_effort="low")
+    with live(Scripted("x"), template=template) as reader, reader.openai() as reader_client:
+        reader_client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, reasoning_effort="low")
         assert prompt_of(reader) == "lowWhat?"
-        asked.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, reasoning_effort="none")
+        reader_client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, reasoning_effort="none")
         assert prompt_of(reader) == "none FalseWhat?"
         assert "ChatRequest.reasoning_effort" not in reader.service.metrics.exposition()[0].decode()
     client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, reasoning_effort="low")

@@ -132,14 +132,14 @@ def test_a_slow_reader_holds_up_nobody():
             began = time.monotonic()
             assert client.completions.create(model=MODEL, prompt="x", max_tokens=20).usage.completion_tokens == 20
             assert time.monotonic() - began < 5
-        got = b""
+        received = b""
         slow.settimeout(10)
-        while b"[DONE]" not in got:
+        while b"[DONE]" not in received:
             piece = slow.recv(4096)
             assert piece
-            got += piece
+            received += piece
         slow.close()
-        assert got.count(b'"finish_reason":"length"') == 2
+        assert received.count(b'"finish_reason":"length"') == 2
 
 
 def test_an_engine_that_fails_in_mid_stream():

@@ -26,10 +26,10 @@ def tokenizer(request, tmp_path):
 def test_only_special_tokens_are_replaced(tokenizer):
     markers = Markers.of(tokenizer, ["[A]", "[AB]", "<plain>", "[none]"])
     assert set(markers.special) == {"[A]", "[AB]"}
-    seen = markers.encode("x[AB]y[A]<plain>[none]")
-    assert len(seen) == len("xy<plain>[none]") + 2
-    assert markers.decode(seen) == "x[AB]y[A]<plain>[none]"
-    assert markers.remove(seen) == "xy<plain>[none]"
+    encoded = markers.encode("x[AB]y[A]<plain>[none]")
+    assert len(encoded) == len("xy<plain>[none]") + 2
+    assert markers.decode(encoded) == "x[AB]y[A]<plain>[none]"
+    assert markers.remove(encoded) == "xy<plain>[none]"
     assert markers.formats("x[A]y") == [
         {"type": "const_string", "value": "x"}, {"type": "token", "token": tokenizer.backend.token_to_id("[A]")},
         {"type": "const_string", "value": "y"},

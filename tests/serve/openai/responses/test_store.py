@@ -48,8 +48,8 @@ def test_bytes_count_whole_conversations():
         store.put(one)
         before = one.conversation
     assert [name for items in one.conversation[-4:] for name in items.ids] == ["in_r48", "out_r48", "in_r49", "out_r49"]
-    held = sum(one.size for one in (store.get(f"r{i}") for i in range(50)) if one is not None)
-    assert held <= 20_000
+    total = sum(one.size for one in (store.get(f"r{i}") for i in range(50)) if one is not None)
+    assert total <= 20_000
     assert len(store) < 5
 
 
