@@ -57,7 +57,7 @@ class Cell:
 
     fusion: Fusion
     x: Tensor
-    fusion: ResidualRmsNorm | None
+    norm: ResidualRmsNorm | None
     expected: Tensor
 
     def differs(self, output: Tensor) -> str | None:
@@ -89,15 +89,15 @@ def ours(cell: Cell, groups: dict[str, Group]) -> Iterator[Candidate]:
     local = cell.x.clone()
 
     def fused(group: Group, x: Tensor) -> Tensor:
-        return group.all_reduce(x) if cell.fusion is None else group.all_reduce(x, cell.fusion)[0]
+        return group.all_reduce(x) if cell.norm is None else group.all_reduce(x, cell.norm)[0]
 
     def unfused(group: Group, x: Tensor) -> Tensor:
-        assert cell.fusion is not None
-        return finish(group.all_reduce(x), cell.fusion)[0]
+        assert cell.norm is not None
+        return finish(group.all_reduce(x), cell.norm)[0]
 
     for name, group in groups.items():
         yield Candidate(f"{OURS} {name}", partial(fused, group, local), partial(fused, group, cell.x.clone()))
-        if cell.fusion is not None and name != "AUTO":
+        if cell.norm is not None and name != "AUTO":
             yield Candidate(f"{OURS} {name}+UNFUSED", partial(unfused, group, local), partial(unfused, group, cell.x.clone()))
 
 
@@ -107,7 +107,7 @@ def of_torch(cell: Cell, group: dist.ProcessGroup, buffer: Tensor) -> Iterator[C
     symmetric = buffer[: cell.x.numel()].view_as(cell.x)
 
     def after(total: Tensor) -> Tensor:
-        return total if cell.fusion is None else finish(total, cell.fusion)[0]
+        return total if cell.norm is None else finish(total, cell.norm)[0]
 
     def nccl(x: Tensor) -> Tensor:
         dist.all_reduce(x, group=group)
@@ -130,7 +130,7 @@ def of_torch(cell: Cell, group: dist.ProcessGroup, buffer: Tensor) -> Iterator[C
         return output
 
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    behind = "" if cell.fusion is None else " + our norm"
+    behind = "" if cell.norm is None else " + our norm"
     yield Candidate(f"NCCL {version}{behind}", partial(nccl, zeros), lambda: nccl(cell.x.clone()))
     torches = f"torch {'.'.join(torch.__version__.split('.')[:2])} symm_mem"
     if cell.x.nbytes <= ONE_SHOT_BYTES:
@@ -166,7 +166,7 @@ class FlashInfer:
                 yield Candidate(f"FlashInfer {self.version} {shot} PDL{' early' if early else ''}", call, call)
 
     def _call(self, cell: Cell, one_shot: bool, early: bool) -> Callable[[], Tensor]:
-        patterns, x, norm = self._comm.AllReduceFusionPattern, cell.x, cell.fusion
+        patterns, x, norm = self._comm.AllReduceFusionPattern, cell.x, cell.norm
         fixed: dict[str, Any] = {
             "launch_with_pdl": True, "trigger_completion_at_end": not early, "use_oneshot": one_shot, "output": torch.empty_like(x),
         }  # fmt: skip

@@ -119,13 +119,13 @@ class Line:
 
     def __init__(self, *messages: object) -> None:
         self.messages = list(messages)
-        self.messages: list[object] = []
+        self.replies: list[object] = []
         self.patience: list[float | None] = []
         self.begun = self.finished = 0
         self.digest = bytes(16)
 
     def send(self, message: object) -> None:
-        self.messages.append(message)
+        self.replies.append(message)
 
     def receive(self, seconds: float | None = None) -> object:
         self.patience.append(seconds)
