@@ -248,12 +248,19 @@ class RankExecutor:
     def _own_place(self, message: protocol.RankToEngine) -> bool:
         """Whether the further numbers in a message fit its sender, which is known."""
         match message:
-            case protocol.RankExit() | protocol.Hello():
+            case protocol.RankExit():
                 return self._is_on(message.node, message.rank)
+            case protocol.Hello():
+                return self._may_be_on(message.node, message.rank)
             case protocol.RankReady():
-                return message.facts.rank == message.rank and self._is_on(message.facts.node, message.rank)
+                return message.facts.rank == message.rank and self._may_be_on(message.facts.node, message.rank)
             case _:
                 return True
+
+    def _may_be_on(self, node: int, rank: int) -> bool:
+        """A launcher that does not start ranks on this host chooses their hosts itself."""
+        chosen = rank in self._handles and not self._launcher.on_this_host
+        return chosen or self._is_on(node, rank)
 
     def _is_on(self, node: int, rank: int) -> bool:
         return 0 <= node < self._options.nnodes and rank in host_ranks(self._options, node).ranks

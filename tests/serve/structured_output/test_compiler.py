@@ -234,6 +234,7 @@ def test_a_process_that_ends_as_it_starts_is_an_error(tokenizer, monkeypatch):
     """It connects, and ends before it says where its tokenizer is: as with a full disk."""
 
     class Ended:
+        pid = 1 << 30  # of nobody
         alive = False
 
     def start(module, config, title):
