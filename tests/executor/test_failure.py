@@ -37,6 +37,22 @@ def test_the_report_that_says_most_is_the_cause(reports: list[FailureReport], be
     assert type(cause.error) is type(best.error)
 
 
+def test_the_end_of_a_rank_that_lost_its_peer_is_a_consequence() -> None:
+    """Whichever is heard of first: a better report, such as that of a lost node, is waited for."""
+    lost = from_rank_error(RankError(3, EngineError("rank 3 failed: connection closed by peer").to_wire(), consequence=True))
+    for reports in ([lost, ended(1)], [ended(1), lost]):
+        cause = root_cause(reports)
+        assert cause is not None
+        assert cause.evidence == Evidence.CONSEQUENCE
+    for code in (0, 1):
+        cause = root_cause([LOST, ended(code)])  # of another rank
+        assert cause is not None
+        assert cause.evidence == Evidence.ENDED
+    killed = root_cause([lost, ended(-signal.SIGKILL)])
+    assert killed is not None
+    assert killed.evidence == Evidence.KILLED
+
+
 def test_no_report_has_no_root_cause() -> None:
     assert root_cause([]) is None
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from phalanx.comm.launch import exit_words
@@ -24,15 +24,17 @@ class Evidence(IntEnum):
 
 @dataclass(frozen=True)
 class FailureReport:
-    """One thing that went wrong."""
+    """One thing that went wrong. rank: of which rank, where it is about one."""
 
     evidence: Evidence
     error: PhalanxError
+    rank: int | None = None
 
 
 def from_rank_error(message: RankError) -> FailureReport:
     """The report of an error that a rank sent."""
-    return FailureReport(Evidence.CONSEQUENCE if message.consequence else Evidence.CAUSE, PhalanxError.from_wire(message.error))
+    evidence = Evidence.CONSEQUENCE if message.consequence else Evidence.CAUSE
+    return FailureReport(evidence, PhalanxError.from_wire(message.error), message.rank)
 
 
 def from_exit(rank: int, code: int, *, where: str, doing: str) -> FailureReport:
@@ -43,7 +45,7 @@ def from_exit(rank: int, code: int, *, where: str, doing: str) -> FailureReport:
         -signal.SIGBUS: "often /dev/shm is too small: see df /dev/shm",
     }
     error = RankDied(f"rank {rank} ({where}) {exit_words(code)}", held=doing, next=hints.get(code, "see its log lines above"))
-    return FailureReport(Evidence.KILLED if killed else Evidence.ENDED, error)
+    return FailureReport(Evidence.KILLED if killed else Evidence.ENDED, error, rank)
 
 
 _SHOWN = 5  # differences of a host in one error
@@ -69,5 +71,13 @@ def require_equal_hosts(facts: dict[str, str], hello: NodeHello) -> None:
 
 
 def root_cause(reports: list[FailureReport]) -> FailureReport | None:
-    """The report with the strongest evidence; among equals the first."""
-    return max(reports, key=lambda report: report.evidence, default=None)
+    """The report with the strongest evidence; among equals the first. A rank that reports a lost peer and ends has ended because of
+    it: its end is no more than a consequence."""
+    lost_a_peer = {report.rank for report in reports if report.evidence == Evidence.CONSEQUENCE and report.rank is not None}
+
+    def strength(report: FailureReport) -> Evidence:
+        ended_for_it = report.evidence == Evidence.ENDED and report.rank in lost_a_peer
+        return Evidence.CONSEQUENCE if ended_for_it else report.evidence
+
+    best = max(reports, key=strength, default=None)
+    return None if best is None else replace(best, evidence=strength(best))

@@ -196,9 +196,7 @@ class RankExecutor:
         if self._nodes and now - self._last_node_heartbeat >= protocol.HEARTBEAT_SECONDS:
             self._last_node_heartbeat = now
             self._send_to_nodes(protocol.EngineHeartbeat())
-        if self._peers is not None and self._peers.closed():
-            self._heartbeats.connection_closed(now)
-        silent = self._heartbeats.first_silent(now)
+        silent = self._first_silent(now)
         if silent is not None:
             raise self._fail(silent)
         overdue = self._in_flight.overdue(now, self._options.step_timeout)
@@ -344,9 +342,14 @@ class RankExecutor:
                 return self._fail(best.error)
             self._wait(min(left, 0.1))
             self._receive_all()
-            silent = self._heartbeats.first_silent(time.monotonic())
+            silent = self._first_silent(time.monotonic())
             if silent is not None:
                 return self._fail(silent)
+
+    def _first_silent(self, now: float) -> PhalanxError | None:
+        if self._peers is not None and self._peers.closed():
+            self._heartbeats.connection_closed(now)
+        return self._heartbeats.first_silent(now)
 
     def _overdue(self, number: int, ranks: list[int]) -> RankStalled:
         # Each rank writes the stacks of its threads to its log, which show where it waits.
