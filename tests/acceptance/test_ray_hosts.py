@@ -25,6 +25,7 @@ import pytest
 from phalanx.deploy.ray_cluster import PLACEMENT_SECONDS
 from tests.support.documents import ROOT, blocks, printed_under
 from tests.support.namespaces import Namespaces, idle_percent, two_namespaces
+from tests.support.two_hosts import CLIENT, PORT, PROMPT
 
 pytestmark = [
     pytest.mark.root,
@@ -37,17 +38,7 @@ SERVE = (
     "serve", "demo", "--device", "cpu", "--tp_size", "2", "--pp_size", "2", "--num_workers", "2", "--max_seq_len", "512",
     "--kv_cache_bytes", str(1 << 26), "--seed", "3",
 )  # fmt: skip
-PROMPT, TOKENS, PORT = "Phalanx", 24, 8000
-# Runs inside a host: prints each event of a stream as it comes.
-CLIENT = """
-import json, sys, httpx
-body = {"model": "demo", "prompt": sys.argv[2], "max_tokens": int(sys.argv[3]), "ignore_eos": True, "temperature": 0,
-        "stream": True}
-with httpx.stream("POST", sys.argv[1] + "/v1/completions", json=body, timeout=60) as answer:
-    for line in answer.iter_lines():
-        if line:
-            print(line, flush=True)
-"""
+TOKENS = 24
 
 
 class RayHosts:
