@@ -36,15 +36,17 @@ def fma_bf16x2(a: int, b: int, c: int) -> int:
 
 
 def run(program: str, words: int, scales: int, selector: int) -> int:
-    """Register $0 after the program, with $1 = words, $2 = $3 = scales, and $4 = $5 = selector."""
-    registers = {"$1": words, "$2": scales, "$3": scales, "$4": selector, "$5": selector}
+    """Register $0 after the program, with $1 = words, $2 = $3 = scales, $4 = $5 = selector and $6 = SHIFT."""
+    from phalanx.kernels.moe.mxfp4 import SHIFT
+
+    registers = {"$1": words, "$2": scales, "$3": scales, "$4": selector, "$5": selector, "$6": SHIFT}
 
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
 
     operations = {
         "mov.b32": lambda a: a, "prmt.b32": prmt, "and.b32": lambda a, b: a & b, "shl.b32": lambda a, n: a << n & WORD,
-        "shr.b32": lambda a, n: a >> n, "mad.lo.u32": lambda a, b, c: a * b + c & WORD,
+        "shr.b32": lambda a, n: a >> n, "mad.lo.u32": lambda a, b, c: a * b + c & WORD, "mul.lo.u32": lambda a, b: a * b & WORD,
         "lop3.b32": lop3, "fma.rn.bf16x2": fma_bf16x2,
     }  # fmt: skip
     for line in re.findall(r"^([a-z0-9.]+ .*);$", program, re.MULTILINE):

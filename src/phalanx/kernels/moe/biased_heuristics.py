@@ -37,10 +37,12 @@ def _of_mxfp4(tokens: int, gated: bool, sm: int) -> tuple[int, int, int]:
     if tokens <= 16:
         return (32 if gated else 64), 2, 8
     if tokens <= 32:
-        return (64 if gated else 128), 4, 4
+        return (64 if gated else 128), 4, 3
     if tokens <= 64:
         return (64 if gated else 128), 8, 3
     if sm >= 100:
         # Triton 3.6 makes an empty kernel for Blackwell of 128 x 128 sums of products of 32 columns.
         return (32 if gated else 64), 4, 2
-    return (64 if gated and sm < 90 else 128), 8, 1  # before Hopper, registers hold no more
+    if sm >= 90:
+        return (128 if gated else 256), 8, 1
+    return (64 if gated else 128), 8, 1  # registers hold no more

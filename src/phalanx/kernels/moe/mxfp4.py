@@ -4,9 +4,10 @@
 """MXFP4 (OCP Microscaling formats 1.0) in registers: words of four e2m1 values as `packing.packed` arranges them, and e8m0 scales,
 one for 32 values.
 
-Widening is what a GEMM of few tokens spends its time on beside reading: each value takes two instructions here. A word's halves
-have the same place in two neighbouring words of a row, so that no value changes its half; one mask, at most two shifts and the
-product by the scale make two values.
+Widening is what a GEMM of few tokens spends its time on beside reading: each value takes less than two instructions here. A word's
+halves have the same place in two neighbouring words of a row, so that no value changes its half; masks, shifts and the product by
+the scale make two values. Masks and right shifts are issued every other cycle, as is what multiplies integers, in another pipe: so
+left shifts are multiplications, where that spares one of the former.
 
 The equivalent plain code is `reference.dequantize_mxfp4`; results are equal bit for bit."""
 
@@ -26,7 +27,7 @@ _TEMPLATE = """
 .reg .b32 sign, value, factor, zero;
 mov.b32 zero, 0;
 prmt.b32 factor, $2, zero, $4;
-mad.lo.u32 factor, factor, 0x80, 0x3F003F00;
+mad.lo.u32 factor, factor, $6, 0x3F003F00;
 mov.b32 zero, 0x80008000;
 {widen}
 fma.rn.bf16x2 $0, value, factor, zero;
@@ -45,6 +46,10 @@ def _widen(place: int) -> str:
     if sign == value:
         moved = shifted("value", value) if value else "mov.b32 value, $1;\n"
         return f"{moved}and.b32 value, value, 0x81C081C0;"
+    if sign > 0 and value > 0:  # both to the left: no two of the masked bits meet, so that one product shifts them
+        mask = (1 << SIGNS[place] | 7 << MAGNITUDES[place]) * 0x10001
+        moved = f"and.b32 value, $1, {mask};\nmul.lo.u32 value, value, {(1 << sign) + (1 << value)};\n"
+        return f"{moved}and.b32 value, value, 0x81C081C0;"
     return (
         f"{shifted('sign', sign)}{shifted('value', value)}and.b32 sign, sign, 0x80008000;\n"
         "lop3.b32 value, value, 0x01C001C0, sign, 0xEA;"
@@ -52,9 +57,12 @@ def _widen(place: int) -> str:
 
 
 WIDEN = [_TEMPLATE.format(widen=_widen(place)) for place in range(4)]
-"""Two words ($1), the scales of their row ($2 and $3: the same) and the selector of their block ($4 and $5: the same) to the values
-at one place of each, in bf16. The exponent's bias is 126 too large after the shifts, which the factor makes good: 2^(scale - 1),
-twice in 32 bits. Subnormals come out right by the product, too."""
+"""Two words ($1), the scales of their row ($2 and $3: the same), the selector of their block ($4 and $5: the same) and `SHIFT` ($6
+and $7) to the values at one place of each, in bf16. The exponent's bias is 126 too large after the shifts, which the factor makes
+good: 2^(scale - 1), twice in 32 bits. Subnormals come out right by the product, too."""
+
+SHIFT = 0x80
+"""Brings a scale to the exponent of bf16. A kernel loads it: the compiler makes a shift of a constant, in the busier pipe."""
 
 _WIDEN_0, _WIDEN_1, _WIDEN_2, _WIDEN_3 = (tl.constexpr(code) for code in WIDEN)
 
@@ -73,21 +81,21 @@ def _exponent(byte):
 
 
 @triton.jit
-def dequantized(words, scales, selectors, SM: tl.constexpr):
-    """words [R, 32] int16 of a row's 128 columns, scales [R] int32 of four scales each, the first in the lowest byte, selectors
-    [32] as of `selectors` -> four tensors [R, 32] in bf16, in the interpreter in fp32: of the columns `columns_at(0..3)`. Scales
-    are 128 at most."""
+def dequantized(words, scales, selectors, shift, SM: tl.constexpr):
+    """words [R, 32] int16 of a row's 128 columns, scales [R] int32 of four scales each, the first in the lowest byte; selectors
+    [32] and shift [1], the two parts of `selectors` -> four tensors [R, 32] in bf16, in the interpreter in fp32: of the columns
+    `columns_at(0..3)`. Scales are 128 at most."""
     scale, selector = tl.broadcast_to(scales[:, None], words.shape), tl.broadcast_to(selectors[None, :], words.shape)
     if SM == 0:
         in_32_bit, unit = words.to(tl.int32), _exponent((scale >> ((selector & 3) * 8)) & 0xFF)
         a, b = _plain(in_32_bit, SIGN_0, MAGNITUDE_0) * unit, _plain(in_32_bit, SIGN_1, MAGNITUDE_1) * unit
         c, d = _plain(in_32_bit, SIGN_2, MAGNITUDE_2) * unit, _plain(in_32_bit, SIGN_3, MAGNITUDE_3) * unit
     else:
-        at = [words, scale, selector]
-        a = tl.inline_asm_elementwise(_WIDEN_0, "=r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
-        b = tl.inline_asm_elementwise(_WIDEN_1, "=r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
-        c = tl.inline_asm_elementwise(_WIDEN_2, "=r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
-        d = tl.inline_asm_elementwise(_WIDEN_3, "=r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
+        at = [words, scale, selector, tl.broadcast_to(shift[None, :], words.shape)]
+        a = tl.inline_asm_elementwise(_WIDEN_0, "=r,r,r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
+        b = tl.inline_asm_elementwise(_WIDEN_1, "=r,r,r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
+        c = tl.inline_asm_elementwise(_WIDEN_2, "=r,r,r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
+        d = tl.inline_asm_elementwise(_WIDEN_3, "=r,r,r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
     return a, b, c, d
 
 
@@ -104,9 +112,9 @@ def columns_at(PLACE: tl.constexpr):
 
 @functools.cache
 def selectors(device: torch.device) -> Tensor:
-    """[32] int32: for each word of 128 columns, what brings the scale of its block, of four in 32 bits, to the low byte of both
-    halves of a register (`prmt`).
+    """[33] int32: for each word of 128 columns, what brings the scale of its block, of four in 32 bits, to the low byte of both
+    halves of a register (`prmt`); and `SHIFT`.
 
     A kernel loads them, although they follow from the column: what is made of loaded values only, the compiler computes where
     tensor cores want it. Otherwise widened weights go through shared memory once more."""
-    return torch.tensor([0x4040 + word // 8 * 0x0101 for word in range(32)], dtype=torch.int32, device=device)
+    return torch.tensor([*(0x4040 + word // 8 * 0x0101 for word in range(32)), SHIFT], dtype=torch.int32, device=device)
