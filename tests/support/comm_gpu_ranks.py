@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 def run(count: int, module: str, check: str) -> None:
     """One check of a module on so many ranks, in processes of their own: a rank that waits for ever ends with its test."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "-m", module, check]
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]  # standalone: on a port that is free
+    command = [sys.executable, "-m", *launch, "-m", module, check]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"ok {check}" in ran.stdout
