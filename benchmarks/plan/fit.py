@@ -44,10 +44,9 @@ FITTED = {
 """Coefficient -> the least that it may be, where the fit begins, the most."""
 ALONE = {"c_latent": ("latent", (0.0, 60.0)), "mxfp4": ("mxfp4", (1.0, 5.0))}
 """Coefficients of one kind of model, each fitted to the rows of its kind with all others fixed: kind, least and most."""
-MXFP4_PRESENT = 330 / 512
-"""Time of the present MXFP4 GEMM beside that of the one that gpt-oss was measured with: the first GEMM of a layer, 64 tokens, us
-(61f501c)."""
 LAYER_WEIGHT = 0.7
+LONG_STEP = 4096
+"""Tokens of a step whose GEMMs over experts compute rather than read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +216,9 @@ def machine(coefficients: Coefficients, bandwidth: float = REFERENCE_GBPS) -> Ma
 
 def predicted(row: Row, coefficients: Coefficients) -> float:
     """ms per token of a decode row."""
-    costs = costs_of(row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients, row.bandwidth, row.moe_ep)
+    costs = costs_of(
+        row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients, row.bandwidth, row.moe_ep, row.ep
+    )
     context = row.workload.input_len + row.workload.output_len / 2
     return 1e3 * burst.decode_round(costs, row.workload.requests, context, row.max_batch_size)
 
@@ -236,11 +237,11 @@ def predicted_layer(layer: Layer, coefficients: Coefficients) -> float:
 
 def costs_of(
     model: str, dtype: str, kv_fp8: bool, tp: int, pp: int, strategy: str, coefficients: Coefficients,
-    bandwidth: float = REFERENCE_GBPS, moe_ep: int = 1,
+    bandwidth: float = REFERENCE_GBPS, moe_ep: int = 1, ep: int = 1,
 ) -> Costs:  # fmt: skip
     config = known(model)
     assert config is not None
-    return Costs(shape_of(config), dtype, 1 if kv_fp8 else 2, Split(tp, pp, 1, moe_ep), machine(coefficients, bandwidth), strategy)
+    return Costs(shape_of(config), dtype, 1 if kv_fp8 else 2, Split(tp, pp, ep, moe_ep), machine(coefficients, bandwidth), strategy)
 
 
 def fit(
@@ -281,10 +282,21 @@ def fit_alone(name: str, chosen: Sequence[Row], values: dict[str, float]) -> flo
     return round(float(minimize_scalar(loss, bounds=bounds, method="bounded").x), 4)
 
 
+def mxfp4_flops(values: dict[str, float]) -> float:
+    """`mxfp4_flops` by which the experts of one layer of gpt-oss-120b take as long as they do for LONG_STEP tokens."""
+    measured = json.loads((RESULTS / "kernels_biased_gemm.json").read_text(encoding="utf-8"))["gpt-oss-120b mxfp4"]
+
+    def miss(value: float) -> float:
+        now = Coefficients.from_json({**values, "mxfp4_flops": value})
+        costs = costs_of("gpt-oss-120b", "bf16", False, 1, 1, "AUTO", now)
+        return abs(math.log(costs.experts_seconds(LONG_STEP) * 1e6 / measured[str(LONG_STEP)][0]))
+
+    return round(float(minimize_scalar(miss, bounds=(1.0, 5.0), method="bounded").x), 4)
+
+
 def fitted_rows() -> list[Row]:
-    """Decode rows of present kernels that are not held out, and those of an older MXFP4 GEMM, which have a coefficient alone."""
-    decodes = [row for row in rows() if row.kind == "decode" and row.file not in HELD_OUT]
-    return [row for row in decodes if not row.older_kernel or kind(row) == "mxfp4"]
+    """Decode rows that the coefficients describe and that are not held out."""
+    return [row for row in rows() if row.kind == "decode" and row.file not in HELD_OUT and not row.unlike]
 
 
 def kind(row: Row) -> search.Kind:
@@ -398,9 +410,10 @@ def beside_kv(start: Start) -> tuple[float, float, list[float]]:
     return taken - captured, 0.01 * cache, footprint.overhead_features(shape, split, start.max_num_tokens)
 
 
-UNKNOWN = {"latent": 0.35, "mxfp4": 0.55}
-"""Half widths of kinds with one model, whose rows cannot be left out of a fit: the errors of the predictions that were made before
-any of the kind was measured (plan_predictions_measured.json: 33 and 51 percent of ms per token)."""
+ONE_MODEL = {"latent": {"layout": 0.35, "model": 0.35}, "mxfp4": {"layout": 0.17, "model": 0.55}}
+"""Half widths of kinds with one model, whose rows cannot be left out of a fit: the largest errors of predictions that were
+committed before the figures (plan_predictions*_measured.json). model: of those made before any of the kind was measured (33 and 51
+percent); layout: of those made once other rows of the model were (34 and 17)."""
 
 
 def intervals(rows_of: Sequence[dict[str, Any]], contexts: Sequence[float]) -> dict[str, Any]:
@@ -414,7 +427,7 @@ def intervals(rows_of: Sequence[dict[str, Any]], contexts: Sequence[float]) -> d
     shared = {part: half_width([row[f"{part}_left_out"] for row in rows_of]) for part in parts}
     kinds = {"dense": shared, "experts": shared}
     kinds["contexts"] = dict.fromkeys(parts, max(half_width(contexts), shared["model"]))
-    kinds |= {name: dict.fromkeys(parts, width) for name, width in UNKNOWN.items()}
+    kinds |= ONE_MODEL
     models = {(shape_of(known(row.model) or {}).hidden_size, shape_of(known(row.model) or {}).num_layers) for row in fitted_rows()}
     return {
         "kinds": kinds,
@@ -484,12 +497,12 @@ def main() -> int:
     alone = {name: [row for row in every if kind(row) == of_kind] for name, (of_kind, _) in ALONE.items()}
     decodes = [row for row in every if kind(row) not in ("latent", "mxfp4")]
     common = fit(decodes, layer_rows, base)
+    common["mxfp4_flops"] = mxfp4_flops(common)
     values = {**common, **{name: fit_alone(name, chosen, common) for name, chosen in alone.items()}}
     print(values)
     show(every, layer_rows, values)
     print("of latent attention", summary(errors(alone["c_latent"], values)))
-    print("of MXFP4, the older GEMM", summary(errors(alone["mxfp4"], values)))
-    values["mxfp4"] = round(max(values["mxfp4"] * MXFP4_PRESENT, 1.0), 4)
+    print("of MXFP4", summary(errors(alone["mxfp4"], values)))
     groups: dict[str, Callable[[Row], object]] = {"model": lambda r: r.model, "layout": lambda r: (r.tp, r.pp)}
     without_group = {name: leave_out(decodes, layer_rows, base, common, group) for name, group in groups.items()}
     now = Coefficients.from_json(values)

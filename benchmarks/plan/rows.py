@@ -46,26 +46,27 @@ class Row:
     kv_tokens: int = 0
     bandwidth: float = REFERENCE_GBPS
     moe_ep: int = 1
+    ep: int = 1
 
     @property
     def kind(self) -> Kind:
         return self.workload.kind
 
     @property
-    def older_kernel(self) -> str:
-        """Why the row is of an older kernel than the coefficients describe; empty for a row of the present ones."""
-        if self.model == "gpt-oss-120b":
-            return "the GEMM over experts in MXFP4 has been rewritten since"
+    def unlike(self) -> str:
+        """Why the coefficients do not describe the row: that it is of an older kernel, or of no decodes alone; else empty."""
         if self.kind == "batch" and self.commit == "af61857":
             return "the grouped GEMM of 512 tokens took 577 us a layer of Mixtral-8x7B then, and 469 since 2b5ea0a"
-        if "_contexts" in self.file and self.workload.input_len >= 8192:
+        if self.kind == "decode" and self.workload.requests * self.workload.input_len > 8192 * self.workload.output_len // 2:
+            return "most tokens are decoded beside the prompts of other requests"
+        if self.file.startswith("llama-3.1-8b_contexts") and self.workload.input_len >= 8192:
             return "decode attention of long rows is faster since 3a955f5"
         return ""
 
     @property
     def name(self) -> str:
         kv = " kv8" if self.kv_fp8 else ""
-        ep = f" moe_ep{self.moe_ep}" if self.moe_ep > 1 else ""
+        ep = (f" moe_ep{self.moe_ep}" if self.moe_ep > 1 else "") + (f" ep{self.ep}" if self.ep > 1 else "")
         return f"{self.model} {self.dtype}{kv} tp{self.tp} pp{self.pp}{ep} {self.strategy} {self.workload.name}"
 
 
@@ -86,10 +87,11 @@ class Start:
     bytes: dict[str, dict[str, int]]
     moe_ep: int = 1
     gpu: str = "H200"
+    ep: int = 1
 
     @property
     def split(self) -> Split:
-        return Split(self.tp, self.pp, 1, self.moe_ep)
+        return Split(self.tp, self.pp, self.ep, self.moe_ep)
 
 
 def _documents(folders: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -123,10 +125,11 @@ def engines(
 
 
 def rows() -> list[Row]:
-    """Every figure of every committed run of one replica on H200, but for skewed routing, which the cost model does not know."""
+    """Every figure of every committed run of one replica on H200, but for skewed routing and the all-to-all exchange of experts,
+    which the cost model does not know."""
     all_rows = []
     for name, options, engine, strategy, figures, bandwidth in engines():
-        if options.get("replicas", 1) > 1 or options.get("expert_traffic"):
+        if options.get("replicas", 1) > 1 or options.get("expert_traffic") or options.get("expert_exchange") == "ALL_TO_ALL":
             continue
         shape = {"shape_8b_http": "llama-3-8b"}.get(options["model"], options["model"])
         for figure in figures:
@@ -148,6 +151,7 @@ def rows() -> list[Row]:
                     engine["kv_tokens"],
                     bandwidth,
                     options.get("moe_expert_parallel_size", 1),
+                    options.get("expert_parallel_size", 1),
                 )
             )
     return all_rows + _printed()
@@ -191,6 +195,7 @@ def starts() -> list[Start]:
                 engine["rank_bytes"],
                 options.get("moe_expert_parallel_size", 1),
                 gpu,
+                options.get("expert_parallel_size", 1),
             )
         )
     again = json.loads((SERVING / "scaling_again.json").read_text(encoding="utf-8"))

@@ -20,8 +20,8 @@ class Coefficients:
     passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer whose kernels the host launches
     one by one, which a step without a graph takes at least. c_call: of another call of a layer's attention, where rows of other
     sizes have one of their own (on a CPU). c_latent: more of a chain for a layer with latent attention. e_kv_fp8 and e_prompt_fp8:
-    with an FP8 cache. e_bytes_16: of weights in 16 bit. mxfp4: times as long as reading them at e_experts do GEMMs over experts in
-    MXFP4 take, which widen their weights.
+    with an FP8 cache. e_bytes_16: of weights in 16 bit. mxfp4, mxfp4_flops: times as long as reading weights at e_experts, and as
+    computing at e_experts_flops, do GEMMs over experts in MXFP4 take, which widen their weights.
     ns_row, ns_long_row: of one row's attention, for each token of its context up to LONG_ROW and beyond. gemm_rs_hidden_part:
     of an all-reduce, what long steps hide, since GEMMs write into their owners' memory."""
 
@@ -52,6 +52,7 @@ class Coefficients:
     c_call: float
     c_latent: float = 0.0
     mxfp4: float = 1.0
+    mxfp4_flops: float = 1.0
 
     @classmethod
     def from_json(cls, values: dict[str, float]) -> Coefficients:

@@ -249,7 +249,9 @@ class Costs:
             nbytes = gemm.weight_bytes * _touched(experts, self.split.redundant, everywhere) / physical
             flops = gemm.flops * everywhere * experts.per_token / physical
             peak = _reached_flops(gpu, cs, gemm.fp8, cs.e_experts_flops)
-            part = cs.e_experts / (cs.mxfp4 if experts.mxfp4 else 1.0)
+            part = cs.e_experts
+            if experts.mxfp4:
+                part, peak = part / cs.mxfp4, peak / cs.mxfp4_flops
         else:
             nbytes, flops = float(gemm.weight_bytes), gemm.flops * tokens
             peak, part = _reached_flops(gpu, cs, gemm.fp8, cs.e_flops), cs.e_bytes if gemm.fp8 else cs.e_bytes_16
