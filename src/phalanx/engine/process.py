@@ -137,8 +137,8 @@ def _explained(error: PhalanxError, config: dict[str, Any]) -> PhalanxError:
 
 
 @dataclass(frozen=True)
-class RunningEngine:
-    """An engine that takes requests."""
+class EngineCore:
+    """A started engine: its executor, the scheduler sized by what the ranks report, and the facts that clients are told."""
 
     executor: Executor
     scheduler: StepScheduler[Any]
@@ -146,7 +146,7 @@ class RunningEngine:
     experts: ExpertLoads | None = None
 
 
-def start(config: dict[str, Any]) -> RunningEngine:
+def start(config: dict[str, Any]) -> EngineCore:
     """Resolve the options, start the ranks, and size the scheduler by what they report. Raises what prevents this."""
     phases = log.Phases(logger)
     given_options = EngineOptions.of(**config["options"])
@@ -186,7 +186,7 @@ def start(config: dict[str, Any]) -> RunningEngine:
     experts = None
     if shape.experts is not None and any(rank.moe_layers for rank in ranks):
         experts = ExpertLoads(ranks, shape.experts.count, redundant=options.redundant_experts, clock=time.monotonic)
-    return RunningEngine(executor, scheduler, facts, experts)
+    return EngineCore(executor, scheduler, facts, experts)
 
 
 def facts_line(facts: EngineFacts) -> str:

@@ -226,14 +226,14 @@ def simulate(
         max_seq_len=max_seq_len or min(longest, shape.max_positions),
     )  # fmt: skip
     frontend, frontend_source = scenario.frontend_of(machine, path_ms, event_us)
-    engine = scenario.Engine.of(
+    replica = scenario.ReplicaSpec.of(
         shape, machine, request, tp=tp_size, pp=pp_size, ep=ep_size, prefix_caching=prefix_caching, frontend=frontend
     )
     bounds = scenario.Bounds(request.slo_ttft, request.slo_tpot, slo_part)
     if find_replicas:
-        replicas = scenario.fewest_replicas(engine, trace_rows, bounds)
+        replicas = scenario.fewest_replicas(replica, trace_rows, bounds)
     document = scenario.document(
-        engine, trace_rows, replicas, bounds, concurrency=concurrency, gpu_hour=gpu_hour, trace=trace, model=model,
+        replica, trace_rows, replicas, bounds, concurrency=concurrency, gpu_hour=gpu_hour, trace=trace, model=model,
         frontend_source=frontend_source,
     )  # fmt: skip
     _give(document, scenario.text(document), json)
