@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from phalanx.config.dtypes import DTYPE_NAMES
+from phalanx.config.dtypes import DTYPE_SPELLINGS
 from phalanx.errors import OptionError, UnknownOption
 
 
 def _dtype_name(value: Any) -> Any:
-    return DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
+    return DTYPE_SPELLINGS.get(value, value) if isinstance(value, str) else value
 
 
 Dtype = Annotated[Literal["auto", "fp32", "fp16", "bf16", "fp8"], BeforeValidator(_dtype_name)]

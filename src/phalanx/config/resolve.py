@@ -17,7 +17,7 @@ CPU_KV_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedOptions:
     """Options without "auto": device, dtype, max_num_tokens and max_seq_len are set, and on CPU kv_cache_bytes.
 
     reasons: option -> "value: reason", for each value that was chosen here.
@@ -27,7 +27,7 @@ class Resolved:
     reasons: dict[str, str]
 
 
-def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> Resolved:
+def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> ResolvedOptions:
     """Choose the values that the user left open, for this model and a host with this number of GPUs.
 
     Raises OptionError or LayoutError for a max_seq_len beyond the model's, missing GPUs, a number of ranks that the number of nodes
@@ -50,7 +50,7 @@ def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> Resolved:
             chosen["kv_cache_bytes"] = CPU_KV_BYTES, "1 GiB per rank on CPU, where other processes use the free memory, too"
         if options.cuda_graphs:
             chosen["cuda_graphs"] = False, "not available on CPU"
-    return Resolved(
+    return ResolvedOptions(
         options.model_copy(update={name: value for name, (value, _) in chosen.items()}),
         {name: f"{value}: {why}" for name, (value, why) in chosen.items()},
     )

@@ -106,7 +106,7 @@ def monitor(
 
     if interval <= 0:
         raise OptionError(f"interval={interval:g} is no time", next="use a positive number of seconds")
-    with view.Watch(urls_of(url or ["http://localhost:8000"])) as watch:
+    with view.ServerWatch(urls_of(url or ["http://localhost:8000"])) as watch:
         if json is None and not once:
             view.live(watch, interval, _console())
             return

@@ -8,7 +8,7 @@ from phalanx.errors import OptionError
 from phalanx.hardware import probe
 from phalanx.log import get_logger
 from phalanx.plan import explain, search, subject
-from phalanx.plan.cost import Machine
+from phalanx.plan.cost import MachineModel
 from phalanx.plan.search import Plan, PlanRequest, SearchResult
 from phalanx.plan.shape import Shape
 
@@ -44,7 +44,7 @@ def planned(options: EngineOptions) -> EngineOptions:
     return choose(options, shape, machine)
 
 
-def choose(options: EngineOptions, shape: Shape, machine: Machine) -> EngineOptions:
+def choose(options: EngineOptions, shape: Shape, machine: MachineModel) -> EngineOptions:
     """The options of the best layout on the machine. Raises as `planned`."""
     request = request_of(options, shape)
     result = search.search(shape, machine, request)

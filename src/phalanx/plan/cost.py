@@ -43,7 +43,7 @@ LONG_STEP = 2048
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineModel:
     """Where a plan runs. network: between nodes; coefficients: of its class; memory: bandwidth beside that of the machines that
     these were fitted on, which differ by 3 percent. known: "measured" where the coefficients were fitted on
     this very GPU, "derived" for another of its generation, "estimated" beyond."""
@@ -122,7 +122,7 @@ class Costs:
     dtype: str
     kv_itemsize: int
     split: Split
-    machine: Machine
+    machine: MachineModel
     strategy: str = "AUTO"
     _fixed: dict[tuple[int, int, bool], tuple[float, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -305,7 +305,7 @@ def _head(shape: Shape) -> Any:
 
 @cache
 def _attention_seconds(
-    shape: Shape, dtype: str, kv_itemsize: int, split: Split, machine: Machine
+    shape: Shape, dtype: str, kv_itemsize: int, split: Split, machine: MachineModel
 ) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...]]:
     """Per stage: by window the layers that have it, and a layer's seconds for each cached token read; and for each pair of a
     prompt's token with a key."""

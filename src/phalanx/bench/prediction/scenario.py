@@ -16,7 +16,7 @@ from phalanx.engine.scheduler import SchedulerOptions
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.plan import footprint, search
 from phalanx.plan.coefficients import document as document_of_coefficients
-from phalanx.plan.cost import Costs, Machine
+from phalanx.plan.cost import Costs, MachineModel
 from phalanx.plan.search import PlannedLayout, PlanRequest, Rejected
 from phalanx.plan.shape import Shape
 
@@ -47,7 +47,7 @@ class ReplicaSpec:
 
     @classmethod
     def of(
-        cls, shape: Shape, machine: Machine, request: PlanRequest, *, tp: int, pp: int = 1, ep: int = 1,
+        cls, shape: Shape, machine: MachineModel, request: PlanRequest, *, tp: int, pp: int = 1, ep: int = 1,
         prefix_caching: bool = True, frontend: Frontend = NO_FRONTEND,
     ) -> ReplicaSpec:  # fmt: skip
         """Raises LayoutError for a layout that cannot be, CapacityError for one that does not fit."""
@@ -85,7 +85,7 @@ class ReplicaSpec:
         return simulate.run(self.costs, options, arrivals, replicas, concurrency, self.frontend)
 
 
-def frontend_of(machine: Machine, path_ms: float | None = None, event_us: float | None = None) -> tuple[Frontend, str]:
+def frontend_of(machine: MachineModel, path_ms: float | None = None, event_us: float | None = None) -> tuple[Frontend, str]:
     """What lies between a client and the engine, and where that is from: as given, else as it was measured on a server with GPUs or
     on one without. Raises OptionError for less than 0."""
     if min(path_ms or 0.0, event_us or 0.0) < 0:
