@@ -67,9 +67,14 @@ class MachineModel:
         return self.gpus_per_node * self.nodes
 
     @property
+    def device(self) -> str:
+        """As the option `device` of an engine there: "cuda" or "cpu"."""
+        return "cuda" if self.gpu.sm > 0 else "cpu"
+
+    @property
     def replays_graphs(self) -> bool:
         """Whether steps are replayed from CUDA graphs, and padded to their sizes: on GPUs, not on a CPU."""
-        return self.gpu.sm > 0
+        return self.device == "cuda"
 
 
 def coefficients_for(gpu: GpuSpec) -> tuple[Coefficients, Label]:

@@ -104,7 +104,7 @@ def layouts(
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
     request = request_of(
-        shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
+        shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
         slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len, redundant_experts=redundant_experts,
     )  # fmt: skip
@@ -144,12 +144,13 @@ def _write(document: dict[str, Any], json: str | None) -> None:
 
 
 def request_of(
-    shape: Any, *, dtype: str, kv_cache_dtype: str, isl: int, osl: int, concurrency: int, goal: str = "throughput",
+    shape: Any, device: str, *, dtype: str, kv_cache_dtype: str, isl: int, osl: int, concurrency: int, goal: str = "throughput",
     slo_ttft: float | None = None, slo_tpot: float | None = None, max_batch_size: int | None = None, max_num_tokens: int = 8192,
     max_seq_len: int | None = None, redundant_experts: int = 0,
 ) -> Any:  # fmt: skip
-    """What the flags ask for, with every auto settled. Raises OptionError."""
+    """What the flags ask for, with every "auto" replaced as an engine on this device ("cuda" or "cpu") does. Raises OptionError."""
     from phalanx.config.dtypes import parse_dtype
+    from phalanx.config.resolve import concrete_dtype, concrete_kv_cache_dtype
     from phalanx.plan.search import PlanRequest
 
     dtype = dtype if dtype in ("auto", "fp8") else parse_dtype(dtype)
@@ -162,12 +163,9 @@ def request_of(
     for name, number in (("isl", isl), ("osl", osl), ("concurrency", concurrency), ("max_num_tokens", max_num_tokens)):
         if number < 1:
             raise OptionError(f"{name}={number} is too small", next="give at least 1")
-    if dtype == "auto":
-        dtype = "bf16" if shape.dtype == "fp32" else shape.dtype
-    asks_fp8 = shape.quantization is not None and shape.quantization.kv
-    cache = ("fp8" if asks_fp8 else "model") if kv_cache_dtype == "auto" else kv_cache_dtype
     return PlanRequest(
-        dtype, cache, isl, osl, concurrency, goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
+        concrete_dtype(dtype, shape, device), concrete_kv_cache_dtype(kv_cache_dtype, shape), isl, osl, concurrency,
+        goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
         None if slo_tpot is None else slo_tpot / 1e3, max_batch_size, max_num_tokens, max_seq_len,
         redundant_experts=redundant_experts,
     )  # fmt: skip
@@ -221,7 +219,7 @@ def simulate(
     trace_rows = arrivals.paced(arrivals.of(trace, isl=isl, osl=osl, requests=requests, seed=seed), speed)
     longest = max(each.input_len + each.output_len for each in trace_rows)
     request = request_of(
-        shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
+        shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
         slo_tpot=slo_tpot, max_batch_size=max_batch_size or 256, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len or min(longest, shape.max_positions),
     )  # fmt: skip
