@@ -34,7 +34,7 @@ from phalanx.engine.messages import (
     Started,
     Stopped,
 )
-from phalanx.engine.process import _fit_length, _longer, facts_line
+from phalanx.engine.process import _fit_length, _length_hint, facts_line
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -95,7 +95,7 @@ def test_a_whole_life(engine: Callable[..., EngineProcess], tmp_path: Path) -> N
     assert (facts.vocab_size, facts.eos_token_ids, facts.max_seq_len, facts.layout) == (90, [3], 256, (2, 1, 1))
     assert (facts.dtype, facts.device, len(facts.ranks)) == ("fp32", "cpu", 2)
     assert set(facts.reasons) >= {"max_seq_len", "dtype", "max_num_tokens"}
-    assert facts.longer == "", "the model ends there"
+    assert facts.length_hint == "", "the model ends there"
     assert set(facts.phases) == {"read the model's shape", "start the ranks"}
     expected = fake_tokens([1, 2], SamplingParams(temperature=0), seed=0, vocab_size=90, count=1)
     assert process.hear(RequestUpdate).tokens == expected
@@ -111,7 +111,7 @@ def test_a_termination_signal_is_a_shutdown(engine: Callable[..., EngineProcess]
     facts = process.hear(Started).facts
     assert (facts.num_blocks, facts.vocab_size, facts.max_seq_len) == (4, 10, 64), "no longer than the cache"
     assert "the KV cache holds" in facts.reasons["max_seq_len"]
-    assert facts.longer == "give the KV cache more memory: raise kv_cache_bytes"
+    assert facts.length_hint == "give the KV cache more memory: raise kv_cache_bytes"
     process.child.process.send_signal(signal.SIGTERM)
     process.hear(Stopped)
     assert process.child.process.wait(20) == 0
@@ -166,7 +166,7 @@ def test_the_engine_ends_with_its_client(engine: Callable[..., EngineProcess]) -
 
 
 @pytest.mark.parametrize(
-    ("options", "length", "longer"),
+    ("options", "length", "hint"),
     [
         ({"device": "cuda", "max_seq_len": 256}, 96, "give the KV cache more memory: raise kv_cache_free_gpu_memory_fraction"),
         ({"device": "cuda", "max_seq_len": 256, "kv_cache_bytes": 9}, 96, "give the KV cache more memory: raise kv_cache_bytes"),
@@ -174,9 +174,9 @@ def test_the_engine_ends_with_its_client(engine: Callable[..., EngineProcess]) -
         ({"device": "cpu", "max_seq_len": 256}, 256, ""),
     ],
 )
-def test_what_lets_longer_requests_in(options: dict[str, Any], length: int, longer: str) -> None:
+def test_the_hint_says_what_raises_max_seq_len(options: dict[str, Any], length: int, hint: str) -> None:
     shape = SimpleNamespace(max_positions=256)
-    assert _longer(EngineOptions.of(model="none", **options), shape, length) == longer  # type: ignore[arg-type]
+    assert _length_hint(EngineOptions.of(model="none", **options), shape, length) == hint  # type: ignore[arg-type]
 
 
 def test_the_line_of_facts_has_the_numbers() -> None:
