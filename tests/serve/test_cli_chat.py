@@ -18,7 +18,7 @@ import pytest
 
 from phalanx import LLM, SamplingParams, cli
 from phalanx.engine.executor import FAKE_EXECUTOR
-from phalanx.serve.client import EngineClient
+from phalanx.serve.client import EngineProcessClient
 from tests.support.checkpoints import write_checkpoint
 from tests.support.serve_http_app import Scripted, live
 from tests.support.serve_output_checkpoints import OUTPUT_FAMILIES, tokenizer_of_family
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def fake_ranks(monkeypatch):
-    monkeypatch.setattr(EngineClient, "start", functools.partial(EngineClient.start, executor=FAKE_EXECUTOR))
+    monkeypatch.setattr(EngineProcessClient, "start", functools.partial(EngineProcessClient.start, executor=FAKE_EXECUTOR))
 
 
 def typed(monkeypatch, text):

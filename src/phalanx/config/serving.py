@@ -20,6 +20,8 @@ ToolCallParserName = Literal[
     "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v31", "gpt_oss"
 ]
 
+QUEUED_BATCHES = 8
+"""Batches of max_batch_size requests that may wait where max_num_queued_reqs is not set."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
 
 
@@ -65,8 +67,8 @@ class ServeOptions(BaseModel):
     max_num_queued_reqs: int | None = Field(
         None,
         ge=0,
-        description="Maximum number of requests that wait for a place in the batch; further ones get status 429. None: 8 x "
-        "max_batch_size.",
+        description="Maximum number of requests that wait for a place in the batch; further ones get status 429. "
+        f"None: {QUEUED_BATCHES} x max_batch_size.",
     )
     max_num_queued_tokens: int | None = Field(
         None,
