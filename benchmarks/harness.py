@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: a timer of CUDA graphs, the sizes of the GEMMs of published models, and one way to keep a figure.
+"""What the benchmarks share: a timer of CUDA graphs, compilation of kernels before they are timed, the sizes of the GEMMs of
+published models, and one way to keep a figure.
 
 Benchmarks are modules: run them from the repository's root as `python -m benchmarks.kernels.gemm`, with Phalanx installed or with
 PYTHONPATH=src. benchmarks/README.md lists them.
@@ -7,16 +8,18 @@ PYTHONPATH=src. benchmarks/README.md lists them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.bench import shapes
 from phalanx.config.model import ModelShape
 from phalanx.hardware import provenance
+from phalanx.hardware.probe import cores
 from phalanx.plan.shard import heads, in_runs
 
 if TYPE_CHECKING:
@@ -79,6 +82,26 @@ BIASED_EXPERT_SHAPES = {
     "gpt-oss-20b": _gpt_oss(32, 1),
 }  # fmt: skip
 
+# ---- compilation -----------------------------------------------------------------------------------------------------
+
+COMPILE_PROCESSES = max(1, cores() - 2)
+
+
+def compile_ahead(calls: Iterable[Callable[[], Any]], processes: int = COMPILE_PROCESSES) -> int:
+    """Compile the kernels of these calls into Triton's cache, in so many processes at once, without launching them: nothing is
+    compiled when something is timed. Returns how many had to be compiled. What fails here fails again where it is measured."""
+    from phalanx.kernels.compiling.ahead import ahead, can_compile_ahead
+
+    if not can_compile_ahead():
+        return 0
+    with ahead() as kernels:
+        for call in calls:
+            with contextlib.suppress(Exception):
+                call()
+        kernels.compile(processes, lambda *_: None)
+    return kernels.compiled
+
+
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
@@ -102,7 +125,7 @@ def graph_us(
             calls[0]()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")  # NCCL's watchdog and compiling threads go on meanwhile
+        graph.capture_begin(capture_error_mode="thread_local")  # NCCL's watchdog goes on meanwhile
         try:
             for call in calls:
                 call()

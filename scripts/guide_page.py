@@ -24,7 +24,7 @@ HEAD = """# Common deployment figures, by commands
 
 Examples, layouts and figures that are commonly given for inference on several GPUs (with `trtllm-serve` as the server), each as
 a command and what it prints. On this page "the guide" stands for them: they come without the GPU, the workload or the measurement.
-This page is written by `scripts/guide_page.py`, and a test holds it to what the commands print now. No GPU and no network is
+This page is written by `scripts/guide_page.py`, and a test compares it with what the commands print now. No GPU and no network is
 needed.
 
 A figure has a range and a label: `table` (a machine class that was measured: H200 with NVLink), `derived` (scaled from one),

@@ -24,7 +24,7 @@ BLOCK = 16
 
 
 @dataclass(frozen=True)
-class Machine:
+class StepTimes:
     """ms: base of a step, more for an eager one, per token computed, per KV token read; kv_tokens: what the cache holds."""
 
     base: float
@@ -38,10 +38,10 @@ class Machine:
 
 
 MACHINES = {
-    "70b fp8 tp4, bf16 KV": Machine(5.0, 3.0, 0.031, 2.0e-5, 1_250_000),
-    "70b fp8 tp2, bf16 KV": Machine(9.0, 3.0, 0.061, 3.9e-5, 530_000),
-    "70b fp8 tp2, fp8 KV": Machine(9.0, 3.0, 0.061, 2.0e-5, 1_060_000),
-    "8b bf16 tp1, bf16 KV": Machine(3.9, 2.0, 0.021, 3.1e-5, 810_000),
+    "70b fp8 tp4, bf16 KV": StepTimes(5.0, 3.0, 0.031, 2.0e-5, 1_250_000),
+    "70b fp8 tp2, bf16 KV": StepTimes(9.0, 3.0, 0.061, 3.9e-5, 530_000),
+    "70b fp8 tp2, fp8 KV": StepTimes(9.0, 3.0, 0.061, 2.0e-5, 1_060_000),
+    "8b bf16 tp1, bf16 KV": StepTimes(3.9, 2.0, 0.021, 3.1e-5, 810_000),
 }
 
 
@@ -58,7 +58,7 @@ class Run:
 
 
 def simulate(
-    machine: Machine, requests: int, input_len: int, output_len: Callable[[int], tuple[int, int]], *, ignore_eos: bool = True
+    machine: StepTimes, requests: int, input_len: int, output_len: Callable[[int], tuple[int, int]], *, ignore_eos: bool = True
 ) -> Run:
     """Queue all requests at once and run them to their ends. output_len(i): (max_tokens of request i, where it stops by itself)."""
     scheduler = Scheduler(

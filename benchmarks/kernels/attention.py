@@ -34,7 +34,6 @@ from benchmarks.kernels.attention_launches import (
     SCALES,
     WRONG,
     Candidate,
-    compile_ahead,
     line,
     seconds,
     tell_best,
@@ -119,7 +118,7 @@ def decode(arguments: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
     batches |= {batch: batch_lengths(batch) for batch in arguments.batches.split(",") if batch}
     workspace = SplitKvWorkspace(torch.device("cuda"))
     figures: dict[str, Any] = {}
-    compile_ahead(partial(decodes, pairs, arguments.kv.split(","), workspace, arguments.early))
+    harness.compile_ahead(decodes(pairs, arguments.kv.split(","), workspace, arguments.early))
     for kv in arguments.kv.split(","):
         memory = Memory(kv)
         for q_heads, kv_heads in pairs:

@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How launches of attention kernels are compiled ahead, timed, and reported."""
+"""How launches of attention kernels are timed and reported."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 from torch import Tensor
-from triton.runtime._async_compile import AsyncCompileMode
-from triton.runtime.jit import JITFunction
 
 from benchmarks import harness
 
@@ -26,21 +20,6 @@ SCALES = (0.25, 0.03)
 
 Candidate = Callable[[Tensor, Tensor], Tensor]
 """From keys and values to the output."""
-
-
-def compile_ahead(launches: Callable[[], Iterator[Callable[[], Any]]]) -> None:
-    """All at once: a launch only compiles its kernel here."""
-    begin = time.monotonic()
-
-    def ask(kernel: JITFunction[Any], grid: Any) -> Any:
-        return partial(kernel.run, grid=grid, warmup=True)
-
-    asking = mock.patch.object(JITFunction, "__getitem__", ask)
-    with ThreadPoolExecutor(14) as pool, asking, AsyncCompileMode(pool, ignore_errors=True):
-        for launch in launches():
-            with contextlib.suppress(Exception):  # said when it is measured
-                launch()
-    print(f"compiled in {time.monotonic() - begin:.1f} s", flush=True)
 
 
 def seconds(candidate: Candidate, copies: list[tuple[Tensor, Tensor]]) -> float:

@@ -19,7 +19,6 @@ from benchmarks.kernels.attention_launches import (
     PEER_BYTES,
     SCALES,
     WRONG,
-    compile_ahead,
     line,
     seconds,
     tell_best,
@@ -46,7 +45,7 @@ LAUNCHES = 4
 def prefill(arguments: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
     kinds, figures = arguments.kv.split(","), {}
     shapes = [tuple(map(int, f"{shape}+0".replace("x", "+").split("+")[:3])) for shape in arguments.shapes.split(",")]
-    compile_ahead(partial(prefills, pairs, kinds))
+    harness.compile_ahead(prefills(pairs, kinds))
     for kv in kinds:
         for q_heads, kv_heads in pairs:
             for rows, tokens, prior in shapes:

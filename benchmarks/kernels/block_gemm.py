@@ -21,7 +21,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -80,13 +79,13 @@ def main() -> int:
     parser.add_argument("--tokens", default="1,8,64,256,2048")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {"chosen_is": {}}
-    with ThreadPoolExecutor(12) as pool, mock.patch.object(gemm, "REPLAYS", REPLAYS):
+    with mock.patch.object(gemm, "REPLAYS", REPLAYS):
         for shape, tokens in product(arguments.shapes.split(","), map(int, arguments.tokens.split(","))):
             for name, size in SHAPES[shape].items():
                 title = f"{shape} {name} {size} T={tokens}"
                 p = make(tokens, size)
                 figures["chosen_is"][title] = chosen(tokens, size)
-                figures[title] = measure(pool, Case(p.weights, work(p), dict(candidates(p)))) | beside(p)
+                figures[title] = measure(Case(p.weights, work(p), dict(candidates(p)))) | beside(p)
                 tell(title, figures[title])
                 harness.write("kernels_block_gemm", figures, arguments.out)
     return 0

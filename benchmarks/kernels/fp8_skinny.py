@@ -8,8 +8,8 @@ chains: a layer's GEMMs with the kernels that read them, and between ranks one t
 tilings that `heuristics.select_fp8_skinny` selects; and by tilings picked one GEMM after another, each the one that makes the chain
 fastest, of those fastest alone. The difference between chosen and picked is what the heuristic costs.
 
-All in CUDA graphs, medians of 9 replays. A tiling is (rows, stages, programs, warps). Kernels are compiled first, in processes of
-their own, so that nothing else runs when something is timed.
+All in CUDA graphs, medians of 9 replays. A tiling is (rows, stages, programs, warps). Kernels are compiled first, so that nothing
+else runs when something is timed.
 
     python -m benchmarks.kernels.fp8_skinny --out DIR [--shapes tp4,tp2,tp1,8b] [--tokens 4,16,32,64] [--workers 14]
 """
@@ -17,11 +17,9 @@ their own, so that nothing else runs when something is timed.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +32,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from benchmarks import harness
 from benchmarks.kernels.gemm import UNIT, off, seconds
-from phalanx.hardware.probe import cores
 from phalanx.kernels import silu_mul_quant_fp8
 from phalanx.kernels.capabilities import gpu as gpu_of
 from phalanx.kernels.capabilities import sm_arch
@@ -80,14 +77,6 @@ class Job(NamedTuple):
     inputs: int
     tiling: SkinnyTiling
 
-    def constants(self) -> tuple[int, ...]:
-        """Jobs of the same ones run the same kernel."""
-        rows, stages, programs, warps = self.tiling
-        tile_rows, tile_columns = triton.cdiv(self.outputs, rows), triton.cdiv(self.inputs, heuristics.TILE_K)
-        tiles = tile_rows * tile_columns
-        in_parts = tiles % programs != 0 or tiles // programs % tile_columns != 0
-        return heuristics.tile_tokens(self.tokens), tile_columns, rows, stages, warps, in_parts
-
 
 class Cell(NamedTuple):
     """One GEMM alone, in microseconds. us: of the tilings that are right; failed: what is wrong with the others."""
@@ -121,7 +110,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--shapes", default="tp4,tp2,tp1,8b")
     parser.add_argument("--tokens", default="4,16,32,64")
-    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that compile")
+    parser.add_argument("--workers", type=int, default=harness.COMPILE_PROCESSES, help="processes that compile")
     arguments = parser.parse_args()
     gpu = torch.device("cuda", 0)
     if sm_arch(gpu) != 90:
@@ -134,7 +123,9 @@ def main() -> int:
         for size in SHAPES[shape].values()
         for tiling in tilings(tokens, *size, gpu_of(gpu).num_sms)
     ]
-    compile_ahead(jobs, arguments.workers)
+    begin = time.monotonic()
+    count = harness.compile_ahead(map(call_of, jobs), arguments.workers)
+    print(f"{count} kernels compiled in {time.monotonic() - begin:.1f} s", flush=True)
     memory, figures = Memory(), dict[str, Any](cells={}, chains={})
     for shape, tokens in plan:
         cells = {name: measured(memory, tokens, *size) for name, size in SHAPES[shape].items()}
@@ -184,27 +175,14 @@ def _evenly(along: int, deep: int, programs: int) -> int:
     return along * min(deep, programs // along)
 
 
-WORKERS = max(2, min(14, cores() - 2))
+def call_of(job: Job) -> Callable[[], Any]:
+    """The job's kernel, with operands of any content."""
 
-
-def compile_ahead(jobs: Collection[Job], workers: int = WORKERS) -> None:
-    """Into Triton's cache on disk, by running each kernel once in one of so many processes. A failure is reported where the kernel
-    is timed."""
-    begin, of_their_own = time.monotonic(), {job.constants(): job for job in jobs}
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        failures = [report for report in pool.map(run_once, of_their_own.values()) if report]
-    print(f"{len(of_their_own)} kernels compiled in {time.monotonic() - begin:.1f} s, {len(failures)} failed", flush=True)
-
-
-def run_once(job: Job) -> str:
-    """What went wrong."""
-    try:
+    def call() -> None:
         x, weight = (torch.empty(rows, job.inputs, dtype=FP8, device="cuda") for rows in (job.tokens, job.outputs))
         fp8_skinny_gemm(x, weight, job.tiling)
-        torch.cuda.synchronize()
-    except Exception as fault:
-        return f"{type(fault).__name__}: {fault}"
-    return ""
+
+    return call
 
 
 class Memory:

@@ -15,11 +15,9 @@ the weight that none is in a cache: median of 9 replays.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -29,8 +27,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.runtime._async_compile import AsyncCompileMode
-from triton.runtime.jit import JITFunction
 
 from benchmarks import harness
 from phalanx.kernels import reference
@@ -97,18 +93,17 @@ def main() -> int:
     arguments = parser.parse_args()
     tokens = [int(count) for count in arguments.tokens.split(",")]
     figures: dict[str, Any] = {}
-    with ThreadPoolExecutor(12) as pool:
-        for part in arguments.parts.split(","):
-            begin = time.monotonic()
-            for title, case in PARTS[part]([name for name in arguments.shapes.split(",") if name in SHAPES], tokens):
-                result = measure(pool, case)
-                figures.setdefault(part, {})[title] = result
-                print(f"{part:6} {title}")
-                for label, row in result.items():
-                    print(f"         {label:34} {f'{row[0]:9.2f} us {row[1]:7.3f}' if isinstance(row, list) else row}", flush=True)
-            figures.setdefault(part, {})["seconds"] = round(time.monotonic() - begin, 1)
-            harness.write("kernels_gemm", figures, arguments.out)
-            print(f"{part}: {figures[part]['seconds']} s", flush=True)
+    for part in arguments.parts.split(","):
+        begin = time.monotonic()
+        for title, case in PARTS[part]([name for name in arguments.shapes.split(",") if name in SHAPES], tokens):
+            result = measure(case)
+            figures.setdefault(part, {})[title] = result
+            print(f"{part:6} {title}")
+            for label, row in result.items():
+                print(f"         {label:34} {f'{row[0]:9.2f} us {row[1]:7.3f}' if isinstance(row, list) else row}", flush=True)
+        figures.setdefault(part, {})["seconds"] = round(time.monotonic() - begin, 1)
+        harness.write("kernels_gemm", figures, arguments.out)
+        print(f"{part}: {figures[part]['seconds']} s", flush=True)
     return 0
 
 
@@ -271,9 +266,9 @@ def sums(p: Gemm, weight: Tensor) -> Unscaled:
 UNIT = torch.ones((), device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def measure(pool: ThreadPoolExecutor, case: Case) -> dict[str, Any]:
+def measure(case: Case) -> dict[str, Any]:
     """Of each candidate: microseconds, TB/s or PFLOP/s, and the relative error; or what is wrong with it."""
-    compile_ahead(pool, case)
+    harness.compile_ahead(partial(candidate.act, case.tensors[0]) for candidate in case.candidates.values())
     result: dict[str, Any] = {}
     for label, candidate in case.candidates.items():
         try:
@@ -287,18 +282,6 @@ def measure(pool: ThreadPoolExecutor, case: Case) -> dict[str, Any]:
             result[label] = f"failed: {str(fault)[:120]}"
             torch.cuda.synchronize()
     return result
-
-
-def compile_ahead(pool: ThreadPoolExecutor, case: Case) -> None:
-    """All at once: a launch only compiles its kernel here."""
-
-    def ask(kernel: JITFunction[Any], grid: Any) -> Any:
-        return partial(kernel.run, grid=grid, warmup=True)
-
-    with mock.patch.object(JITFunction, "__getitem__", ask), AsyncCompileMode(pool, ignore_errors=True):
-        for candidate in case.candidates.values():
-            with contextlib.suppress(Exception):  # reported when it is measured
-                candidate.act(case.tensors[0])
 
 
 def off(result: Tensor, wanted: Tensor) -> float:

@@ -17,7 +17,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,12 +173,11 @@ def main() -> int:
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     begin = time.monotonic()
-    with ThreadPoolExecutor(12) as pool:
-        for title, case in cases(arguments.shapes.split(",")):
-            figures[title] = measure(pool, case)
-            print(title)
-            for label, row in figures[title].items():
-                print(f"  {label:34} {f'{row[0]:9.2f} us {row[1]:7.3f} TB/s' if isinstance(row, list) else row}", flush=True)
+    for title, case in cases(arguments.shapes.split(",")):
+        figures[title] = measure(case)
+        print(title)
+        for label, row in figures[title].items():
+            print(f"  {label:34} {f'{row[0]:9.2f} us {row[1]:7.3f} TB/s' if isinstance(row, list) else row}", flush=True)
     figures["seconds"] = round(time.monotonic() - begin, 1)
     print(f"{figures['seconds']} s, kept in {harness.write('kernels_gemv_fused', figures, arguments.out).name}")
     return 0

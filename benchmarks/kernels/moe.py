@@ -3,7 +3,7 @@
 
 Figures: [microseconds, TB/s of the weights of the experts that have tokens, TFLOP/s], by shape, weights, routing and tokens. Timed
 in a CUDA graph over copies of the weights that no cache holds, with routing drawn on the device, uniform or by a power law.
---sweep: each GEMM alone, with every tiling near the rule's; candidates are compiled by many processes first.
+--sweep: each GEMM alone, with every tiling near the rule's; their kernels are compiled first.
 
     python -m benchmarks.kernels.moe --out DIR [--only mixtral-8x7b,qwen3-30b] [--tokens 1,64,1024] [--weights fp8,bf16] [--sweep]
 """
@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from torch import Tensor
 from benchmarks import harness
 from benchmarks.harness import EXPERT_SHAPES, ExpertShape
 from phalanx import kernels
-from phalanx.hardware.probe import cores
 from phalanx.kernels.gemm.block_gemm import per_token_group_quant_fp8
 from phalanx.kernels.moe import dispatch, heuristics
 from phalanx.kernels.moe.grouped_gemm import grouped_gemm
@@ -48,19 +46,14 @@ def main() -> int:
     parser.add_argument("--weights", default="fp8", help="of bf16, fp8 (a scale per row), block (per row and 128 columns)")
     parser.add_argument("--routing", default="uniform,power", help="of uniform, power (shares fall with the power 1.2)")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--compile", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     shapes, counts = arguments.only.split(","), [int(count) for count in arguments.tokens.split(",")]
-    if arguments.compile:
-        part, parts = map(int, arguments.compile.split("/"))
-        compile_candidates(shapes, counts, part, parts)
-        return 0
     figures: dict[str, Any] = {}
     for name, weights, routing in itertools.product(shapes, arguments.weights.split(","), arguments.routing.split(",")):
         rows = figures[f"{name} {weights} {routing}"] = layer_rows(EXPERT_SHAPES[name], weights, routing, counts)
         print(name, weights, routing, rows, flush=True)
     if arguments.sweep:
-        compile_in_processes(sys.argv[1:])
+        harness.compile_ahead(small_calls(shapes, counts))
         for name, count, gated in itertools.product(shapes, counts, (True, False)):
             rows = figures[f"{name} tilings T={count} {'gate_up' if gated else 'down'}"] = sweep(EXPERT_SHAPES[name], count, gated)
             print(name, count, gated, rows[:4], flush=True)
@@ -152,27 +145,19 @@ def one_gemm(shape: ExpertShape, weight: tuple[Tensor, Tensor], ids: Tensor, til
     )  # fmt: skip
 
 
-def compile_in_processes(arguments: list[str]) -> None:
-    """Every candidate once, of small operands: the kernels are then in Triton's cache."""
-    count = max(1, min(16, cores() - 2))
-    command = [sys.executable, "-m", "benchmarks.kernels.moe", *arguments]
-    processes = [subprocess.Popen([*command, "--compile", f"{part}/{count}"]) for part in range(count)]
-    for process in processes:
-        process.wait()
-
-
-def compile_candidates(shapes: list[str], counts: list[int], part: int, parts: int) -> None:
+def small_calls(shapes: list[str], counts: list[int]) -> Iterator[Callable[[], Any]]:
+    """Every candidate of the sweep, of small operands."""
     every = {
         (EXPERT_SHAPES[name].top_k, gated, tiling._replace(parts=min(2, tiling.parts)))
         for name, count, gated in itertools.product(shapes, counts, (True, False))
         for size in tile_sizes(EXPERT_SHAPES[name], count)
         for tiling in candidates(size, gated)
     }
-    for top_k, gated, tiling in sorted(every)[part::parts]:
+    for top_k, gated, tiling in sorted(every):
         small = ExpertShape(top_k + 2, 512, 256, top_k)
         rows, columns = (small.inner, small.hidden) if gated else (small.hidden, small.inner)
         ids = torch.rand(32, small.experts, device="cuda").argsort(1)[:, :top_k].to(torch.int32).contiguous()
-        one_gemm(small, operands(small.experts, rows, columns, gated), ids, tiling, gated)()
+        yield one_gemm(small, operands(small.experts, rows, columns, gated), ids, tiling, gated)
 
 
 def sweep(shape: ExpertShape, count: int, gated: bool) -> list[list[Any]]:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.kernels.fp8_skinny import Job, compile_ahead
+from benchmarks.kernels.fp8_skinny import Job, call_of
 from benchmarks.kernels.gemm import off
 from phalanx.bench import shapes
 from phalanx.comm.group import Group, Solo
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     model = registry.build(shape, group=group, layers=layer_range, dtype=BF16, device=device, fp8=True, fp8_cache=True)
     weights.dummy(model, 0)
     if group.rank == 0:
-        compile_ahead(jobs(model, counts))
+        harness.compile_ahead(map(call_of, jobs(model, counts)))
     dist.barrier()
     caches = filled(model, max(counts) * (arguments.context // BLOCK + 1) + 1)
     figures: dict[str, Any] = {"world": group.size, "layers": arguments.layers, "context": arguments.context, "us": {}}

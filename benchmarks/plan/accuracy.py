@@ -120,7 +120,7 @@ def promised(start: Start) -> int:
     assert config is not None
     shape, gpu = shape_of(config), catalogue.gpu(start.gpu)
     coefficients, label = cost.coefficients_for(gpu)
-    machine = cost.Machine(gpu, gpu.link, 8, 1, None, coefficients, label)
+    machine = cost.MachineModel(gpu, gpu.link, 8, 1, None, coefficients, label)
     request = search.PlanRequest(
         dtype=start.dtype,
         kv_cache_dtype="fp8" if start.kv_fp8 else "model",

@@ -30,7 +30,7 @@ from phalanx.hardware import catalogue
 from phalanx.plan import burst, collectives, cost, footprint, graphs, search
 from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.collectives import all_reduce_points
-from phalanx.plan.cost import Costs, Machine, Work
+from phalanx.plan.cost import Costs, MachineModel, Work
 from phalanx.plan.families import known, shape_of
 from phalanx.plan.footprint import Split
 
@@ -209,9 +209,9 @@ def decode_attention(kind: str) -> float:
     return float(1e6 / slope / catalogue.gpu("H200").memory_bandwidth)
 
 
-def machine(coefficients: Coefficients, bandwidth: float = REFERENCE_GBPS) -> Machine:
+def machine(coefficients: Coefficients, bandwidth: float = REFERENCE_GBPS) -> MachineModel:
     gpu = catalogue.gpu("H200")
-    return Machine(gpu, gpu.link, gpu.gpus_per_node, 1, None, coefficients, "table", bandwidth / REFERENCE_GBPS)
+    return MachineModel(gpu, gpu.link, gpu.gpus_per_node, 1, None, coefficients, "table", bandwidth / REFERENCE_GBPS)
 
 
 def predicted(row: Row, coefficients: Coefficients) -> float:

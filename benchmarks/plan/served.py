@@ -48,12 +48,12 @@ from phalanx.bench.prediction import arrivals, calibrate, simulate
 from phalanx.bench.prediction.arrivals import Arrival
 from phalanx.bench.prediction.calibrate import Point
 from phalanx.bench.prediction.simulate import Frontend, Served
-from phalanx.bench.streaming_client import Endpoint, Sample, body_of, send
+from phalanx.bench.streaming_client import ApiEndpoint, Sample, body_of, send
 from phalanx.engine.scheduler import SchedulerOptions
 from phalanx.hardware.catalogue import GpuSpec
 from phalanx.plan import subject
 from phalanx.plan.coefficients import Coefficients
-from phalanx.plan.cost import Costs, Machine
+from phalanx.plan.cost import Costs, MachineModel
 from phalanx.plan.footprint import Split, kv_itemsize
 
 GOALS = {50: 0.10, 90: 0.10, 99: 0.20}
@@ -223,7 +223,7 @@ def simulated_again(facts: dict[str, Any], trace: Sequence[Arrival]) -> list[Ser
         machine, _ = subject.machine_for(facts["gpu"])
     else:
         gpu = GpuSpec(**facts["gpu"])
-        machine = Machine(gpu, gpu.link, 1, 1, None, Coefficients.from_json(facts["coefficients"]), "measured")
+        machine = MachineModel(gpu, gpu.link, 1, 1, None, Coefficients.from_json(facts["coefficients"]), "measured")
     kv_size = kv_itemsize(facts["kv_cache_dtype"], facts["dtype"])
     costs = Costs(subject.shape_for(facts["model"]), facts["dtype"], kv_size, Split(), machine)
     return simulate.run(costs, SchedulerOptions(**facts["limits"]), trace, frontend=Frontend(**facts["frontend"])).served
@@ -240,7 +240,7 @@ def serve(options: argparse.Namespace, trace: Sequence[Arrival]) -> Measured:
         gc.freeze()
         gc.disable()  # the client's own pauses would be the server's
         try:
-            frontend, samples = asyncio.run(_drive(Client(Endpoint.of(url), model), trace))
+            frontend, samples = asyncio.run(_drive(Client(ApiEndpoint.of(url), model), trace))
         finally:
             gc.enable()
     failures = [sample.error for sample in samples if not sample.ok]
@@ -281,7 +281,7 @@ def limits_of(options: argparse.Namespace, metrics: str) -> SchedulerOptions:
 
 @dataclass(frozen=True)
 class Client:
-    endpoint: Endpoint
+    endpoint: ApiEndpoint
     model: str
 
     async def at(self, due: Sequence[float], lengths: Sequence[tuple[int, int]]) -> list[Sample]:

@@ -53,22 +53,22 @@ def counted(path: Path, first: int = 0) -> tuple[int, int]:
     return hits, prompt_tokens
 
 
-def engine(model: str, tp: int, room: int) -> scenario.Engine:
+def replica_spec(model: str, tp: int, room: int) -> scenario.ReplicaSpec:
     """With a cache of so many tokens, whatever the GPUs have: to see what can be found at all."""
     machine, _ = subject.machine_for("H200")
     shape = subject.shape_for(model)
     request = PlanRequest(dtype="fp8", kv_cache_dtype="fp8", max_batch_size=256, max_seq_len=131072)
-    base = scenario.Engine.of(shape, machine, request, tp=tp)
+    base = scenario.ReplicaSpec.of(shape, machine, request, tp=tp)
     options = SchedulerOptions(**{**vars(base.options), "num_blocks": room // BLOCK}) if room else base.options
-    return scenario.Engine(base.costs, options, base.layout)
+    return scenario.ReplicaSpec(base.costs, options, base.layout)
 
 
 def mooncake(path: Path, first: int) -> dict[str, Any]:
     """Hits beside the count, one request at a time; then as the trace has it, with the memory that there is."""
     rows = arrivals.of(str(path), isl=0, osl=0, requests=first)
-    alone = engine("llama-3.1-70b", 4, 400_000_000).run(rows, concurrency=1)
+    alone = replica_spec("llama-3.1-70b", 4, 400_000_000).run(rows, concurrency=1)
     hits, prompt_tokens = counted(path, first)
-    real = engine("llama-3.1-70b", 4, 0).run(rows, 4)
+    real = replica_spec("llama-3.1-70b", 4, 0).run(rows, 4)
     return {
         "requests": len(rows),
         "prompt_tokens": prompt_tokens,
@@ -92,7 +92,7 @@ def mooncake(path: Path, first: int) -> dict[str, Any]:
 def azure(path: Path) -> dict[str, Any]:
     rows = arrivals.of(str(path), isl=0, osl=0, requests=0)
     begin = time.perf_counter()
-    result = engine("llama-3.1-70b", 4, 0).run(rows)
+    result = replica_spec("llama-3.1-70b", 4, 0).run(rows)
     return {
         "requests": len(rows), "wall_s": time.perf_counter() - begin, "cpu_s": result.cpu, "tokens": result.computed,
         "tokens_per_core_second": result.tokens_per_core_second, "trace_s": rows[-1].at,

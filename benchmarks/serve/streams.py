@@ -159,7 +159,7 @@ def paced(step_ms: float) -> Iterator[None]:
             os.environ["PYTHONPATH"] = before
 
 
-class Chat(streaming_client.Endpoint):
+class Chat(streaming_client.ApiEndpoint):
     """A server for chats."""
 
     def request(self, body: dict[str, Any]) -> bytes:
@@ -171,7 +171,7 @@ class Chat(streaming_client.Endpoint):
 def drive(kind: str, port: int, streams: int, tokens: int) -> dict[str, Any]:
     """The client process: `streams` requests at once, of so many new tokens."""
     url = f"http://127.0.0.1:{port}"
-    target = (Chat if kind == "chat" else streaming_client.Endpoint).of(url)
+    target = (Chat if kind == "chat" else streaming_client.ApiEndpoint).of(url)
     prompts = load.Load(requests=streams, input_len=32, output_len=tokens, concurrency=streams).prompts()
     bodies = [streaming_client.body_of("demo", prompt, tokens) for prompt in prompts]
 

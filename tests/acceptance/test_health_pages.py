@@ -19,7 +19,7 @@ from rich.console import Console
 
 from phalanx.errors import EngineError
 from phalanx.health import doctor, failed_start, topology
-from phalanx.health.host import Limit
+from phalanx.health.host import ResourceLimit
 from phalanx.health.pairs import Measured, Measurements
 from phalanx.health.registry import every, named
 from phalanx.health.servers import visit
@@ -96,9 +96,9 @@ def failed_on_cpu(root) -> str:
     failure = "rank 0 failed: RuntimeError: DefaultCPUAllocator: can't allocate memory"
     error = EngineError(failure, next="its traceback is in the log")
     examined = subject("llama-3-8b", device="cpu", kv_cache_bytes=16 << 30)
-    limits = {"as": Limit(48 << 30, None)}
+    limits = {"as": ResourceLimit(48 << 30, None)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(examined.host), "limit", lambda host, name: limits.get(name, Limit(None, None)))
+        patch.setattr(type(examined.host), "limit", lambda host, name: limits.get(name, ResourceLimit(None, None)))
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=256 << 30))
         findings = failed_start.find(str(error), examined)
     return f"phalanx: {failed_start.with_findings(error, findings)}\n"

@@ -70,9 +70,9 @@ def test_monitor_shows_what_metrics_say(url, capsys):
 
 
 def test_rates_are_those_of_the_tokens_that_were_generated(url, capsys):
-    from phalanx.health.monitor import Watch
+    from phalanx.health.monitor import ServerWatch
 
-    with Watch([url]) as watch:
+    with ServerWatch([url]) as watch:
         watch.read()
         body = {"model": "demo", "prompt": "Twice", "max_tokens": 40, "ignore_eos": True}
         httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()

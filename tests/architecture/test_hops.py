@@ -109,7 +109,7 @@ def test_four_gpus_as_seen_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that picks kernels takes CPU tensors for a GPU's; launches are noted and left out. All else runs as on a rank."""
     pytest.importorskip("triton")
     from phalanx.comm.strategies import symmetric_strategies
-    from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, Gpu, has_gluon, simulated
+    from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, has_gluon, simulated
     from tests.support.comm_compiled import NUM_SMS, workspace
 
     class LastOfFour(Solo):
@@ -121,7 +121,7 @@ def test_four_gpus_as_seen_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Fingerprint(90, "nvlink", 4)
     rules = Rules(machine, {}, table_for(machine).lookup)
     group = TunedGroup(LastOfFour(), rules, symmetric_strategies(workspace(4, 90)), "seed")
-    with torch.inference_mode(), simulated(Gpu(90, NUM_SMS, HOPPER_SHARED_MEMORY)), launched(run=False) as kernels:
+    with torch.inference_mode(), simulated(GpuCapabilities(90, NUM_SMS, HOPPER_SHARED_MEMORY)), launched(run=False) as kernels:
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(is_cuda), raising=False)
         call = second_call(group, torch.device("cpu"))
         kernels.clear()

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words that must not stand in the repository: paths of one machine, hosts of package registries, retired names; and names in the
-sources that say which act gave a value instead of what it is."""
+"""Words that must not stand in the repository: paths of one machine, hosts of package registries, retired names; names in the
+sources that say which act gave a value instead of what it is; and names of classes that stand for two things."""
 
 from __future__ import annotations
 
 import ast
 import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.architecture.sources import ROOT, tree_of
+from tests.architecture.sources import ROOT, module_name, python_files, tree_of
 
 BANNED = {
     "an absolute path of a machine": re.compile(r"(?<![\w.}])/(?:work|root|home/(?!phalanx)\w+)/"),
@@ -22,6 +23,11 @@ BANNED = {
 RETIRED = ROOT / "tests" / "architecture" / "retired_words.txt"
 SELF = {"tests/architecture/test_words.py", "tests/architecture/retired_words.txt"}
 ACTS = {"found", "held", "asked", "made", "said", "told", "seen", "mine", "given", "got", "whole", "wide"}
+TWICE = {
+    "ReasoningText": "a piece of reasoning, in a request and in an output; the first is a component of /openapi.json",
+    "Service": "the state that the routes share, and Kubernetes' kind, which a manifest takes from the name of the class",
+}
+"""Names of two classes -> why both keep it."""
 ALLOWED = {
     "src/phalanx/errors.py": {"held"},  # a part of PhalanxError, and of its wire format
 }
@@ -100,3 +106,17 @@ def test_names_are_of_things(name):
     acts = [(bound, line) for bound, line in bindings(ROOT / name) if bound.lower().strip("_") in ACTS]
     faults = [f"{name}:{line}: {bound}" for bound, line in acts if bound not in ALLOWED.get(name, set())]
     assert not faults, "\n".join(faults)
+
+
+def test_one_name_of_a_class_has_one_meaning():
+    """No two modules of src define a public class of one name, at their top level."""
+    modules = defaultdict(list)
+    for path in python_files():
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules[node.name].append(module_name(path))
+    assert len(modules) > 500
+    twice = {name: places for name, places in modules.items() if len(places) > 1}
+    faults = [f"{name}: {', '.join(places)}" for name, places in twice.items() if name not in TWICE]
+    assert not faults, "\n".join(faults)
+    assert twice.keys() == TWICE.keys()

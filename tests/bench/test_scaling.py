@@ -18,7 +18,7 @@ BATCH, DECODE = workloads.parse("batch-8x16x8"), workloads.parse("decode-1x16x8"
 RATES = {(1, 1): 100.0, (2, 1): 180.0, (4, 1): 300.0, (1, 2): 150.0, (2, 2): 320.0}
 
 
-class Machine:
+class ScriptedMachine:
     """Stands in for engines: sizes have rates, or errors."""
 
     def __init__(self, capacity=8, **errors):
@@ -57,13 +57,15 @@ def test_sizes():
 
 
 def test_efficiency_of_one_gpu(target):
-    rows = run(target, "1,2,4,2x2", Machine())["rows"]
+    rows = run(target, "1,2,4,2x2", ScriptedMachine())["rows"]
     assert [row["efficiency"] for row in rows] == pytest.approx([1.0, 0.9, 0.75, 0.8])
     assert {row["efficiency_of"] for row in rows} == {"TP1"}
 
 
 def test_efficiency_of_the_smallest_that_fits(target):
-    document = run(target, "1,2,4,1x2", Machine(_1x1=CapacityError("no room"), _2x1=EngineError("rank 0: CUDA out of memory.")))
+    document = run(
+        target, "1,2,4,1x2", ScriptedMachine(_1x1=CapacityError("no room"), _2x1=EngineError("rank 0: CUDA out of memory."))
+    )
     rows = document["rows"]
     assert [row["status"] for row in rows] == ["OOM", "OOM", "ok", "ok"]
     assert [row["efficiency_of"] for row in rows] == [None, None, "TP1 x PP2", "TP1 x PP2"]
@@ -71,7 +73,7 @@ def test_efficiency_of_the_smallest_that_fits(target):
 
 
 def test_the_guides_two_tables(target, capsys):
-    document = run(target, "1,2,1x2,2x2", Machine(_1x1=CapacityError("not a single KV block fits")))
+    document = run(target, "1,2,1x2,2x2", ScriptedMachine(_1x1=CapacityError("not a single KV block fits")))
     report.show(*scaling.tables(document))
     shown = capsys.readouterr().out
     assert "efficiency (of TP2)" in shown
@@ -82,21 +84,21 @@ def test_the_guides_two_tables(target, capsys):
     assert [line.split() for line in pipelines[4:8]] == [
         ["1", "1", "1", "1", "OOM"], ["1", "1", "2", "2", "150"], ["1", "2", "1", "2", "180"], ["1", "2", "2", "4", "320"],
     ]  # fmt: skip
-    report.show(*scaling.tables(run(target, "1,2", Machine())))
+    report.show(*scaling.tables(run(target, "1,2", ScriptedMachine())))
     assert "pipelines" not in capsys.readouterr().out
 
 
 def test_a_size_whose_cache_is_too_small_says_so(target, capsys):
-    report.show(*scaling.tables(run(target, "1,2,4", Machine(capacity=2, _4x1=EngineError("killed")))))
+    report.show(*scaling.tables(run(target, "1,2,4", ScriptedMachine(capacity=2, _4x1=EngineError("killed")))))
     assert [line for line in capsys.readouterr().out.splitlines() if "the KV cache holds" in line] == [
         "TP1: the KV cache holds 2 of 6 requests at once", "TP2: the KV cache holds 4 of 6 requests at once",
     ]  # fmt: skip
-    report.show(*scaling.tables(run(target, "1", Machine(capacity=6))))
+    report.show(*scaling.tables(run(target, "1", ScriptedMachine(capacity=6))))
     assert "the KV cache holds" not in capsys.readouterr().out
 
 
 def test_more_ranks_than_gpus(target):
-    machine = Machine()
+    machine = ScriptedMachine()
     here = dataclasses.replace(target, device="cuda", gpus=2, options=target.options.model_copy(update={"device": "cuda"}))
     rows = run(here, "1,2,4,2x2", machine)["rows"]
     assert [row["status"] for row in rows] == ["ok", "ok", "no GPUs", "no GPUs"]
@@ -107,21 +109,21 @@ def test_more_ranks_than_gpus(target):
 def test_a_crash_loses_nothing(target, tmp_path):
     file = tmp_path / "s.json"
     with pytest.raises(KeyboardInterrupt):
-        run(target, "1,2,4", Machine(_4x1=KeyboardInterrupt()), file)
+        run(target, "1,2,4", ScriptedMachine(_4x1=KeyboardInterrupt()), file)
     assert [row["tp"] for row in json.loads(file.read_text())["rows"]] == [1, 2]
-    machine = Machine(_1x2=EngineError("rank 1 was killed by SIGKILL"))
+    machine = ScriptedMachine(_1x2=EngineError("rank 1 was killed by SIGKILL"))
     document = run(target, "1,2,4,1x2", machine, file)
     assert machine.ran == [(4, 1), (1, 2)]
     assert [row["status"] for row in document["rows"]] == ["ok", "ok", "ok", "failed"]
     assert json.loads(file.read_text()) == json.loads(json.dumps(document))
-    machine = Machine()  # what failed is tried again
+    machine = ScriptedMachine()  # what failed is tried again
     assert [row["status"] for row in run(target, "1,1x2", machine, file)["rows"]] == ["ok"] * 4
     assert machine.ran == [(1, 2)]
 
 
 def test_a_file_that_can_no_longer_be_written_stops_nothing(target, tmp_path):
     (tmp_path / "plain").write_text("x")
-    machine = Machine()
+    machine = ScriptedMachine()
     document = run(target, "1,2", machine, tmp_path / "plain" / "s.json")
     assert machine.ran == [(1, 1), (2, 1)]
     assert [row["status"] for row in document["rows"]] == ["ok", "ok"]
@@ -130,22 +132,22 @@ def test_a_file_that_can_no_longer_be_written_stops_nothing(target, tmp_path):
 def test_a_size_keeps_the_commit_that_it_was_measured_at(target, tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "_checkout", lambda: "")
     file = tmp_path / "s.json"
-    run(dataclasses.replace(target, commit="old"), "1", Machine(), file)
-    document = run(dataclasses.replace(target, commit="new"), "1,2", Machine(), file)
+    run(dataclasses.replace(target, commit="old"), "1", ScriptedMachine(), file)
+    document = run(dataclasses.replace(target, commit="new"), "1,2", ScriptedMachine(), file)
     assert [row["measured"]["commit"] for row in document["rows"]] == ["old", "new"]
 
 
 def test_a_file_of_something_else(target, tiny_shape, tmp_path):
     file = tmp_path / "s.json"
-    run(target, "1", Machine(), file)
+    run(target, "1", ScriptedMachine(), file)
     other = dataclasses.replace(target, options=target.options.model_copy(update={"max_batch_size": 3}))
     earlier = file.read_text()
     with pytest.raises(OptionError, match=r"its max_batch_size differ"):
-        run(other, "1", Machine(), file)
+        run(other, "1", ScriptedMachine(), file)
     assert file.read_text() == earlier
     file.write_text("{")
     with pytest.raises(OptionError, match=r"cannot be extended; JSONDecodeError"):
-        run(target, "1", Machine(), file)
+        run(target, "1", ScriptedMachine(), file)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from phalanx.bench.streaming_client import Endpoint, body_of, send
+from phalanx.bench.streaming_client import ApiEndpoint, body_of, send
 from phalanx.errors import OptionError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -45,7 +45,7 @@ def answered(pieces, *, expected=2, timeout=10.0, gap=0.001):
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         async with server:
-            endpoint = Endpoint.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "secret")
+            endpoint = ApiEndpoint.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "secret")
             body = body_of("m", [5, 6, 7], expected)
             sample = await send(endpoint, body, due=time.perf_counter(), expected=expected, timeout=timeout)
             read.set()
@@ -138,15 +138,15 @@ def test_a_server_that_does_not_answer():
 
 
 def test_nobody_there():
-    sample = asyncio.run(send(Endpoint.of("http://127.0.0.1:9"), {}, due=0.0, expected=1, timeout=5))
+    sample = asyncio.run(send(ApiEndpoint.of("http://127.0.0.1:9"), {}, due=0.0, expected=1, timeout=5))
     assert sample.error is not None
     assert sample.error.startswith("ConnectionRefusedError")
 
 
 def test_urls():
-    endpoint = Endpoint.of("https://host.example/api/v1/")
+    endpoint = ApiEndpoint.of("https://host.example/api/v1/")
     assert (endpoint.base, endpoint.port, endpoint.tls) == ("https://host.example:443/api", 443, True)
-    assert Endpoint.of("http://[::1]:80").base == "http://[::1]:80"
+    assert ApiEndpoint.of("http://[::1]:80").base == "http://[::1]:80"
     for url in ("localhost:8000", "ftp://x", "http://", "http://x:port"):
         with pytest.raises(OptionError, match="is not an http or https URL"):
-            Endpoint.of(url)
+            ApiEndpoint.of(url)

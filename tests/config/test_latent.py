@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.config.json_fields import Fields
+from phalanx.config.json_fields import JsonFields
 from phalanx.config.latent import read_latent
 from phalanx.config.rope import read_rope
 from phalanx.errors import ModelError
 
 
 def read(**values):
-    fields = Fields({"num_attention_heads": 16, **values}, "config.json")
+    fields = JsonFields({"num_attention_heads": 16, **values}, "config.json")
     return read_latent(fields, read_rope(fields, 4096))
 
 

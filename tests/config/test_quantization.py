@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.json_fields import Fields
+from phalanx.config.json_fields import JsonFields
 from phalanx.config.model import ModelShape, load_config
 from phalanx.config.quantization import Quantization, read_quantization, require_uniform
 from phalanx.errors import ModelError
@@ -27,7 +27,7 @@ COMPRESSED: dict[str, Any] = {
 
 
 def read(declared: Any) -> Quantization | None:
-    return read_quantization(Fields({"quantization_config": declared}, "config.json"))
+    return read_quantization(JsonFields({"quantization_config": declared}, "config.json"))
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from phalanx.engine.messages import (
     Started,
     Stopped,
 )
-from phalanx.engine.process import _fit_length, _longer, facts_line
+from phalanx.engine.process import _fit_length, _length_hint, facts_line
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -44,7 +44,7 @@ SHAPE = {
 }  # fmt: skip
 
 
-class Engine:
+class EngineProcess:
     """The client's end of a real engine process."""
 
     def __init__(self, folder: Path, options: dict[str, Any], **config: Any) -> None:
@@ -74,12 +74,12 @@ class Engine:
 
 
 @pytest.fixture
-def engine() -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
+def engine() -> Iterator[Callable[..., EngineProcess]]:
+    engines: list[EngineProcess] = []
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short: a socket's path is
 
-        def make(options: dict[str, Any], **config: Any) -> Engine:
-            engines.append(Engine(Path(folder), options, **config))
+        def make(options: dict[str, Any], **config: Any) -> EngineProcess:
+            engines.append(EngineProcess(Path(folder), options, **config))
             return engines[-1]
 
         yield make
@@ -87,7 +87,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
             each.close()
 
 
-def test_a_whole_life(engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_a_whole_life(engine: Callable[..., EngineProcess], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     process = engine({"model": str(tmp_path), "pipeline_parallel_size": 2})
     process.say(AddRequest("early", [1, 2], SamplingParams(temperature=0, max_tokens=1)))  # before it is ready
@@ -95,7 +95,7 @@ def test_a_whole_life(engine: Callable[..., Engine], tmp_path: Path) -> None:
     assert (facts.vocab_size, facts.eos_token_ids, facts.max_seq_len, facts.layout) == (90, [3], 256, (2, 1, 1))
     assert (facts.dtype, facts.device, len(facts.ranks)) == ("fp32", "cpu", 2)
     assert set(facts.reasons) >= {"max_seq_len", "dtype", "max_num_tokens"}
-    assert facts.longer == "", "the model ends there"
+    assert facts.length_hint == "", "the model ends there"
     assert set(facts.phases) == {"read the model's shape", "start the ranks"}
     expected = fake_tokens([1, 2], SamplingParams(temperature=0), seed=0, vocab_size=90, count=1)
     assert process.hear(RequestUpdate).tokens == expected
@@ -106,19 +106,19 @@ def test_a_whole_life(engine: Callable[..., Engine], tmp_path: Path) -> None:
     assert process.child.process.wait(20) == 0
 
 
-def test_a_termination_signal_is_a_shutdown(engine: Callable[..., Engine]) -> None:
+def test_a_termination_signal_is_a_shutdown(engine: Callable[..., EngineProcess]) -> None:
     process = engine({"model": "none"}, fake={"vocab_size": 10, "eos_token_ids": [1], "num_blocks": 4})
     facts = process.hear(Started).facts
     assert (facts.num_blocks, facts.vocab_size, facts.max_seq_len) == (4, 10, 64), "no longer than the cache"
     assert "the KV cache holds" in facts.reasons["max_seq_len"]
-    assert facts.longer == "give the KV cache more memory: raise kv_cache_bytes"
+    assert facts.length_hint == "give the KV cache more memory: raise kv_cache_bytes"
     process.child.process.send_signal(signal.SIGTERM)
     process.hear(Stopped)
     assert process.child.process.wait(20) == 0
 
 
 @pytest.mark.parametrize("way", ["message", "signal"])
-def test_a_shutdown_while_ranks_start_interrupts_that(engine: Callable[..., Engine], tmp_path: Path, way: str) -> None:
+def test_a_shutdown_while_ranks_start_interrupts_that(engine: Callable[..., EngineProcess], tmp_path: Path, way: str) -> None:
     os.mkfifo(tmp_path / "config.json")  # reading it stands still, as a start may
     process = engine({"model": str(tmp_path)})
     process.hear(Heartbeat)
@@ -131,7 +131,7 @@ def test_a_shutdown_while_ranks_start_interrupts_that(engine: Callable[..., Engi
     assert process.child.process.wait(20) == 0
 
 
-def test_what_stands_in_the_way_is_told(engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_what_stands_in_the_way_is_told(engine: Callable[..., EngineProcess], tmp_path: Path) -> None:
     process = engine({"model": str(tmp_path)})
     error = process.hear(Failed).error
     assert error["kind"] == "ModelNotFound"
@@ -139,7 +139,7 @@ def test_what_stands_in_the_way_is_told(engine: Callable[..., Engine], tmp_path:
     assert process.child.process.wait(20) == 1
 
 
-def test_an_option_that_cannot_be_is_told(engine: Callable[..., Engine]) -> None:
+def test_an_option_that_cannot_be_is_told(engine: Callable[..., EngineProcess]) -> None:
     process = engine({"model": "none", "max_batch_size": "many"}, fake={"vocab_size": 10})
     error = process.hear(Failed).error
     assert error["kind"] == "OptionError"
@@ -147,7 +147,7 @@ def test_an_option_that_cannot_be_is_told(engine: Callable[..., Engine]) -> None
     assert process.child.process.wait(20) == 1
 
 
-def test_a_layout_that_does_not_suit_the_model_starts_no_rank(engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_a_layout_that_does_not_suit_the_model_starts_no_rank(engine: Callable[..., EngineProcess], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     process = engine({"model": str(tmp_path), "tensor_parallel_size": 3}, executor=RANK_EXECUTOR)
     error = process.hear(Failed).error
@@ -157,7 +157,7 @@ def test_a_layout_that_does_not_suit_the_model_starts_no_rank(engine: Callable[.
     assert process.child.process.wait(20) == 1
 
 
-def test_the_engine_ends_with_its_client(engine: Callable[..., Engine]) -> None:
+def test_the_engine_ends_with_its_client(engine: Callable[..., EngineProcess]) -> None:
     process = engine({"model": "none"}, fake={"vocab_size": 10})
     process.hear(Started)
     assert process.child.process.stdin is not None
@@ -166,7 +166,7 @@ def test_the_engine_ends_with_its_client(engine: Callable[..., Engine]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "length", "longer"),
+    ("options", "length", "hint"),
     [
         ({"device": "cuda", "max_seq_len": 256}, 96, "give the KV cache more memory: raise kv_cache_free_gpu_memory_fraction"),
         ({"device": "cuda", "max_seq_len": 256, "kv_cache_bytes": 9}, 96, "give the KV cache more memory: raise kv_cache_bytes"),
@@ -174,9 +174,9 @@ def test_the_engine_ends_with_its_client(engine: Callable[..., Engine]) -> None:
         ({"device": "cpu", "max_seq_len": 256}, 256, ""),
     ],
 )
-def test_what_lets_longer_requests_in(options: dict[str, Any], length: int, longer: str) -> None:
+def test_the_hint_says_what_raises_max_seq_len(options: dict[str, Any], length: int, hint: str) -> None:
     shape = SimpleNamespace(max_positions=256)
-    assert _longer(EngineOptions.of(model="none", **options), shape, length) == longer  # type: ignore[arg-type]
+    assert _length_hint(EngineOptions.of(model="none", **options), shape, length) == hint  # type: ignore[arg-type]
 
 
 def test_the_line_of_facts_has_the_numbers() -> None:

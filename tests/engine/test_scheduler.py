@@ -471,7 +471,7 @@ def test_a_prompt_without_chunks_goes_before_decodes() -> None:
     ("options", "length", "error", "words"),
     [
         (ROOMY, 200, PromptTooLong, ["200", "max_seq_len is 200;", "shorten the prompt or raise max_seq_len"]),
-        (replace(ROOMY, longer="raise kv"), 200, PromptTooLong, ["max_seq_len is 200;", "shorten the prompt or raise kv"]),
+        (replace(ROOMY, length_hint="raise kv"), 200, PromptTooLong, ["max_seq_len is 200;", "shorten the prompt or raise kv"]),
         (replace(ROOMY, chunked_prefill=False), 70, PromptTooLong, ["70", "max_num_tokens is 64"]),
         (replace(ROOMY, num_blocks=10), 45, CapacityError, ["45", "40 tokens", "12 blocks of 4"]),
         (ROOMY, 0, RequestError, ["0 tokens"]),
@@ -489,7 +489,7 @@ def test_what_cannot_run_is_refused_with_both_numbers(
 
 def test_a_prompt_beyond_the_model_is_not_told_to_raise_a_limit() -> None:
     with pytest.raises(PromptTooLong, match=r"max_seq_len is 200, the model's own limit; .*; shorten the prompt$"):
-        Ranks(replace(ROOMY, longer="")).add("a", [1] * 200)
+        Ranks(replace(ROOMY, length_hint="")).add("a", [1] * 200)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ LARGEST = 100_000
 PEERS = [b"node-1", b"rank-0", b"rank-1", b"heartbeat-rank-1"]
 
 
-class Engine:
+class EngineSocket:
     """The socket of an engine: `received` are the (sender, message) that its peers sent."""
 
     def __init__(self, folder: Path, keys: ClusterKeys | None) -> None:
@@ -48,8 +48,8 @@ class Engine:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(tmp_path, ClusterKeys(TOKEN))
+def engine(tmp_path: Path) -> Iterator[EngineSocket]:
+    engine = EngineSocket(tmp_path, ClusterKeys(TOKEN))
     yield engine
     engine.router.close()
     engine.context.term()
@@ -79,7 +79,7 @@ def connect() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
 Connect = Callable[..., "zmq.Socket[bytes]"]
 
 
-def test_peers_with_the_token_and_those_of_this_host_are_known(engine: Engine, connect: Connect) -> None:
+def test_peers_with_the_token_and_those_of_this_host_are_known(engine: EngineSocket, connect: Connect) -> None:
     connect(engine.address, b"node-1")
     connect(engine.folder, b"rank-0", None)
     engine.receive(10, lambda: len(engine.received) == 2)
@@ -91,14 +91,16 @@ def test_peers_with_the_token_and_those_of_this_host_are_known(engine: Engine, c
     [(b"node-1", None, None), (b"rank-1", "another token of sixteen bytes", None), (b"rank-1", TOKEN, b"rank-7")],
 )
 def test_no_message_of_a_stranger_arrives(
-    engine: Engine, connect: Connect, identity: bytes, token: str | None, name: bytes | None
+    engine: EngineSocket, connect: Connect, identity: bytes, token: str | None, name: bytes | None
 ) -> None:
     connect(engine.address, identity, token, name)
     engine.receive(1.0)
     assert engine.received == []
 
 
-def test_a_peer_under_the_name_of_another_is_dropped(engine: Engine, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_under_the_name_of_another_is_dropped(
+    engine: EngineSocket, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
     peer = connect(engine.address, b"rank-1", TOKEN, b"node-1")
     peer.send(b"again")
     engine.receive(10, lambda: len(engine.received) == 2)
@@ -106,7 +108,7 @@ def test_a_peer_under_the_name_of_another_is_dropped(engine: Engine, connect: Co
     assert caplog.messages == ["messages of the peer 'node-1' are dropped: it calls itself 'rank-1'"]
 
 
-def test_the_first_holder_of_an_identity_stays(engine: Engine, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_holder_of_an_identity_stays(engine: EngineSocket, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     first = connect(engine.address, b"node-1")
     engine.receive(10, lambda: bool(engine.received))
     connect(engine.address, b"node-1")
@@ -118,7 +120,7 @@ def test_the_first_holder_of_an_identity_stays(engine: Engine, connect: Connect,
     assert engine.peers.closed() == []
 
 
-def test_only_the_end_of_a_peers_connection_counts(engine: Engine, connect: Connect) -> None:
+def test_only_the_end_of_a_peers_connection_counts(engine: EngineSocket, connect: Connect) -> None:
     peer = connect(engine.address, b"node-1")
     engine.receive(10, lambda: bool(engine.received))
     for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x01\x7f" + bytes(200)):
@@ -138,7 +140,7 @@ def test_only_the_end_of_a_peers_connection_counts(engine: Engine, connect: Conn
     assert engine.received[1:] == [(b"node-1", b"hello")], "its identity is free again"
 
 
-def test_a_frame_beyond_the_limit_ends_its_connection_alone(engine: Engine, connect: Connect) -> None:
+def test_a_frame_beyond_the_limit_ends_its_connection_alone(engine: EngineSocket, connect: Connect) -> None:
     large, small = connect(engine.address, b"rank-1"), connect(engine.address, b"node-1")
     engine.receive(10, lambda: len(engine.received) == 2)
     large.send(bytes(LARGEST + 1))
@@ -147,7 +149,7 @@ def test_a_frame_beyond_the_limit_ends_its_connection_alone(engine: Engine, conn
     assert engine.received[2:] == [(b"node-1", bytes(LARGEST - 100))]
 
 
-def test_bytes_that_are_sent_again_are_nothing(engine: Engine, connect: Connect) -> None:
+def test_bytes_that_are_sent_again_are_nothing(engine: EngineSocket, connect: Connect) -> None:
     """A relay records what a peer sends, and sends it again in a connection of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}", b"node-1")

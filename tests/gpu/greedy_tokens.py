@@ -30,7 +30,7 @@ from benchmarks.engine.gpu_jobs import keeping, run_jobs, turn, visible_gpus
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 DTYPES = ["bf16", "fp16"]
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+DENSE_FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 24, 40
 STEP_TOKENS = 192  # the sequences take three steps, which are long enough that rows have owners where ranks sum
 
@@ -38,7 +38,7 @@ STEP_TOKENS = 192  # the sequences take three steps, which are long enough that 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    parser.add_argument("--checkpoints", default=",".join(["demo", *FAMILIES]))
+    parser.add_argument("--checkpoints", default=",".join(["demo", *DENSE_FAMILIES]))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--everywhere", default="demo,llama", help="those that run in every layout; others: 1 x 1, 2 x 2")
     parser.add_argument("--layouts", default=",".join(f"{tp}x{pp}" for tp, pp in LAYOUTS), help="tp x pp")

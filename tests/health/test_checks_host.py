@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from phalanx.config.locate import DEMO
-from phalanx.health.host import Limit
+from phalanx.health.host import ResourceLimit
 from tests.support.health_host import executable, outward
 from tests.support.health_nvml import machine
 from tests.support.health_subject import doctor, finding_of, findings, only, served, subject
@@ -86,7 +86,7 @@ def test_locked_memory(tmp_path, monkeypatch):
     assert run(tmp_path).startswith("error 64.0 KiB of memory may be locked, and RDMA over mlx5_0")
     assert run(tmp_path / "none").startswith("skipped")
     unlimited = subject(root=tmp_path)
-    monkeypatch.setattr(type(unlimited.host), "limit", lambda host, name: Limit(None, None))
+    monkeypatch.setattr(type(unlimited.host), "limit", lambda host, name: ResourceLimit(None, None))
     assert only("locked_memory", unlimited).level == "ok"
 
 

@@ -216,7 +216,7 @@ def test_experts():
 
 
 def test_several_servers_one_of_which_is_gone():
-    with served(loaded(False), loaded(True)) as url, monitor.Watch([url, "http://127.0.0.1:9"]) as watch:
+    with served(loaded(False), loaded(True)) as url, monitor.ServerWatch([url, "http://127.0.0.1:9"]) as watch:
         watch.read()
         time.sleep(0.05)
         watch.read()
@@ -250,7 +250,7 @@ def test_live_ends_with_ctrl_c(monkeypatch):
 
         monkeypatch.setattr(monitor.time, "sleep", nap)
         out = io.StringIO()
-        with monitor.Watch([url]) as watch:
+        with monitor.ServerWatch([url]) as watch:
             monitor.live(watch, 0.5, Console(file=out, width=150))
     assert naps == [0.5] * 3
     assert "llama-3-70b" in out.getvalue()

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 from phalanx.config import EngineOptions
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 from phalanx.config.resolve import resolve
 from phalanx.errors import CapacityError, OptionError
 from phalanx.hardware.probe import Machine
 from phalanx.plan import auto, subject
 from phalanx.plan.families import known
+from phalanx.plan.shape import Shape
 
 
 def options(**changes):
@@ -40,6 +43,18 @@ def test_groups_of_experts_where_options_ask_for_them():
     moved = auto.choose(options(model="mixtral-8x22b", rebalance_experts_every=60.0, redundant_experts=8), shape, machine)
     assert (moved.moe_expert_parallel_size > 1, moved.expert_parallel_size) == (True, 1)
     resolve(moved, ModelShape.from_config(known("mixtral-8x22b")), 8)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("quantization", [None, ON_LOAD, replace(ON_LOAD, kv=True)])
+@pytest.mark.parametrize("changes", [{}, {"kv_cache_dtype": "fp8", "dtype": "fp16"}])
+def test_the_planner_prices_the_dtypes_that_the_engine_runs(dtype, quantization, changes):
+    shape = replace(ModelShape.from_config(known("llama-3-8b")), dtype=dtype, quantization=quantization)
+    given_options = options(**{"dtype": "auto", "plan": "off", **changes})
+    engine = resolve(given_options, shape, 1).options
+    request = auto.request_of(given_options, Shape.of(shape))
+    assert (request.dtype, request.kv_cache_dtype) == (engine.dtype, engine.kv_cache_dtype)
+    assert request.max_num_tokens == engine.max_num_tokens
 
 
 def test_where_nothing_fits_nothing_is_started():

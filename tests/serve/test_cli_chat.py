@@ -18,10 +18,10 @@ import pytest
 
 from phalanx import LLM, SamplingParams, cli
 from phalanx.engine.executor import FAKE_EXECUTOR
-from phalanx.serve.client import EngineClient
+from phalanx.serve.client import EngineProcessClient
 from tests.support.checkpoints import write_checkpoint
 from tests.support.serve_http_app import Scripted, live
-from tests.support.serve_output_checkpoints import FAMILIES, tokenizer_of_family
+from tests.support.serve_output_checkpoints import OUTPUT_FAMILIES, tokenizer_of_family
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def fake_ranks(monkeypatch):
-    monkeypatch.setattr(EngineClient, "start", functools.partial(EngineClient.start, executor=FAKE_EXECUTOR))
+    monkeypatch.setattr(EngineProcessClient, "start", functools.partial(EngineProcessClient.start, executor=FAKE_EXECUTOR))
 
 
 def typed(monkeypatch, text):
@@ -63,7 +63,7 @@ def test_a_prompt_that_is_too_long(folder, capsys):
 
 def test_the_reasoning_of_a_server_goes_to_stderr(capsys, monkeypatch):
     tokenizer = tokenizer_of_family("qwen3")
-    engine = Scripted("<think>\nI greet.\n</think>\n\nHello!", tokenizer=tokenizer, eos=FAMILIES["qwen3"].eos)
+    engine = Scripted("<think>\nI greet.\n</think>\n\nHello!", tokenizer=tokenizer, eos=OUTPUT_FAMILIES["qwen3"].eos)
     with live(engine, tokenizer=tokenizer) as server:
         typed(monkeypatch, "one\ntwo\n")
         assert cli.main(["chat", server.url]) == 0

@@ -18,7 +18,7 @@ from phalanx.config import EngineOptions, SamplingParams
 from phalanx.engine.messages import RequestUpdate, TokenLogprobs
 from phalanx.errors import EngineClosed, EngineError, ModelError, PromptTooLong, RankDied, RequestError
 from phalanx.serve import client as client_module
-from phalanx.serve.client import EngineClient
+from phalanx.serve.client import EngineProcessClient
 from phalanx.serve.update_stream import COALESCED_TOKENS, UpdateStream
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """EngineClient.start of an engine that behaves in the named way; its process, and the folder for sockets."""
+    """EngineProcessClient.start of an engine that behaves in the named way; its process, and the folder for sockets."""
     started = []
     begin = launch.start
 
@@ -48,7 +48,7 @@ def scripted(monkeypatch):
 
         @staticmethod
         async def start(way, **options):
-            return await EngineClient.start(EngineOptions.of(model=way, **options))
+            return await EngineProcessClient.start(EngineOptions.of(model=way, **options))
 
     yield Scripted
     assert all(not child.alive for child in started), "a process is left"
@@ -313,13 +313,13 @@ def test_a_close_that_is_cancelled_leaves_neither_process_nor_socket(scripted):
 def test_a_failed_start_that_is_cancelled_as_it_cleans_up_leaves_no_socket(scripted, monkeypatch):
     """As a replica's is when another one failed at the same time."""
     clients = []
-    create = EngineClient.__init__
+    create = EngineProcessClient.__init__
 
     def recorded(client, options):
         create(client, options)
         clients.append(client)
 
-    monkeypatch.setattr(EngineClient, "__init__", recorded)
+    monkeypatch.setattr(EngineProcessClient, "__init__", recorded)
 
     async def run():
         starting = asyncio.create_task(scripted.start("never starts"))

@@ -27,7 +27,7 @@ from phalanx import LLM, SamplingParams
 from phalanx.config import StructuredOutputParams
 from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.errors import EngineClosed, ModelError, OptionError, RankDied, RequestError, UnknownOption
-from phalanx.serve.client import EngineClient
+from phalanx.serve.client import EngineProcessClient
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.checkpoints import write_checkpoint
 
@@ -314,7 +314,7 @@ def test_the_engine_refuses_what_it_cannot_do(folder):
 @pytest.fixture
 def fake_ranks(monkeypatch):
     """LLMs over the real engine process with the fake executor: no model is computed."""
-    monkeypatch.setattr(EngineClient, "start", functools.partial(EngineClient.start, executor=FAKE_EXECUTOR))
+    monkeypatch.setattr(EngineProcessClient, "start", functools.partial(EngineProcessClient.start, executor=FAKE_EXECUTOR))
 
 
 def test_token_ids_only(folder, fake_ranks):

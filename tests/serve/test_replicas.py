@@ -19,7 +19,7 @@ from phalanx.engine.messages import EngineFacts, RankFacts, RequestUpdate, Stats
 from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError
 from phalanx.hardware.probe import Gpu, Machine
 from phalanx.serve import replicas
-from phalanx.serve.replicas import CHUNK_TOKENS, ReplicaChoice, ReplicatedEngine
+from phalanx.serve.replicas import CHUNK_TOKENS, ReplicaChoice, ReplicatedEngineClient
 from tests.support.checkpoints import write_checkpoint
 from tests.support.serve_processes import MODEL, rank_server, until
 
@@ -94,7 +94,8 @@ def test_lists_of_all_and_ranks_behind_a_replica_that_has_failed():
 
 
 class ScriptedReplica:
-    """The parts of an `EngineClient` that `ReplicatedEngine` uses. Its requests end after one update, or with `error`."""
+    """The parts of an `EngineProcessClient` that `ReplicatedEngineClient` uses. Its requests end after one update, or with
+    `error`."""
 
     def __init__(self, error: EngineError | None = None) -> None:
         self.facts = EngineFacts("m", "fp32", "cpu", 1, (1, 1, 1), 100, 8, 64, 16, 50, 300, [1])
@@ -120,7 +121,7 @@ class ScriptedReplica:
 
 def test_leaving_a_stream_early_aborts_at_once():
     async def run():
-        engine = ReplicatedEngine([ScriptedReplica()])
+        engine = ReplicatedEngineClient([ScriptedReplica()])
         async with contextlib.aclosing(engine.add("r", [1], SamplingParams())) as updates:
             await anext(updates)
         assert engine._engines[0].left == 1
@@ -130,7 +131,7 @@ def test_leaving_a_stream_early_aborts_at_once():
 
 def test_an_error_of_a_replica_that_lives_is_not_tried_again():
     async def run():
-        engine = ReplicatedEngine([ScriptedReplica(EngineError("no"))])
+        engine = ReplicatedEngineClient([ScriptedReplica(EngineError("no"))])
         with pytest.raises(EngineError, match="no"):
             await anext(engine.add("r", [1], SamplingParams()))
         assert engine._engines[0].requests == 1
@@ -140,7 +141,7 @@ def test_an_error_of_a_replica_that_lives_is_not_tried_again():
 
 def test_after_it_is_closed_every_call_says_so():
     async def run():
-        engine = ReplicatedEngine([ScriptedReplica(), ScriptedReplica()])
+        engine = ReplicatedEngineClient([ScriptedReplica(), ScriptedReplica()])
         await engine.close()
         for call in (lambda: anext(engine.add("r", [1], SamplingParams())), engine.stats, engine.experts_by_replica):
             with pytest.raises(EngineClosed):

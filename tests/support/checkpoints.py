@@ -45,8 +45,6 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
 }
 
-FAMILIES = tuple(_FAMILIES)
-
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "moe_intermediate_size": 32, "rope_parameters": {
@@ -75,13 +73,12 @@ _FAMILIES |= {
         "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
     }),
 }  # fmt: skip
-"""With experts, beside the dense ones of FAMILIES."""
 
 
 def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer; returns the folder.
 
-    family: one of FAMILIES. overrides: fields of the family's transformers config, and `seed` (default 0), `std` of the weights
+    family: a key of _FAMILIES. overrides: fields of the family's transformers config, and `seed` (default 0), `std` of the weights
     (default 0.3), `dtype` (torch dtype, default float32), `max_shard_size` (default "1GB"; less makes an index), `stacked`
     (default False: experts as the first checkpoints have them; else as transformers 5 holds them, each layer's in one tensor).
     """

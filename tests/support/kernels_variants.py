@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, Gpu, has_gluon, simulated
+from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, has_gluon, simulated
 
 SM, NUM_SMS = 90, 132
 
@@ -90,7 +90,7 @@ def recorded() -> Iterator[set[Variant]]:
     before = driver._active
     driver.set_active(_Driver())
     try:
-        with pytest.MonkeyPatch.context() as patch, simulated(Gpu(SM, NUM_SMS, HOPPER_SHARED_MEMORY)), _Torch():
+        with pytest.MonkeyPatch.context() as patch, simulated(GpuCapabilities(SM, NUM_SMS, HOPPER_SHARED_MEMORY)), _Torch():
             patch.setattr(JITFunction, "_do_compile", record)
             patch.setattr(sampling, "score", score)  # long for large vocabularies, and without kernels of ours
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

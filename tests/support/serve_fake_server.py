@@ -18,7 +18,7 @@ from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.serve.app import run
-from phalanx.serve.client import EngineClient
+from phalanx.serve.client import EngineProcessClient
 from tests.support.loop_delays import watch_loop
 
 
@@ -37,10 +37,10 @@ def main() -> int:
         executor = "tests.support.loop_delays:TimedFakeExecutor"
         config_json.setdefault("fake", {})["turns"] = f"{delays}/turns"
 
-    async def start_engine(options: EngineOptions) -> EngineClient:
+    async def start_engine(options: EngineOptions) -> EngineProcessClient:
         if delays is not None:
             watching.append(asyncio.create_task(watch_loop(Path(delays, "loop"))))
-        return await EngineClient.start(options, executor=executor)
+        return await EngineProcessClient.start(options, executor=executor)
 
     engine, serving = EngineOptions.of(**config_json["engine"]), ServeOptions.of(**config_json["serving"])
     return run(engine, serving, start=start_engine)

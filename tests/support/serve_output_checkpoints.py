@@ -30,7 +30,7 @@ class Family:
     eos: Sequence[str] = ()
 
 
-FAMILIES = {
+OUTPUT_FAMILIES = {
     "qwen3": Family(
         "{% if tools %}Tools:\n" + _TOOLS + 'Return <tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>\n{% endif %}'
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
@@ -82,7 +82,7 @@ def backend_of(family: Family) -> tokenizers.Tokenizer:
 @functools.cache
 def tokenizer_of_family(name: str) -> Tokenizer:
     """The tokenizer of a family with its chat template."""
-    family = FAMILIES[name]
+    family = OUTPUT_FAMILIES[name]
     with tempfile.TemporaryDirectory() as folder:
         return Tokenizer.load(write(Path(folder), backend_of(family), chat_template=family.template))
 
@@ -96,7 +96,7 @@ def write_reciting_checkpoint(folder: Path, name: str, conversations: Sequence[t
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    family = FAMILIES[name]
+    family = OUTPUT_FAMILIES[name]
     tokenizer = Tokenizer.load(write(folder, backend_of(family), chat_template=family.template))
     token_id = tokenizer.backend.token_to_id
     eos = [token_id(text) for text in family.eos] or [token_id("</s>")]

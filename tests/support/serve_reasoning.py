@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 from tests.support.serve_http_app import Scripted, live
-from tests.support.serve_output_checkpoints import FAMILIES, tokenizer_of_family
+from tests.support.serve_output_checkpoints import OUTPUT_FAMILIES, tokenizer_of_family
 
 OSLO = '{"city": "Oslo"}'
 THOUGHT = "The user asks.\n\nI look."
@@ -23,6 +23,6 @@ FINAL = {"gpt_oss": "<|channel|>final<|message|>It rains.<|return|>"}
 @contextmanager
 def served(family, text, **options):
     tokenizer = tokenizer_of_family(family)
-    engine = Scripted(text, tokenizer=tokenizer, eos=FAMILIES[family].eos)
+    engine = Scripted(text, tokenizer=tokenizer, eos=OUTPUT_FAMILIES[family].eos)
     with live(engine, tokenizer=tokenizer, **options) as server, server.openai() as client:
         yield server, client

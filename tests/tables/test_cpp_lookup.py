@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import cpp_lookup
-from phalanx.tables.cpp_lookup import Lookup
+from phalanx.tables.cpp_lookup import CppLookupTable
 from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS, TP_SIZES
 from phalanx.tables.message import Fusion
 from phalanx.tables.seed import Latency, Seed, default
@@ -35,10 +35,10 @@ def unrolled(text: str) -> tuple[int, ...]:
     return tuple(int(value) for value, count in runs for _ in range(int(count)))
 
 
-def published() -> Lookup:
+def published() -> CppLookupTable:
     zeros = tuple((0,) * len(TOKENS) for _ in HIDDEN)
     values = tuple((tuple(map(unrolled, PUBLISHED[tp])), zeros, zeros, zeros) for tp in TP_SIZES)
-    return Lookup(90, values)
+    return CppLookupTable(90, values)
 
 
 def body(text: str) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 from phalanx.bench import report
-from phalanx.bench.streaming_client import Endpoint, Sample, body_of, refusal, send
+from phalanx.bench.streaming_client import ApiEndpoint, Sample, body_of, refusal, send
 from phalanx.errors import EngineError, OptionError, RequestError
 from phalanx.hardware import provenance
 
@@ -91,7 +91,7 @@ def run(url: str, key: str | None, load: Load, offline_file: Path | None = None,
     throughput is compared with its figure and its roofline. (Over HTTP the layout is unknown, and so is the roofline.)
     Raises EngineError when no server answers at `url`, RequestError when every request failed, OptionError for a bad file.
     """
-    endpoint = Endpoint.of(url, key)
+    endpoint = ApiEndpoint.of(url, key)
     offline = None if offline_file is None else offline_row(offline_file, load)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         model, samples = runner.run(_drive(endpoint, load))
@@ -145,7 +145,7 @@ def relative_throughput(rate: float, offline: dict[str, Any] | None) -> dict[str
     }
 
 
-async def _drive(endpoint: Endpoint, load: Load) -> tuple[str, list[Sample]]:
+async def _drive(endpoint: ApiEndpoint, load: Load) -> tuple[str, list[Sample]]:
     model = load.model or await _model_of(endpoint)
     prompts = load.prompts()
 
@@ -182,7 +182,7 @@ async def closed_loop(one: SendOne, requests: int, concurrency: int) -> list[Sam
     return samples
 
 
-async def _model_of(endpoint: Endpoint) -> str:
+async def _model_of(endpoint: ApiEndpoint) -> str:
     """The first model that the server names. Raises EngineError where no server answers, RequestError where it names none."""
     try:
         async with httpx.AsyncClient(base_url=endpoint.base, headers=endpoint.headers, timeout=10.0) as client:

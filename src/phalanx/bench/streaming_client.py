@@ -60,7 +60,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ApiEndpoint:
     """A server, by the URL of its API's root (with or without /v1)."""
 
     host: str
@@ -70,7 +70,7 @@ class Endpoint:
     key: str | None = None
 
     @classmethod
-    def of(cls, url: str, key: str | None = None) -> Endpoint:
+    def of(cls, url: str, key: str | None = None) -> ApiEndpoint:
         """Raises OptionError for text that is not an http or https URL."""
         try:
             parts = urlsplit(url)
@@ -109,7 +109,7 @@ def body_of(model: str, token_ids: Sequence[int], output_len: int) -> dict[str, 
     }  # fmt: skip
 
 
-async def send(endpoint: Endpoint, body: dict[str, Any], *, due: float, expected: int, timeout: float) -> Sample:
+async def send(endpoint: ApiEndpoint, body: dict[str, Any], *, due: float, expected: int, timeout: float) -> Sample:
     """Send a request and read its answer to the end. Never raises for failures of the server or the network: they are in
     `Sample.error`.
 

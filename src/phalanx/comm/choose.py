@@ -15,7 +15,7 @@ from phalanx.tables.message import Caller, Fusion, Message
 from phalanx.tables.strategy import SEQUENCE_PARALLEL, Choice, Strategy
 from phalanx.tables.table import Entry, Source
 
-Lookup = Callable[[str, Fusion, int, int, Caller], Entry]
+TableLookup = Callable[[str, Fusion, int, int, Caller], Entry]
 """(dtype, fusion, tokens, hidden, caller) -> what is fastest there: `tables.Table.lookup`."""
 
 _MAX_CACHED = 1 << 16
@@ -40,7 +40,7 @@ class Rules:
 
     fingerprint: Fingerprint
     refused: Mapping[Strategy, str]
-    lookup: Lookup | None
+    lookup: TableLookup | None
     forced: Strategy | None = None
     deterministic: bool = False
 

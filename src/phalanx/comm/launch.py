@@ -10,7 +10,7 @@ pipe: the parent writes one line of config and keeps the pipe open for as long a
 - the watcher thread, where the kernel has no such signal (anything but Linux): it reads the pipe to its end and exits at once;
 - its own children follow, because their pipes end with it.
 
-Children are leaders of their own sessions: Ctrl-C reaches the front process only, which then ends them in order.
+Children are leaders of their own sessions: Ctrl-C reaches the first process only, which then ends them in order.
 This module does not import torch: the front and the engine start processes without waiting for it.
 """
 

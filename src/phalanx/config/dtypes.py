@@ -19,7 +19,7 @@ class Dtype(NamedTuple):
 DTYPES = {dtype.name: dtype for dtype in (Dtype("bf16", "bfloat16", 2), Dtype("fp16", "float16", 2), Dtype("fp32", "float32", 4))}
 """By name. The order is that of the generated C++ tables."""
 
-DTYPE_NAMES = {
+DTYPE_SPELLINGS = {
     **{dtype.name: dtype.name for dtype in DTYPES.values()},
     **{dtype.long_name: dtype.name for dtype in DTYPES.values()},
     "half": "fp16",
@@ -31,6 +31,6 @@ DTYPE_NAMES = {
 def parse_dtype(spelling: str) -> str:
     """ "bf16", "fp16" or "fp32" for any of their spellings (also "bfloat16", "torch.bfloat16"). Raises OptionError."""
     try:
-        return DTYPE_NAMES[spelling.removeprefix("torch.")]
+        return DTYPE_SPELLINGS[spelling.removeprefix("torch.")]
     except KeyError:
-        raise OptionError(f"dtype {spelling!r} is unknown", next=f"use one of {', '.join(DTYPE_NAMES)}") from None
+        raise OptionError(f"dtype {spelling!r} is unknown", next=f"use one of {', '.join(DTYPE_SPELLINGS)}") from None

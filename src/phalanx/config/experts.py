@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from phalanx.config.json_fields import Fields
+from phalanx.config.json_fields import JsonFields
 from phalanx.errors import LayoutError, ModelError
 
 
@@ -72,13 +72,13 @@ def require_places(experts: int, ranks: int, redundant: int) -> None:
         )  # fmt: skip
 
 
-def read_mixtral(fields: Fields) -> Experts:
+def read_mixtral(fields: JsonFields) -> Experts:
     """Mixtral's fields. transformers 5 writes num_experts where earlier versions write num_local_experts."""
     count = fields.count("num_local_experts", fields.count("num_experts", 8))
     return _checked(fields, Experts(count, fields.count("num_experts_per_tok", 2), fields.count("intermediate_size")))
 
 
-def read_qwen3_moe(fields: Fields) -> Experts:
+def read_qwen3_moe(fields: JsonFields) -> Experts:
     """Qwen3-MoE's fields. A layer is dense if mlp_only_layers names it or decoder_sparse_step passes over it. norm_topk_prob is
     false where the file does not have it, as in the reference implementation."""
     step, num_layers = fields.count("decoder_sparse_step", 1), fields.count("num_hidden_layers")
@@ -90,7 +90,7 @@ def read_qwen3_moe(fields: Fields) -> Experts:
     ))  # fmt: skip
 
 
-def read_gpt_oss(fields: Fields) -> Experts:
+def read_gpt_oss(fields: JsonFields) -> Experts:
     """gpt-oss's fields. The softmax is over a token's chosen experts, which is that over all of them, renormalized."""
     quantization = fields.optional_mapping("quantization_config") or {}
     swiglu = ClampedSwiGlu(fields.positive("swiglu_alpha", 1.702), fields.positive("swiglu_limit", 7.0))
@@ -100,7 +100,7 @@ def read_gpt_oss(fields: Fields) -> Experts:
     ))  # fmt: skip
 
 
-def read_deepseek_v2(fields: Fields) -> Experts:
+def read_deepseek_v2(fields: JsonFields) -> Experts:
     """DeepSeek-V2's fields: a softmax over all experts, and the best ones, or the best of the best groups by their best expert."""
     method = fields.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
@@ -120,7 +120,7 @@ def read_deepseek_v2(fields: Fields) -> Experts:
     return _deepseek(fields, scoring, experts=64, width=1407, shared=2, dense=0, top_k=6)
 
 
-def read_deepseek_v3(fields: Fields) -> Experts:
+def read_deepseek_v3(fields: JsonFields) -> Experts:
     """DeepSeek-V3's fields: sigmoids, with a bias that only chooses (arXiv 2408.15664), in the best groups by their best two."""
     for name, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if fields.text(name, value) != value:
@@ -135,7 +135,7 @@ def read_deepseek_v3(fields: Fields) -> Experts:
 
 
 def _deepseek(
-    fields: Fields, scoring: Scoring, *, experts: int, width: int, shared: int, dense: int, top_k: int, bias: bool = False,
+    fields: JsonFields, scoring: Scoring, *, experts: int, width: int, shared: int, dense: int, top_k: int, bias: bool = False,
     renormalize: bool = False,
 ) -> Experts:  # fmt: skip
     """What V2 and V3 have in common. The numbers are the defaults of the reference implementation."""
@@ -160,13 +160,13 @@ def _deepseek(
     ))  # fmt: skip
 
 
-def _unknown(fields: Fields, name: str, known: str) -> ModelError:
+def _unknown(fields: JsonFields, name: str, known: str) -> ModelError:
     return ModelError(
         f"{fields.file} has {name}={fields.values.get(name)!r}, which is not supported", held=f"supported here: {known}"
     )
 
 
-def _checked(fields: Fields, experts: Experts) -> Experts:
+def _checked(fields: JsonFields, experts: Experts) -> Experts:
     if experts.per_token > experts.count:
         raise ModelError(
             f"{fields.file} has num_experts_per_tok={experts.per_token}", held=f"the model has {experts.count} experts",

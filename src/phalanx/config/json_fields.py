@@ -14,7 +14,7 @@ _REQUIRED: Any = object()
 
 
 @dataclass(frozen=True)
-class Fields:
+class JsonFields:
     """A JSON object in `file`. prefix: its path in the file, for messages. A field that is null counts as missing."""
 
     values: Mapping[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.config.json_fields import Fields
+from phalanx.config.json_fields import JsonFields
 from phalanx.config.rope import Rope
 from phalanx.errors import ModelError
 
@@ -34,7 +34,7 @@ class Latent:
         return self.kv_rank + self.rope
 
 
-def read_latent(fields: Fields, rope: Rope) -> Latent:
+def read_latent(fields: JsonFields, rope: Rope) -> Latent:
     """The latent attention of DeepSeek-V2 and V3. Raises ModelError for biases, and for fewer KV heads than heads."""
     heads = fields.count("num_attention_heads")
     if fields.count("num_key_value_heads", heads) != heads:

@@ -18,7 +18,7 @@ from phalanx.config.experts import (
     read_mixtral,
     read_qwen3_moe,
 )
-from phalanx.config.json_fields import Fields
+from phalanx.config.json_fields import JsonFields
 from phalanx.config.latent import Latent, read_latent
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
 from phalanx.config.rope import Rope, read_rope
@@ -53,14 +53,14 @@ class Family:
     reads_attention_bias: bool = False
     reads_mlp_bias: bool = False
     qk_norm: bool = False
-    experts: Callable[[Fields], Experts] | None = None
+    experts: Callable[[JsonFields], Experts] | None = None
     attention_bias: bool = False
     sinks: bool = False
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     yarn: tuple[float, int] | None = None
     dtype: str = "float32"
-    latent: Callable[[Fields, Rope], Latent] | None = None
+    latent: Callable[[JsonFields, Rope], Latent] | None = None
     mtp_layers: int = 0
 
 
@@ -144,7 +144,7 @@ class ModelShape:
 
         Raises UnsupportedArchitecture, or ModelError naming file and field.
         """
-        fields = Fields(config, file=file)
+        fields = JsonFields(config, file=file)
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
         _refuse_unsupported(fields)
@@ -217,7 +217,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _architecture(fields: Fields) -> str:
+def _architecture(fields: JsonFields) -> str:
     names = fields.optional_texts("architectures") or []
     for name in names:
         if name in FAMILIES:
@@ -228,14 +228,14 @@ def _architecture(fields: Fields) -> str:
     )  # fmt: skip
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: JsonFields) -> None:
     """Raise ModelError for fields whose values are not supported."""
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{fields.file} has hidden_act={activation!r}", why="only 'silu' is supported")
 
 
-def _head_dim(fields: Fields, heads: int, family: Family) -> int:
+def _head_dim(fields: JsonFields, heads: int, family: Family) -> int:
     hidden = fields.count("hidden_size")
     if fields.values.get("head_dim") is None and family.head_dim is None and hidden % heads:
         raise ModelError(
@@ -247,16 +247,16 @@ def _head_dim(fields: Fields, heads: int, family: Family) -> int:
     return head_dim
 
 
-def _with_rope(fields: Fields, family: Family) -> Fields:
+def _with_rope(fields: JsonFields, family: Family) -> JsonFields:
     """The fields with the family's YaRN where they say nothing of RoPE's scaling."""
     if family.yarn is None or any(fields.values.get(name) is not None for name in ("rope_parameters", "rope_scaling")):
         return fields
     factor, original = family.yarn
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, "truncate": False}
-    return Fields({**fields.values, "rope_scaling": scaling}, fields.file)
+    return JsonFields({**fields.values, "rope_scaling": scaling}, fields.file)
 
 
-def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+def _windows(fields: JsonFields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     no_windows: tuple[int | None, ...] = (None,) * num_layers
     if family.window == "none" or (family.window == "stated" and fields.values.get("sliding_window") is None):
         return no_windows
@@ -279,7 +279,7 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
     return _by_kind(fields, kinds, size, num_layers)
 
 
-def _by_kind(fields: Fields, kinds: Sequence[str], size: int | None, num_layers: int) -> tuple[int | None, ...]:
+def _by_kind(fields: JsonFields, kinds: Sequence[str], size: int | None, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window by its layer_types."""
     unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
     if unknown or len(kinds) != num_layers:
@@ -290,15 +290,15 @@ def _by_kind(fields: Fields, kinds: Sequence[str], size: int | None, num_layers:
     return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _dtype(fields: Fields, default: str) -> str:
+def _dtype(fields: JsonFields, default: str) -> str:
     name = fields.text("dtype", fields.text("torch_dtype", default)).removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelError(f"{fields.file} has dtype={name!r}", held=f"supported are: {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
-def _eos(fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    generation = Fields(fields.optional_mapping("generation_config") or {}, file=GENERATION)
+def _eos(fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
+    generation = JsonFields(fields.optional_mapping("generation_config") or {}, file=GENERATION)
     ids = tuple(dict.fromkeys(generation.ids("eos_token_id") + fields.ids("eos_token_id")))
     return known_eos_ids(ids, vocab_size, f"{GENERATION} or {fields.file}")
 

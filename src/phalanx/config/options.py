@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from phalanx.config.dtypes import DTYPE_NAMES
+from phalanx.config.dtypes import DTYPE_SPELLINGS
 from phalanx.errors import OptionError, UnknownOption
 
 
 def _dtype_name(value: Any) -> Any:
-    return DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
+    return DTYPE_SPELLINGS.get(value, value) if isinstance(value, str) else value
 
 
 Dtype = Annotated[Literal["auto", "fp32", "fp16", "bf16", "fp8"], BeforeValidator(_dtype_name)]
@@ -70,8 +70,8 @@ class EngineOptions(BaseModel):
     expert_exchange: Literal["ALL_GATHER", "ALL_TO_ALL"] = Field(
         "ALL_GATHER",
         description="How tokens reach the experts of other groups, with expert_parallel_size above 1. ALL_GATHER: all tokens go to "
-        "all groups. ALL_TO_ALL: each goes to the groups that have one of its experts, once to each; steps that run as CUDA graphs "
-        "use ALL_GATHER.",
+        "all groups. ALL_TO_ALL: each token goes once to each group that has one of its experts; steps that run as CUDA graphs use "
+        "ALL_GATHER.",
     )
     moe_expert_parallel_size: int = Field(
         1,
@@ -83,7 +83,7 @@ class EngineOptions(BaseModel):
         0,
         ge=0,
         description="Extra copies per layer, given to the most loaded experts at each rebalance. A multiple of "
-        "moe_expert_parallel_size; each costs the memory of an expert.",
+        "moe_expert_parallel_size; each costs the memory of one expert.",
     )
     rebalance_experts_every: float | None = Field(
         None,
@@ -94,7 +94,7 @@ class EngineOptions(BaseModel):
         1,
         ge=1,
         description="Number of engines behind one server or LLM, each with a copy of the model on GPUs of its own. A request goes "
-        "to the one with the least to do for it, its prefix cache considered; where one fails, the others serve on.",
+        "to the engine that has the least work for it, cached prefixes included. If one fails, the others go on.",
     )
     nnodes: int = Field(1, ge=1, description="Number of hosts. Each runs the same number of ranks.")
     node_rank: int = Field(0, ge=0, description="Number of this host, from 0 to nnodes - 1. The engine runs on host 0.")
@@ -102,8 +102,8 @@ class EngineOptions(BaseModel):
     master_addr_timeout: float = Field(
         5.0,
         ge=0,
-        description="Seconds for which a master_addr that does not resolve is tried again. More where names of hosts are published "
-        "late, as in Kubernetes; manifests give start_timeout.",
+        description="Seconds for which a master_addr that does not resolve is tried again. Raise it where host names are published "
+        "late, as in Kubernetes; manifests set it to start_timeout.",
     )
     master_port: int = Field(29400, ge=1, le=65535, description="Port on host 0 for the ranks and further hosts.")
     cluster_token: str | None = Field(
@@ -115,7 +115,9 @@ class EngineOptions(BaseModel):
     )
     cluster_token_file: str | None = Field(None, min_length=1, description="File that holds the cluster token.")
     insecure_cluster: bool = Field(
-        False, description="Allow nnodes > 1 without a cluster token: anybody who reaches the ports of host 0 can join and read."
+        False,
+        description="Allow nnodes > 1 without a cluster token: anybody who reaches the ports of host 0 can join the "
+        "engine and read prompts.",
     )
 
     launcher: str = Field(

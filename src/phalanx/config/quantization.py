@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phalanx.config.json_fields import Fields
+from phalanx.config.json_fields import JsonFields
 from phalanx.errors import ModelError
 
 SUPPORTED = (
@@ -56,7 +56,7 @@ ON_LOAD = Quantization("fp8 on load", "load", "token")
 """The quantization of a 16-bit checkpoint that is loaded with dtype="fp8"."""
 
 
-def read_quantization(fields: Fields) -> Quantization | None:
+def read_quantization(fields: JsonFields) -> Quantization | None:
     """Read quantization_config of config.json (where `load_config` also puts hf_quant_config.json); None if there is none.
 
     Raises ModelError naming the field, and what is supported, for any other quantization.
@@ -64,7 +64,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     values = fields.optional_mapping("quantization_config")
     if values is None:
         return None
-    config = Fields(values, fields.file, "quantization_config.")
+    config = JsonFields(values, fields.file, "quantization_config.")
     method = config.text("quant_method", "")
     readers = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
     if method not in readers:
@@ -72,14 +72,14 @@ def read_quantization(fields: Fields) -> Quantization | None:
     return readers[method](config)
 
 
-def _unsupported(config: Fields, name: str, why: str = "") -> ModelError:
+def _unsupported(config: JsonFields, name: str, why: str = "") -> ModelError:
     return ModelError(
         f"{config.file} has {config.prefix}{name}={config.values.get(name)!r}, which is not supported", held=SUPPORTED, why=why,
         next="use a checkpoint in one of these forms, or the 16-bit one with dtype='fp8'",
     )  # fmt: skip
 
 
-def _modelopt(config: Fields) -> Quantization:
+def _modelopt(config: JsonFields) -> Quantization:
     algorithm = config.text("quant_algo", "")
     kinds: dict[str, tuple[Weights, Activations]] = {"FP8": ("tensor", "static"), "FP8_PER_CHANNEL_PER_TOKEN": ("channel", "token")}
     if algorithm not in kinds:
@@ -92,7 +92,7 @@ def _modelopt(config: Fields) -> Quantization:
     return Quantization("modelopt", *kinds[algorithm], kv=kv, ignore=tuple(fnmatch.translate(name) for name in excluded))
 
 
-def _fp8(config: Fields) -> Quantization:
+def _fp8(config: JsonFields) -> Quantization:
     scheme = config.text("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
         raise _unsupported(config, "activation_scheme")
@@ -110,14 +110,14 @@ def _fp8(config: Fields) -> Quantization:
     return Quantization("fp8", "block", "token", block=block, scale_name="weight_scale_inv", kv=kv, ignore=ignore)
 
 
-def _block(config: Fields, name: str) -> tuple[int, int]:
+def _block(config: JsonFields, name: str) -> tuple[int, int]:
     sizes = config.values.get(name)
     if not (isinstance(sizes, list) and len(sizes) == 2 and all(isinstance(size, int) and size > 0 for size in sizes)):
         raise _unsupported(config, name, "it must be two sizes, rows and columns")
     return sizes[0], sizes[1]
 
 
-def _compressed_tensors(config: Fields) -> Quantization:
+def _compressed_tensors(config: JsonFields) -> Quantization:
     if config.text("format", "") != "float-quantized":
         raise _unsupported(config, "format")
     groups = config.optional_mapping("config_groups")
@@ -126,7 +126,7 @@ def _compressed_tensors(config: Fields) -> Quantization:
     schemes = []
     targets: list[str] = []
     for name in groups:
-        group = Fields(_mapping(config, "config_groups", groups[name]), config.file, f"{config.prefix}config_groups.{name}.")
+        group = JsonFields(_mapping(config, "config_groups", groups[name]), config.file, f"{config.prefix}config_groups.{name}.")
         schemes.append((*_weights_of(group), _activations_of(group)))
         targets += group.optional_texts("targets") or []
     if len(set(schemes)) > 1:
@@ -141,7 +141,7 @@ def _compressed_tensors(config: Fields) -> Quantization:
     )
 
 
-def _mapping(config: Fields, name: str, value: Any) -> Mapping[str, Any]:
+def _mapping(config: JsonFields, name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise _unsupported(config, name, "each group must be an object")
     return value
@@ -152,9 +152,9 @@ def _pattern(name: str) -> str:
     return name[3:] + ".*" if name.startswith("re:") else re.escape(name)
 
 
-def _weights_of(group: Fields) -> tuple[Weights, tuple[int, int] | None]:
+def _weights_of(group: JsonFields) -> tuple[Weights, tuple[int, int] | None]:
     values = group.optional_mapping("weights") or {}
-    weights = Fields(values, group.file, f"{group.prefix}weights.")
+    weights = JsonFields(values, group.file, f"{group.prefix}weights.")
     _require_float8(weights)
     strategy = weights.text("strategy", "tensor")
     if strategy == "block":
@@ -164,11 +164,11 @@ def _weights_of(group: Fields) -> tuple[Weights, tuple[int, int] | None]:
     return ("tensor", None) if strategy == "tensor" else ("channel", None)
 
 
-def _activations_of(group: Fields) -> Activations:
+def _activations_of(group: JsonFields) -> Activations:
     values = group.optional_mapping("input_activations")
     if values is None:
         return "none"
-    activations = Fields(values, group.file, f"{group.prefix}input_activations.")
+    activations = JsonFields(values, group.file, f"{group.prefix}input_activations.")
     _require_float8(activations)
     if values.get("dynamic") is True:
         return "token"
@@ -177,13 +177,13 @@ def _activations_of(group: Fields) -> Activations:
     return "static"
 
 
-def _require_float8(scheme: Fields) -> None:
+def _require_float8(scheme: JsonFields) -> None:
     for name, expected in (("type", "float"), ("num_bits", 8), ("symmetric", True)):
         if scheme.values.get(name, True if name == "symmetric" else None) != expected:
             raise _unsupported(scheme, name)
 
 
-def _kv_scheme(config: Fields) -> bool:
+def _kv_scheme(config: JsonFields) -> bool:
     word = config.values.get("kv_cache_scheme")
     if isinstance(word, str):  # the form of AutoFP8 and Quark, with "fp8"
         if word != "static":
@@ -192,7 +192,7 @@ def _kv_scheme(config: Fields) -> bool:
     values = config.optional_mapping("kv_cache_scheme")
     if values is None:
         return False
-    scheme = Fields(values, config.file, f"{config.prefix}kv_cache_scheme.")
+    scheme = JsonFields(values, config.file, f"{config.prefix}kv_cache_scheme.")
     for name, expected in (("type", "float"), ("num_bits", 8)):
         if scheme.values.get(name) != expected:
             raise _unsupported(scheme, name, "a KV cache is in 16 bit or FP8")

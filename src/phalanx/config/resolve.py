@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.config.experts import Experts, require_places
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
+from phalanx.config.quantization import Quantization
 from phalanx.errors import LayoutError, OptionError
 
 GPU_STEP_TOKENS = 8192
@@ -17,7 +18,7 @@ CPU_KV_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedOptions:
     """Options without "auto": device, dtype, max_num_tokens and max_seq_len are set, and on CPU kv_cache_bytes.
 
     reasons: option -> "value: reason", for each value that was chosen here.
@@ -27,7 +28,7 @@ class Resolved:
     reasons: dict[str, str]
 
 
-def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> Resolved:
+def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> ResolvedOptions:
     """Choose the values that the user left open, for this model and a host with this number of GPUs.
 
     Raises OptionError or LayoutError for a max_seq_len beyond the model's, missing GPUs, a number of ranks that the number of nodes
@@ -38,11 +39,10 @@ def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> Resolved:
     _check_layout(options, shape, gpus if device == "cuda" else None)
     if options.dtype == "auto":
         why = "the checkpoint's dtype" if device == "cuda" else "fastest and most precise on CPU"
-        chosen["dtype"] = compute_dtype("auto", shape, device), why
+        chosen["dtype"] = concrete_dtype("auto", shape, device), why
     if options.kv_cache_dtype == "auto":
-        has_kv_scales = shape.quantization is not None and shape.quantization.kv
-        why = "the checkpoint has KV scales" if has_kv_scales else "the checkpoint has no KV scales"
-        chosen["kv_cache_dtype"] = ("fp8" if has_kv_scales else "model"), why
+        cache = concrete_kv_cache_dtype("auto", shape)
+        chosen["kv_cache_dtype"] = cache, f"the checkpoint has {'no ' if cache == 'model' else ''}KV scales"
     max_seq_len = _max_seq_len(options, shape, chosen)
     _max_num_tokens(options, device, max_seq_len, chosen)
     if device == "cpu":
@@ -50,13 +50,34 @@ def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> Resolved:
             chosen["kv_cache_bytes"] = CPU_KV_BYTES, "1 GiB per rank on CPU, where other processes use the free memory, too"
         if options.cuda_graphs:
             chosen["cuda_graphs"] = False, "not available on CPU"
-    return Resolved(
+    return ResolvedOptions(
         options.model_copy(update={name: value for name, (value, _) in chosen.items()}),
         {name: f"{value}: {why}" for name, (value, why) in chosen.items()},
     )
 
 
-def compute_dtype(dtype: str, shape: ModelShape, device: str) -> str:
+class CheckpointDtypes(Protocol):
+    """What of a checkpoint decides dtypes: `ModelShape` of the engine, and `Shape` of the planner."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def quantization(self) -> Quantization | None: ...
+
+
+def concrete_dtype(dtype: str, shape: CheckpointDtypes, device: str) -> str:
+    """The option `dtype` with "auto" replaced: "fp32", "fp16", "bf16" or, only where it is asked for, "fp8"."""
+    return compute_dtype("auto", shape, device) if dtype == "auto" else dtype
+
+
+def concrete_kv_cache_dtype(kv_cache_dtype: str, shape: CheckpointDtypes) -> str:
+    """The option `kv_cache_dtype` with "auto" replaced: "fp8" where the checkpoint has KV scales, else "model"."""
+    if kv_cache_dtype != "auto":
+        return kv_cache_dtype
+    return "fp8" if shape.quantization is not None and shape.quantization.kv else "model"
+
+
+def compute_dtype(dtype: str, shape: CheckpointDtypes, device: str) -> str:
     """The dtype of everything but FP8 GEMMs (and of those GEMMs on a device without FP8): "fp32", "fp16" or "bf16".
 
     With "auto" and "fp8" it is the checkpoint's dtype, but fp32 on CPU, and 16 bit on GPU if the GEMMs are in FP8.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.config.json_fields import Fields
+from phalanx.config.json_fields import JsonFields
 from phalanx.errors import ModelError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -34,7 +34,7 @@ class Rope:
     softmax_factor: float = 1.0
 
 
-def read_rope(fields: Fields, max_positions: int, default_theta: float = 10_000.0) -> Rope:
+def read_rope(fields: JsonFields, max_positions: int, default_theta: float = 10_000.0) -> Rope:
     """Read RoPE's fields; default_theta: where they have none.
 
     Raises ModelError for a type that is not supported, a missing factor or an impossible number."""
@@ -43,7 +43,7 @@ def read_rope(fields: Fields, max_positions: int, default_theta: float = 10_000.
     if values is None:
         values = fields.optional_mapping("rope_scaling") or {}
         where = "rope_scaling"
-    inner = Fields(values, file=fields.file, prefix=f"{where}.")
+    inner = JsonFields(values, file=fields.file, prefix=f"{where}.")
     kind = inner.text("rope_type", inner.text("type", "default"))
     if kind not in ROPE_TYPES:
         raise ModelError(
@@ -71,7 +71,7 @@ def read_rope(fields: Fields, max_positions: int, default_theta: float = 10_000.
     return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn(inner: Fields, theta: float, original: int, max_positions: int) -> Rope:
+def _yarn(inner: JsonFields, theta: float, original: int, max_positions: int) -> Rope:
     factor = inner.positive("factor", max_positions / original)
     attention = inner.number("attention_factor", 0.0)
     mscale, all_dim = inner.number("mscale", 0.0), inner.number("mscale_all_dim", 0.0)

@@ -20,6 +20,8 @@ ToolCallParserName = Literal[
     "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v31", "gpt_oss"
 ]
 
+QUEUED_BATCHES = 8
+"""Batches of max_batch_size requests that may wait where max_num_queued_reqs is not set."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
 
 
@@ -37,13 +39,12 @@ class ServeOptions(BaseModel):
         None,
         min_length=1,
         repr=False,
-        description="Bearer keys, separated by commas; requests carry one. None: no key.",
+        description="API keys, separated by commas. A request must send one as a bearer token. None: no key is needed.",
     )
     api_key_file: str | None = Field(
         None,
         min_length=1,
-        description="File with bearer keys, one per line. Unlike a flag, the keys do not appear in the process list. None: "
-        "api_key.",
+        description="File with API keys, one per line. Unlike a flag, the keys do not appear in the process list. None: api_key.",
     )
     served_model_name: str | None = Field(
         None,
@@ -58,15 +59,15 @@ class ServeOptions(BaseModel):
     )
     expert_metrics: bool = Field(
         True,
-        description="/metrics has expert_tokens_total of each layer and expert: 14,848 series for DeepSeek-V3. Without it, "
-        "sums by rank and the imbalance remain there, and /experts has all.",
+        description="Report expert_tokens_total of each layer and expert in /metrics: 14,848 series for DeepSeek-V3. Without it, "
+        "/metrics has only sums by rank and the imbalance; /experts has everything in both cases.",
     )
     shutdown_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     max_num_queued_reqs: int | None = Field(
         None,
         ge=0,
-        description="Maximum number of requests that wait for a place in the batch; further ones get status 429. None: 8 x "
-        "max_batch_size.",
+        description="Maximum number of requests that wait for a place in the batch; further ones get status 429. "
+        f"None: {QUEUED_BATCHES} x max_batch_size.",
     )
     max_num_queued_tokens: int | None = Field(
         None,
@@ -83,22 +84,27 @@ class ServeOptions(BaseModel):
         description="Format of tool calls in the model's outputs. auto: by the checkpoint. none: tools are an error.",
     )
     max_stored_responses: int = Field(
-        1000, ge=0, description="Responses of /v1/responses that stay in memory for previous_response_id, 256 MiB at most. 0: none."
+        1000,
+        ge=0,
+        description="Maximum number of responses that /v1/responses keeps in memory for previous_response_id, 256 MiB at "
+        "most. 0: none.",
     )
-    stored_response_ttl: float = Field(3600.0, gt=0, description="Seconds for which a response of /v1/responses stays.")
-    open_metrics: bool = Field(False, description="/metrics needs no API key. Without it, only /live and /ready need none.")
+    stored_response_ttl: float = Field(3600.0, gt=0, description="Seconds for which /v1/responses keeps a response.")
+    open_metrics: bool = Field(
+        False, description="Answer /metrics without an API key. Otherwise only /live and /ready need no key."
+    )
     cors_origins: str | None = Field(
         None,
         min_length=1,
-        description="Origins whose pages may call the server from a browser, separated by commas: https://chat.example.org. "
-        "*: any. None: none.",
+        description="Origins whose pages may call the server from a browser, separated by commas, such as "
+        "https://chat.example.org. *: any origin. None: no origin.",
     )
     header_timeout: float = Field(20.0, gt=0, description="Seconds in which the head of a request must arrive.")
     body_timeout: float = Field(120.0, gt=0, description="Seconds in which the body of a request must arrive after its head.")
     escape_special_tokens: bool = Field(
         False,
-        description="Special-token text in messages, tools and chat_template_kwargs stays ordinary text, so that it cannot end a "
-        "message.",
+        description="Treat special tokens that are written in messages, tools and chat_template_kwargs as ordinary text, so that "
+        "they cannot end a message.",
     )
 
     @field_validator("cors_origins")

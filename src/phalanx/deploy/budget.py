@@ -15,7 +15,7 @@ PROBE_SECONDS = 10
 FIXED_SECONDS = 60.0
 """Start without reading weights: processes, kernels compiled for the first time, CUDA graphs. Committed starts with an empty cache
 took 17 to 23 s (docs/serving.md); other machines compile on fewer cores."""
-BYTES_PER_SECOND = {"the Hub": 100e6, "a claim": 250e6, "a folder of the node": 1e9}
+READ_BYTES_PER_SECOND = {"the Hub": 100e6, "a claim": 250e6, "a folder of the node": 1e9}
 """How fast weights arrive, low on purpose: a link of 1 Gbit/s; common network storage; an NVMe disk under load."""
 SAFETY = 3
 """The budget is so many predicted starts: one that is killed shortly before it is ready begins again, and never ends."""
@@ -31,24 +31,24 @@ CPU_SHM_BYTES_PER_RANK = 16 << 20
 """Chunks of `comm.shared_memory`."""
 
 
-class Budget(NamedTuple):
+class StartupBudget(NamedTuple):
     seconds: int
     reason: str
 
 
-def startup(engine: EngineOptions, source: str) -> Budget:
-    """Seconds that a start may take. source: where the weights come from, a key of BYTES_PER_SECOND, or "" for the image."""
+def startup(engine: EngineOptions, source: str) -> StartupBudget:
+    """Seconds that a start may take. source: where the weights come from, a key of READ_BYTES_PER_SECOND, or "" for the image."""
     floor = max(FLOOR_SECONDS, _tens(engine.start_timeout + MARGIN_SECONDS))
     size = checkpoint_bytes(engine)
     if engine.load_format == "dummy" or not source:
         size = 0
     if size is None:
-        return Budget(max(floor, UNKNOWN_SECONDS), "the size of the model is not known without the network")
-    reading = size / BYTES_PER_SECOND[source] if source else 0.0
+        return StartupBudget(max(floor, UNKNOWN_SECONDS), "the size of the model is not known without the network")
+    reading = size / READ_BYTES_PER_SECOND[source] if source else 0.0
     seconds = _tens(SAFETY * (FIXED_SECONDS + reading))
-    rate = f" + {size / 1e9:.1f} GB at {BYTES_PER_SECOND[source] / 1e6:.0f} MB/s from {source}" if size else ""
+    rate = f" + {size / 1e9:.1f} GB at {READ_BYTES_PER_SECOND[source] / 1e6:.0f} MB/s from {source}" if size else ""
     reason = f"{SAFETY} x ({FIXED_SECONDS:.0f} s{rate})"
-    return Budget(max(floor, seconds), reason + ("" if seconds >= floor else f", at least {floor} s"))
+    return StartupBudget(max(floor, seconds), reason + ("" if seconds >= floor else f", at least {floor} s"))
 
 
 def checkpoint_bytes(engine: EngineOptions) -> int | None:

@@ -23,7 +23,7 @@ from phalanx.errors import OptionError
 Verb = Callable[..., None]
 Takes = Callable[..., Callable[[Verb], Verb]]
 
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the files there instead of printing them.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the files to this folder instead of printing them.")]
 
 
 def register(command: typer.Typer, takes: Takes) -> None:

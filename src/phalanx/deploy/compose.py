@@ -11,7 +11,7 @@ from phalanx.deploy.k8s import name_of
 from phalanx.deploy.objects import USER
 from phalanx.deploy.options import ComposeOptions, quantity, require_once
 from phalanx.deploy.pod import CLOSE_SECONDS, drain_seconds, on_gpu, ranks_per_pod
-from phalanx.deploy.serve_flags import CACHE, KERNELS, MODELS, ServeFlags, arguments, require_portable
+from phalanx.deploy.serve_flags import CACHE, KERNELS, MODELS_MOUNT, ServeFlags, arguments, require_portable
 from phalanx.errors import OptionError
 
 KEY_FILE = "/run/secrets/api-key"
@@ -54,7 +54,7 @@ def _service(flags: ServeFlags, options: ComposeOptions, *, shm: str, seconds: i
     environment |= {name: _escaped(value) for name, value in (each.split("=", 1) for each in options.env)}
     volumes = [f"{_escaped(options.cache_path or 'cache')}:{CACHE}"]
     if options.model_path is not None:
-        volumes.append(f"{_escaped(options.model_path)}:{MODELS}:ro")
+        volumes.append(f"{_escaped(options.model_path)}:{MODELS_MOUNT}:ro")
     service: dict[str, Any] = {
         "image": options.image, "entrypoint": ["phalanx", "serve"],
         "command": arguments(flags, folder=options.model_path is not None, own=own), "environment": environment,

@@ -30,14 +30,14 @@ SCALE_DOWN_SECONDS = 360
 """Without a longer queue, until a server is taken away: longer than the gaps of usual traffic, since a start takes minutes."""
 
 
-class Resolved(NamedTuple):
+class ResolvedK8sOptions(NamedTuple):
     """K8sOptions without None for what a manifest must say, and the reasons of automatic choices."""
 
     options: K8sOptions
     reasons: tuple[str, ...]
 
 
-def resolve(flags: ServeFlags, options: K8sOptions) -> Resolved:
+def resolve(flags: ServeFlags, options: K8sOptions) -> ResolvedK8sOptions:
     """Replace what is chosen automatically. Raises OptionError or LayoutError for options that make no working manifest."""
     _require_consistent(flags, options)
     require_portable(flags, folder=in_folder(options))
@@ -64,7 +64,7 @@ def resolve(flags: ServeFlags, options: K8sOptions) -> Resolved:
     }  # fmt: skip
     resolved = options.model_copy(update=values)
     _require_sizes(flags, resolved)
-    return Resolved(resolved, tuple(reasons))
+    return ResolvedK8sOptions(resolved, tuple(reasons))
 
 
 def name_of(model: str) -> str:
@@ -176,7 +176,7 @@ def text(flags: ServeFlags, options: K8sOptions) -> str:
     return yaml_text.dumps((each.document() for each in objects(flags, resolved.options)), comments=comments(flags, resolved))
 
 
-def comments(flags: ServeFlags, resolved: Resolved) -> list[str]:
+def comments(flags: ServeFlags, resolved: ResolvedK8sOptions) -> list[str]:
     """What a reader of the manifest must know: commands that create its Secrets, reasons."""
     options, lines = resolved.options, []
     if options.with_ == "ray":
@@ -220,7 +220,7 @@ def _workload(flags: ServeFlags, options: K8sOptions) -> k.Object:
     assert options.startup_seconds is not None
     if flags.engine.nnodes > 1:
         annotations = {f"{LWS}/exclusive-topology": options.exclusive_topology} if options.exclusive_topology else None
-        group = k.Group(
+        group = k.LeaderWorkerTemplate(
             size=flags.engine.nnodes, leader_template=template(flags, options, "leader"),
             worker_template=template(flags, options, "follower"),
         )  # fmt: skip
@@ -248,7 +248,7 @@ def _service(flags: ServeFlags, options: K8sOptions) -> k.Service:
 
 def _claim_template(flags: ServeFlags, options: K8sOptions) -> k.ResourceClaimTemplate:
     devices = k.ExactDevices(device_class_name=options.device_class, count=ranks_per_pod(flags))
-    claim = k.ClaimSpec(devices=k.Devices(requests=[k.DeviceRequest(name="gpus", exactly=devices)]))
+    claim = k.ClaimSpec(devices=k.DeviceClaim(requests=[k.DeviceRequest(name="gpus", exactly=devices)]))
     return k.ResourceClaimTemplate(metadata=_meta(options, "-gpus"), spec=k.ResourceClaimTemplateSpec(spec=claim))
 
 

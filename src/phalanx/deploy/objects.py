@@ -16,7 +16,7 @@ from pydantic.alias_generators import to_camel
 from phalanx.errors import OptionError
 
 
-class Fields(BaseModel):
+class ObjectFields(BaseModel):
     """Fields of an object; those that are None are left out."""
 
     model_config = ConfigDict(
@@ -27,91 +27,91 @@ class Fields(BaseModel):
 Strings = dict[str, str]
 
 
-class Meta(Fields):
+class Meta(ObjectFields):
     name: str | None = None
     namespace: str | None = None
     labels: Strings | None = None
     annotations: Strings | None = None
 
 
-class LabelSelector(Fields):
+class LabelSelector(ObjectFields):
     match_labels: Strings
 
 
 # ---- containers and pods ---------------------------------------------------------------------------------------------------
 
 
-class SecretKey(Fields):
+class SecretKey(ObjectFields):
     name: str
     key: str
 
 
-class ValueFrom(Fields):
+class ValueFrom(ObjectFields):
     secret_key_ref: SecretKey
 
 
-class EnvVar(Fields):
+class EnvVar(ObjectFields):
     name: str
     value: str | None = None
     value_from: ValueFrom | None = None
 
 
-class HttpGet(Fields):
+class HttpGet(ObjectFields):
     path: str
     port: str
 
 
-class Probe(Fields):
+class Probe(ObjectFields):
     http_get: HttpGet
     period_seconds: int
     timeout_seconds: int
     failure_threshold: int
 
 
-class Sleep(Fields):
+class Sleep(ObjectFields):
     seconds: int
 
 
-class Handler(Fields):
+class Handler(ObjectFields):
     sleep: Sleep
 
 
-class Lifecycle(Fields):
+class ContainerLifecycle(ObjectFields):
     pre_stop: Handler
 
 
-class ContainerPort(Fields):
+class ContainerPort(ObjectFields):
     name: str
     container_port: int
 
 
-class ClaimName(Fields):
+class ClaimName(ObjectFields):
     name: str
 
 
-class Resources(Fields):
+class Resources(ObjectFields):
     limits: Strings | None = None
     requests: Strings | None = None
     claims: list[ClaimName] | None = None
 
 
-class Capabilities(Fields):
+class Capabilities(ObjectFields):
     drop: list[str]
 
 
-class ContainerSecurity(Fields):
+class ContainerSecurity(ObjectFields):
     allow_privilege_escalation: bool = False
     read_only_root_filesystem: bool = True
     capabilities: Capabilities = Capabilities(drop=["ALL"])
 
 
-class Mount(Fields):
+class Mount(ObjectFields):
     name: str
     mount_path: str
     read_only: bool | None = None
 
 
-class Container(Fields):
+class Container(ObjectFields):
     name: str
     image: str
     command: list[str] | None = None
@@ -122,38 +122,38 @@ class Container(Fields):
     startup_probe: Probe | None = None
     liveness_probe: Probe | None = None
     readiness_probe: Probe | None = None
-    lifecycle: Lifecycle | None = None
+    lifecycle: ContainerLifecycle | None = None
     security_context: ContainerSecurity
     volume_mounts: list[Mount]
 
 
-class EmptyDir(Fields):
+class EmptyDir(ObjectFields):
     medium: Literal["Memory"] | None = None
     size_limit: str | None = None
 
 
-class VolumeClaim(Fields):
+class VolumeClaim(ObjectFields):
     claim_name: str
     read_only: bool | None = None
 
 
-class HostPath(Fields):
+class HostPath(ObjectFields):
     path: str
     type: Literal["Directory", "DirectoryOrCreate"]
 
 
-class KeyToPath(Fields):
+class KeyToPath(ObjectFields):
     key: str
     path: str
 
 
-class SecretVolume(Fields):
+class SecretVolume(ObjectFields):
     secret_name: str
     items: list[KeyToPath]
     default_mode: int = 0o440
 
 
-class Volume(Fields):
+class Volume(ObjectFields):
     name: str
     empty_dir: EmptyDir | None = None
     persistent_volume_claim: VolumeClaim | None = None
@@ -161,7 +161,7 @@ class Volume(Fields):
     secret: SecretVolume | None = None
 
 
-class Seccomp(Fields):
+class Seccomp(ObjectFields):
     type: Literal["RuntimeDefault"] = "RuntimeDefault"
 
 
@@ -169,7 +169,7 @@ USER = 65534
 """The user `nobody`: of the image, of the pods, and of the files that they write."""
 
 
-class PodSecurity(Fields):
+class PodSecurity(ObjectFields):
     run_as_non_root: bool = True
     run_as_user: int = USER
     run_as_group: int = USER
@@ -178,18 +178,18 @@ class PodSecurity(Fields):
     seccomp_profile: Seccomp = Seccomp()
 
 
-class Toleration(Fields):
+class Toleration(ObjectFields):
     key: str
     operator: Literal["Exists"] = "Exists"
     effect: Literal["NoSchedule"] = "NoSchedule"
 
 
-class PodClaim(Fields):
+class PodClaim(ObjectFields):
     name: str
     resource_claim_template_name: str
 
 
-class PodSpec(Fields):
+class PodSpec(ObjectFields):
     enable_service_links: bool = False
     automount_service_account_token: bool = False
     termination_grace_period_seconds: int
@@ -203,7 +203,7 @@ class PodSpec(Fields):
     resource_claims: list[PodClaim] | None = None
 
 
-class PodTemplate(Fields):
+class PodTemplate(ObjectFields):
     metadata: Meta
     spec: PodSpec
 
@@ -211,7 +211,7 @@ class PodTemplate(Fields):
 # ---- objects ---------------------------------------------------------------------------------------------------------------
 
 
-class Object(Fields):
+class Object(ObjectFields):
     """An object of the API: apiVersion, kind, metadata and spec. A subclass fixes the first two."""
 
     api: ClassVar[str]
@@ -228,17 +228,17 @@ class Object(Fields):
         return {"apiVersion": self.api, "kind": self.kind(), **body}
 
 
-class RollingUpdate(Fields):
+class RollingUpdate(ObjectFields):
     max_surge: int
     max_unavailable: int
 
 
-class DeploymentStrategy(Fields):
+class DeploymentStrategy(ObjectFields):
     type: Literal["RollingUpdate"] = "RollingUpdate"
     rolling_update: RollingUpdate
 
 
-class DeploymentSpec(Fields):
+class DeploymentSpec(ObjectFields):
     replicas: int | None = None
     progress_deadline_seconds: int
     strategy: DeploymentStrategy
@@ -251,23 +251,23 @@ class Deployment(Object):
     spec: DeploymentSpec
 
 
-class RolloutStrategy(Fields):
+class RolloutStrategy(ObjectFields):
     type: Literal["RollingUpdate"] = "RollingUpdate"
     rolling_update_configuration: RollingUpdate
 
 
-class Group(Fields):
+class LeaderWorkerTemplate(ObjectFields):
     size: int
     restart_policy: Literal["RecreateGroupOnPodRestart"] = "RecreateGroupOnPodRestart"
     leader_template: PodTemplate
     worker_template: PodTemplate
 
 
-class LeaderWorkerSetSpec(Fields):
+class LeaderWorkerSetSpec(ObjectFields):
     replicas: int | None = None
     startup_policy: Literal["LeaderCreated"] = "LeaderCreated"
     rollout_strategy: RolloutStrategy
-    leader_worker_template: Group
+    leader_worker_template: LeaderWorkerTemplate
 
 
 class LeaderWorkerSet(Object):
@@ -275,14 +275,14 @@ class LeaderWorkerSet(Object):
     spec: LeaderWorkerSetSpec
 
 
-class ServicePort(Fields):
+class ServicePort(ObjectFields):
     name: str
     port: int
     target_port: str
     protocol: Literal["TCP"] = "TCP"
 
 
-class ServiceSpec(Fields):
+class ServiceSpec(ObjectFields):
     selector: Strings
     ports: list[ServicePort]
 
@@ -292,7 +292,7 @@ class Service(Object):
     spec: ServiceSpec
 
 
-class PodDisruptionBudgetSpec(Fields):
+class PodDisruptionBudgetSpec(ObjectFields):
     max_unavailable: int | None = None
     min_available: int | None = None
     selector: LabelSelector
@@ -303,26 +303,26 @@ class PodDisruptionBudget(Object):
     spec: PodDisruptionBudgetSpec
 
 
-class PolicyPort(Fields):
+class PolicyPort(ObjectFields):
     protocol: Literal["TCP"] = "TCP"
     port: str
 
 
-class AnyNamespace(Fields):
+class AnyNamespace(ObjectFields):
     """A selector without labels, which every namespace has."""
 
 
-class Peer(Fields):
+class Peer(ObjectFields):
     namespace_selector: AnyNamespace | None = None
     pod_selector: LabelSelector
 
 
-class Ingress(Fields):
+class Ingress(ObjectFields):
     from_: list[Peer] | None = Field(None, alias="from")
     ports: list[PolicyPort] | None = None
 
 
-class NetworkPolicySpec(Fields):
+class NetworkPolicySpec(ObjectFields):
     pod_selector: LabelSelector
     policy_types: list[Literal["Ingress"]] = ["Ingress"]
     ingress: list[Ingress]
@@ -333,13 +333,13 @@ class NetworkPolicy(Object):
     spec: NetworkPolicySpec
 
 
-class Endpoint(Fields):
+class Endpoint(ObjectFields):
     port: str
     path: str
     interval: str
 
 
-class ServiceMonitorSpec(Fields):
+class ServiceMonitorSpec(ObjectFields):
     job_label: str
     selector: LabelSelector
     endpoints: list[Endpoint]
@@ -350,40 +350,40 @@ class ServiceMonitor(Object):
     spec: ServiceMonitorSpec
 
 
-class ScaleTarget(Fields):
+class ScaleTarget(ObjectFields):
     api_version: str
     kind: str
     name: str
 
 
-class MetricName(Fields):
+class MetricName(ObjectFields):
     name: str
 
 
-class MetricTarget(Fields):
+class MetricTarget(ObjectFields):
     type: Literal["AverageValue"] = "AverageValue"
     average_value: str
 
 
-class PodsMetric(Fields):
+class PodsMetric(ObjectFields):
     metric: MetricName
     target: MetricTarget
 
 
-class ScalerMetric(Fields):
+class ScalerMetric(ObjectFields):
     type: Literal["Pods"] = "Pods"
     pods: PodsMetric
 
 
-class ScaleDown(Fields):
+class ScaleDown(ObjectFields):
     stabilization_window_seconds: int
 
 
-class Behavior(Fields):
+class Behavior(ObjectFields):
     scale_down: ScaleDown
 
 
-class HorizontalPodAutoscalerSpec(Fields):
+class HorizontalPodAutoscalerSpec(ObjectFields):
     scale_target_ref: ScaleTarget
     min_replicas: int
     max_replicas: int
@@ -396,18 +396,18 @@ class HorizontalPodAutoscaler(Object):
     spec: HorizontalPodAutoscalerSpec
 
 
-class TriggerMetadata(Fields):
+class TriggerMetadata(ObjectFields):
     server_address: str
     query: str
     threshold: str
 
 
-class Trigger(Fields):
+class Trigger(ObjectFields):
     type: Literal["prometheus"] = "prometheus"
     metadata: TriggerMetadata
 
 
-class ScaledObjectSpec(Fields):
+class ScaledObjectSpec(ObjectFields):
     scale_target_ref: ScaleTarget
     min_replica_count: int
     max_replica_count: int
@@ -421,17 +421,17 @@ class ScaledObject(Object):
     spec: ScaledObjectSpec
 
 
-class PortNumber(Fields):
+class PortNumber(ObjectFields):
     number: int
 
 
-class PickerRef(Fields):
+class PickerRef(ObjectFields):
     name: str
     port: PortNumber
     failure_mode: Literal["FailOpen"] = "FailOpen"
 
 
-class InferencePoolSpec(Fields):
+class InferencePoolSpec(ObjectFields):
     selector: LabelSelector
     target_ports: list[PortNumber]
     endpoint_picker_ref: PickerRef
@@ -442,25 +442,25 @@ class InferencePool(Object):
     spec: InferencePoolSpec
 
 
-class ExactDevices(Fields):
+class ExactDevices(ObjectFields):
     device_class_name: str
     count: int
 
 
-class DeviceRequest(Fields):
+class DeviceRequest(ObjectFields):
     name: str
     exactly: ExactDevices
 
 
-class Devices(Fields):
+class DeviceClaim(ObjectFields):
     requests: list[DeviceRequest]
 
 
-class ClaimSpec(Fields):
-    devices: Devices
+class ClaimSpec(ObjectFields):
+    devices: DeviceClaim
 
 
-class ResourceClaimTemplateSpec(Fields):
+class ResourceClaimTemplateSpec(ObjectFields):
     spec: ClaimSpec
 
 
@@ -469,12 +469,12 @@ class ResourceClaimTemplate(Object):
     spec: ResourceClaimTemplateSpec
 
 
-class HeadGroup(Fields):
+class HeadGroup(ObjectFields):
     ray_start_params: Strings
     template: PodTemplate
 
 
-class WorkerGroup(Fields):
+class WorkerGroup(ObjectFields):
     group_name: str
     replicas: int
     min_replicas: int
@@ -483,12 +483,12 @@ class WorkerGroup(Fields):
     template: PodTemplate
 
 
-class RayClusterSpec(Fields):
+class RayClusterSpec(ObjectFields):
     head_group_spec: HeadGroup
     worker_group_specs: list[WorkerGroup]
 
 
-class RayServiceSpec(Fields):
+class RayServiceSpec(ObjectFields):
     serve_config_v2: str = Field(alias="serveConfigV2")
     ray_cluster_config: RayClusterSpec
 

@@ -9,7 +9,7 @@ from typing import Literal
 from phalanx.deploy import objects as k
 from phalanx.deploy.budget import PROBE_SECONDS
 from phalanx.deploy.options import K8sOptions
-from phalanx.deploy.serve_flags import CACHE, KERNELS, MODELS, ServeFlags, arguments
+from phalanx.deploy.serve_flags import CACHE, KERNELS, MODELS_MOUNT, ServeFlags, arguments
 
 Role = Literal["single", "leader", "follower"]
 
@@ -84,7 +84,7 @@ def _container(flags: ServeFlags, options: K8sOptions, role: Role) -> k.Containe
         resources=resources(flags, options, gpus=on_gpu(flags)),
         startup_probe=_probe("/ready", PROBE_SECONDS, 5, starts), liveness_probe=_probe("/live", 10, 5, 3),
         readiness_probe=_probe("/ready", 2, 2, 2),
-        lifecycle=k.Lifecycle(pre_stop=k.Handler(sleep=k.Sleep(seconds=pre_stop_seconds(flags, role)))),
+        lifecycle=k.ContainerLifecycle(pre_stop=k.Handler(sleep=k.Sleep(seconds=pre_stop_seconds(flags, role)))),
         security_context=k.ContainerSecurity(), volume_mounts=mounts(options),
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def mounts(options: K8sOptions) -> list[k.Mount]:
         k.Mount(name="tmp", mount_path="/tmp"), k.Mount(name="cache", mount_path=CACHE), k.Mount(name="shm", mount_path="/dev/shm")
     ]  # fmt: skip
     if in_folder(options):
-        mounts.append(k.Mount(name="models", mount_path=MODELS, read_only=True))
+        mounts.append(k.Mount(name="models", mount_path=MODELS_MOUNT, read_only=True))
     names = ("api-key", options.api_key_secret), ("cluster-token", options.cluster_token_secret)
     return mounts + [k.Mount(name=name, mount_path=f"{SECRETS}/{name}", read_only=True) for name, secret in names if secret]
 

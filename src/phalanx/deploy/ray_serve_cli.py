@@ -29,13 +29,15 @@ def register(command: typer.Typer, takes: Takes) -> None:
 def ray_serve(
     raw_options: RawOptions,
     name: Annotated[str, typer.Option("--name", help="Name of the application in Ray Serve.")] = "phalanx",
-    route_prefix: Annotated[str, typer.Option("--route_prefix", help="Beginning of the paths of this application.")] = "/",
-    min_replicas: Annotated[int, typer.Option("--min_replicas", help="Fewest servers.")] = 1,
-    max_replicas: Annotated[int | None, typer.Option("--max_replicas", help="Most servers. None: min_replicas.")] = None,
-    target_requests: Annotated[
-        int | None, typer.Option("--target_requests", help="Running requests per server to aim at. None: max_batch_size.")
+    route_prefix: Annotated[str, typer.Option("--route_prefix", help="Prefix of the paths of this application.")] = "/",
+    min_replicas: Annotated[int, typer.Option("--min_replicas", help="Minimum number of servers.")] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option("--max_replicas", help="Maximum number of servers. None: min_replicas.")
     ] = None,
-    stop: Annotated[bool, typer.Option("--stop", help="End the application instead.")] = False,
+    target_requests: Annotated[
+        int | None, typer.Option("--target_requests", help="Target number of running requests per server. None: max_batch_size.")
+    ] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop the application instead of deploying it.")] = False,
 ) -> None:
     """Run servers on a Ray cluster behind Ray Serve: phalanx deploy ray-serve MODEL --tp_size 4 --max_replicas 4"""
     from phalanx.deploy import ray_serve as application

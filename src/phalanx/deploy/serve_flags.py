@@ -19,7 +19,7 @@ from phalanx.plan import Layout
 from phalanx.plan.families import known
 from phalanx.plan.layout import require_suits
 
-MODELS = "/models"
+MODELS_MOUNT = "/models"
 """Where checkpoints of a claim or of the host are mounted, read-only."""
 CACHE = "/cache"
 KERNELS = f"{CACHE}/kernels"
@@ -77,12 +77,14 @@ def require_portable(flags: ServeFlags, *, folder: bool) -> None:
     _require_model(engine.model, folder=folder)
     if engine.tokenizer is not None and (local := _local(engine.tokenizer)) and not (folder and _mounted(engine.tokenizer)):
         raise OptionError(
-            f"tokenizer={engine.tokenizer!r} is not in the container", why=local, next=f"give a Hub id, or a path below {MODELS}"
+            f"tokenizer={engine.tokenizer!r} is not in the container",
+            why=local,
+            next=f"give a Hub id, or a path below {MODELS_MOUNT}",
         )
     if serving.chat_template is not None and "{" not in serving.chat_template and not (folder and _mounted(serving.chat_template)):
         raise OptionError(
             f"chat_template={serving.chat_template!r} is not in the container", why="it names a file of this machine",
-            next=f'give the template itself, as --chat_template "$(cat FILE)", or a path below {MODELS}',
+            next=f'give the template itself, as --chat_template "$(cat FILE)", or a path below {MODELS_MOUNT}',
         )  # fmt: skip
     for options in flags:
         for name, value in options:
@@ -115,7 +117,8 @@ def _require_model(model: str, *, folder: bool) -> None:
         parts = model.split("/")
         if model == "demo" or model.startswith(("/", "~")) or any(part in ("", ".", "..") for part in parts):
             raise OptionError(
-                f"model {model!r} is no folder below the mounted one", why=f"the claim or folder of the host is {MODELS} there",
+                f"model {model!r} is no folder below the mounted one",
+                why=f"the claim or folder of the host is {MODELS_MOUNT} there",
                 next="give the path inside it, without a leading '/'",
             )  # fmt: skip
         return
@@ -134,13 +137,13 @@ def _local(path: str) -> str:
 
 
 def _mounted(path: str) -> bool:
-    return path.startswith(f"{MODELS}/") and ".." not in path.split("/")
+    return path.startswith(f"{MODELS_MOUNT}/") and ".." not in path.split("/")
 
 
 def arguments(flags: ServeFlags, *, folder: bool, own: dict[str, str]) -> list[str]:
     """The arguments of `phalanx serve`: the model, what the manifest sets (own, by option), then the options that are not at their
     default, in the order of the option models. `$` is doubled, since Kubernetes and Compose replace variables in arguments."""
-    model = f"{MODELS}/{flags.engine.model}" if folder else flags.engine.model
+    model = f"{MODELS_MOUNT}/{flags.engine.model}" if folder else flags.engine.model
     words = [_escaped(model), *(f"--{name}={value}" for name, value in own.items())]
     for options in flags:
         for name, field in type(options).model_fields.items():
@@ -161,7 +164,7 @@ def read_arguments(words: list[str], *, folder: bool, own: set[str]) -> tuple[Se
     if not words:
         raise OptionError("the container has no arguments", why="the first one is the model")
     model = words[0].replace("$$", "$")
-    prefix = f"{MODELS}/"
+    prefix = f"{MODELS_MOUNT}/"
     values: dict[str, Any] = {"model": model.removeprefix(prefix) if folder else model}
     set_here: dict[str, str] = {}
     for word in words[1:]:

@@ -16,8 +16,8 @@ class SchedulerOptions:
     num_blocks, block_size: the KV pool, in blocks and tokens per block. max_batch_size: requests that run at once.
     max_num_tokens: tokens of one step. max_seq_len: prompt and output of one request. depth: steps in flight. window: tokens that
     every layer looks back over, None for all. vocab_size: token ids at or above it are rejected; None takes any. seed: seeds the
-    requests that bring no seed, in the order in which they come. longer: what would raise max_seq_len, for the error of a longer
-    prompt; empty where nothing does, since the model ends there.
+    requests that bring no seed, in the order in which they come. length_hint: what would raise max_seq_len, for the error
+    of a longer prompt; empty where nothing does, since the model ends there.
     """
 
     num_blocks: int
@@ -32,7 +32,7 @@ class SchedulerOptions:
     chunked_prefill: bool = True
     vocab_size: int | None = None
     seed: int = 0
-    longer: str = "raise max_seq_len"
+    length_hint: str = "raise max_seq_len"
 
     @property
     def max_rows(self) -> int:
@@ -52,9 +52,9 @@ def length_limit(add: AddRequest, options: SchedulerOptions) -> int:
     if length > options.max_seq_len - 1:
         raise PromptTooLong(
             f"a prompt of {length} tokens is too long",
-            held=f"max_seq_len is {options.max_seq_len}" + ("" if options.longer else ", the model's own limit"),
+            held=f"max_seq_len is {options.max_seq_len}" + ("" if options.length_hint else ", the model's own limit"),
             why="the prompt and at least one new token must fit in it",
-            next="shorten the prompt" + (f" or {options.longer}" if options.longer else ""),
+            next="shorten the prompt" + (f" or {options.length_hint}" if options.length_hint else ""),
         )  # fmt: skip
     if length > options.max_num_tokens and not options.chunked_prefill:
         raise PromptTooLong(

@@ -130,7 +130,7 @@ class EngineFacts(msgspec.Struct, array_like=True):
     ranks: list[RankFacts] = []
     phases: dict[str, float] = {}
     reasons: dict[str, str] = {}  # option -> why it has its value
-    longer: str = ""  # what would raise max_seq_len; empty where nothing does, since the model ends there
+    length_hint: str = ""  # what would raise max_seq_len; empty where nothing does, since the model ends there
     replicas: int = 1
 
 

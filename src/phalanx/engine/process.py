@@ -68,7 +68,7 @@ def main() -> None:
 
 def run(config: dict[str, Any]) -> int:
     """Serve the client at config["address"] to the end; returns the exit status: 0 when asked to end, 1 on failure."""
-    # Ctrl-C and the end of the terminal are for the front process, which then ends this one in order.
+    # Ctrl-C and the end of the terminal are for the server or script, which then ends this process in order.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
@@ -137,8 +137,8 @@ def _explained(error: PhalanxError, config: dict[str, Any]) -> PhalanxError:
 
 
 @dataclass(frozen=True)
-class RunningEngine:
-    """An engine that takes requests."""
+class EngineCore:
+    """A started engine: its executor, the scheduler sized by what the ranks report, and the facts that clients are told."""
 
     executor: Executor
     scheduler: StepScheduler[Any]
@@ -146,7 +146,7 @@ class RunningEngine:
     experts: ExpertLoads | None = None
 
 
-def start(config: dict[str, Any]) -> RunningEngine:
+def start(config: dict[str, Any]) -> EngineCore:
     """Resolve the options, start the ranks, and size the scheduler by what they report. Raises what prevents this."""
     phases = log.Phases(logger)
     given_options = EngineOptions.of(**config["options"])
@@ -160,12 +160,12 @@ def start(config: dict[str, Any]) -> RunningEngine:
             executor.shutdown()
             raise
     max_seq_len = _fit_length(given_options, options, shape, num_blocks, reasons)
-    longer = _longer(options, shape, max_seq_len)
+    length_hint = _length_hint(options, shape, max_seq_len)
     limits = SchedulerOptions(
         num_blocks=num_blocks, block_size=options.kv_block_size, max_batch_size=options.index_batch_size,
         max_num_tokens=_resolved(options.index_num_tokens), max_seq_len=max_seq_len, depth=executor.depth,
         pipeline_stages=options.pipeline_parallel_size, window=shape.window, prefix_caching=options.enable_prefix_caching,
-        chunked_prefill=options.enable_chunked_prefill, vocab_size=shape.vocab_size, seed=options.seed, longer=longer,
+        chunked_prefill=options.enable_chunked_prefill, vocab_size=shape.vocab_size, seed=options.seed, length_hint=length_hint,
     )  # fmt: skip
     indices, grammar_calls = options.expert_parallel_size, GrammarThreads()
     scheduler: StepScheduler[Any]
@@ -178,7 +178,7 @@ def start(config: dict[str, Any]) -> RunningEngine:
         layout=(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size),
         max_seq_len=max_seq_len, max_batch_size=options.max_batch_size, max_num_tokens=_resolved(options.max_num_tokens),
         block_size=options.kv_block_size, num_blocks=num_blocks * indices, vocab_size=shape.vocab_size,
-        eos_token_ids=list(shape.eos_token_ids), ranks=ranks, phases=phases.seconds, reasons=reasons, longer=longer,
+        eos_token_ids=list(shape.eos_token_ids), ranks=ranks, phases=phases.seconds, reasons=reasons, length_hint=length_hint,
     )  # fmt: skip
     for name, why in reasons.items():
         logger.info("%s = %s", name, why)
@@ -186,7 +186,7 @@ def start(config: dict[str, Any]) -> RunningEngine:
     experts = None
     if shape.experts is not None and any(rank.moe_layers for rank in ranks):
         experts = ExpertLoads(ranks, shape.experts.count, redundant=options.redundant_experts, clock=time.monotonic)
-    return RunningEngine(executor, scheduler, facts, experts)
+    return EngineCore(executor, scheduler, facts, experts)
 
 
 def facts_line(facts: EngineFacts) -> str:
@@ -235,7 +235,7 @@ def _fit_length(
     return wanted
 
 
-def _longer(options: EngineOptions, shape: ModelShape, max_seq_len: int) -> str:
+def _length_hint(options: EngineOptions, shape: ModelShape, max_seq_len: int) -> str:
     """What would raise max_seq_len; empty at the model's own limit."""
     if max_seq_len < _resolved(options.max_seq_len):
         by_bytes = options.kv_cache_bytes is not None or options.device == "cpu"

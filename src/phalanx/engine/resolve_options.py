@@ -7,12 +7,12 @@ from phalanx.config.launchers import launcher_class
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
-from phalanx.config.resolve import Resolved, resolve
+from phalanx.config.resolve import ResolvedOptions, resolve
 from phalanx.hardware.probe import detect_machine
 from phalanx.plan.layout import Layout, require_suits
 
 
-def resolve_options(options: EngineOptions) -> tuple[ModelShape, Resolved]:
+def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions]:
     """The model's shape, and the options with neither "auto" nor None left in them.
 
     Raises OptionError, LayoutError or ModelError for options that cannot work.

@@ -18,7 +18,7 @@ SILENT_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
 
 
-class Lookup(threading.Thread):
+class NameLookup(threading.Thread):
     """One look-up of the name of a host, in a thread of its own, which `join` waits for: where a name server does not answer, the C
     library waits for it for 10 to 30 s, and nothing ends that wait."""
 
@@ -46,7 +46,7 @@ def wait_for_name(name: str, limit: float, *, option: str = "master_addr") -> st
     """
     began = time.monotonic()
     next_line = began
-    lookup = Lookup(name)
+    lookup = NameLookup(name)
     while True:
         lookup.join(SILENT_SECONDS)
         if lookup.address is not None:
@@ -62,4 +62,4 @@ def wait_for_name(name: str, limit: float, *, option: str = "master_addr") -> st
             log.error("%s=%r cannot be resolved: %s; trying again for %.0f s", option, name, lookup.problem, limit - (now - began))
         if not lookup.is_alive():
             time.sleep(min(_RETRY_SECONDS, max(limit - (now - began), 0.01)))
-            lookup = Lookup(name)
+            lookup = NameLookup(name)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 ALL_LINKS = 0xFFFFFFFF
+"""The scope of an NVML field that counts over all NVLinks of a GPU."""
 _TX_KIB, _RX_KIB = 138, 139  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX, in KiB since the driver was loaded
 _SM_CLOCK = 1
 CLOCK_REASONS = {0x4: "power_cap", 0x20: "thermal", 0x40: "hardware_thermal", 0x80: "power_brake"}

@@ -21,7 +21,7 @@ from phalanx.errors import OptionError
 Verb = Callable[..., None]
 Takes = Callable[..., Callable[[Verb], Verb]]
 
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report there as JSON; - for stdout.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON to this file; - for stdout.")]
 
 
 def register(command: typer.Typer, takes: Takes) -> None:
@@ -37,7 +37,8 @@ def topo(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="Also estimate communication cost for this model: a folder, a Hub id, or a shape's name."
+            metavar="[MODEL]",
+            help="Also estimate the cost of communication for this model: a folder, a Hub id, or the name of a shape.",
         ),
     ] = None,
     measure: Annotated[
@@ -58,13 +59,18 @@ def topo(
 def doctor(
     raw_options: RawOptions,
     target: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL | URL ...]", help="A model with serve's options, or servers.")
+        list[str] | None,
+        typer.Argument(metavar="[MODEL | URL ...]", help="A model with the options of `phalanx serve`, or URLs of servers."),
     ] = None,
-    check: Annotated[list[str] | None, typer.Option("--check", help="Only this check; may be given again.")] = None,
-    peer: Annotated[list[Path] | None, typer.Option("--peer", help="A report (--json) of another host, to compare with.")] = None,
-    fix: Annotated[bool, typer.Option("--fix", help="Print the commands of the cures, one a line, and run none.")] = False,
-    list_checks: Annotated[bool, typer.Option("--list", help="List the checks, and run none.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every check.")] = False,
+    check: Annotated[list[str] | None, typer.Option("--check", help="Run only this check; repeat for several.")] = None,
+    peer: Annotated[
+        list[Path] | None, typer.Option("--peer", help="Report of another host (--json) to compare with; repeat for several.")
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Print the commands that would fix the findings, one per line. Nothing is run.")
+    ] = False,
+    list_checks: Annotated[bool, typer.Option("--list", help="List the checks without running them.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show also the checks that found nothing.")] = False,
     json: Json = None,
 ) -> None:
     """Find what is wrong with this host, a model's options, or running servers, and name the cure. Exit status 0: all is well."""
@@ -94,10 +100,10 @@ def doctor(
 
 def monitor(
     url: Annotated[
-        list[str] | None, typer.Argument(metavar="[URL ...]", help="Servers; http://localhost:8000 where none is named.")
+        list[str] | None, typer.Argument(metavar="[URL ...]", help="URLs of servers. Default: http://localhost:8000.")
     ] = None,
     interval: Annotated[float, typer.Option(help="Seconds between readings.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show one frame, over one interval, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one reading, over one interval, and exit.")] = False,
     json: Json = None,
 ) -> None:
     """Show live statistics of running servers, read from /metrics. End with Ctrl-C."""
@@ -106,7 +112,7 @@ def monitor(
 
     if interval <= 0:
         raise OptionError(f"interval={interval:g} is no time", next="use a positive number of seconds")
-    with view.Watch(urls_of(url or ["http://localhost:8000"])) as watch:
+    with view.ServerWatch(urls_of(url or ["http://localhost:8000"])) as watch:
         if json is None and not once:
             view.live(watch, interval, _console())
             return
@@ -118,10 +124,10 @@ def monitor(
 
 
 def experts(
-    url: Annotated[str, typer.Argument(metavar="[URL]", help="A server.")] = "http://localhost:8000",
-    recent: Annotated[bool, typer.Option("--recent", help="Of the last minute, instead of since the start.")] = False,
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="URL of a server.")] = "http://localhost:8000",
+    recent: Annotated[bool, typer.Option("--recent", help="Count the last minute instead of the time since the start.")] = False,
     copies: Annotated[int, typer.Option(help="Also show the effect of N more copies per layer.", metavar="N", min=0)] = 0,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.svg", help="Draw the map there, too.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.svg", help="Also draw the map to this file.")] = None,
     json: Json = None,
 ) -> None:
     """Show the load of each expert of a running server as a heat map, and what another placement would give."""

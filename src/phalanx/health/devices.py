@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from phalanx.hardware.gauges import ALL_LINKS
 from phalanx.hardware.probe import Gpu, choose
 
 T = TypeVar("T")
 
 NVLINKS = 18
-ALL_LINKS = 0xFFFFFFFF
 LINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
 """In the order of NVML's counters."""
 LINK_TO_SWITCH = 2

@@ -38,7 +38,7 @@ _COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.SKIPPED: "dim", Level.W
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """The findings of one check, and how long it took."""
 
     check: Check
@@ -54,7 +54,7 @@ class Result:
 class Report:
     """The results of one examination. `host`: facts that the reports of several hosts are compared by."""
 
-    results: tuple[Result, ...]
+    results: tuple[CheckResult, ...]
     host: dict[str, Any]
     seconds: float
 
@@ -105,17 +105,17 @@ def examine(subject: Subject, checks: Sequence[Check] | None = None) -> Report:
     return Report(results, about(subject), time.monotonic() - started)
 
 
-def _run(check: Check, subject: Subject) -> Result:
+def _run(check: Check, subject: Subject) -> CheckResult:
     started = time.monotonic()
     lacking = next((need for need in check.needs if subject.lacks(need)), None)
     if lacking is not None:
-        return Result(check, (Finding(Level.SKIPPED, str(lacking)),), 0.0)
+        return CheckResult(check, (Finding(Level.SKIPPED, str(lacking)),), 0.0)
     try:
         outcome = check.examine(subject)
         findings = (outcome,) if isinstance(outcome, Finding) else tuple(outcome)
     except Exception as error:
         findings = (Finding(Level.SKIPPED, f"the check could not run: {type(error).__name__}: {error}"),)
-    return Result(check, findings or (Finding(Level.OK, "nothing to report"),), time.monotonic() - started)
+    return CheckResult(check, findings or (Finding(Level.OK, "nothing to report"),), time.monotonic() - started)
 
 
 def about(subject: Subject) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Space(NamedTuple):
     free: int
 
 
-class Limit(NamedTuple):
+class ResourceLimit(NamedTuple):
     """A resource limit of this process; None for no limit."""
 
     soft: int | None
@@ -102,10 +102,10 @@ class Host:
         stats = os.statvfs(self.path(str(path)))
         return Space(stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize)
 
-    def limit(self, name: str) -> Limit:
+    def limit(self, name: str) -> ResourceLimit:
         """Of "nofile", "memlock", "nproc", "stack", "as" or "data"."""
         soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
-        return Limit(*(None if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
+        return ResourceLimit(*(None if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
 
     @property
     def name(self) -> str:

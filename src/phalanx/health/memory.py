@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryBudget:
     """Bytes on one GPU, of the rank that needs the most. sequence: KV cache of one request of full length."""
 
     rank: RankMemory
@@ -71,7 +71,7 @@ def split(options: EngineOptions) -> Split:
     )  # fmt: skip
 
 
-def budget(options: EngineOptions, shape: ModelShape, total: int = MOST_BYTES, *, on_gpu: bool) -> Budget:
+def budget(options: EngineOptions, shape: ModelShape, total: int = MOST_BYTES, *, on_gpu: bool) -> MemoryBudget:
     """Of options whose "auto" is settled here, on GPUs with `total` free bytes. Raises LayoutError or OptionError for what cannot
     be laid out."""
     world = options.world_size
@@ -85,7 +85,7 @@ def budget(options: EngineOptions, shape: ModelShape, total: int = MOST_BYTES, *
         options.kv_cache_free_gpu_memory_fraction, options.cuda_graphs,
     )  # fmt: skip
     rank = footprint.rank_memory(Shape.of(shape), layout, total, sizes)
-    return Budget(rank, rank.block * math.ceil((settled.max_seq_len or 1) / options.kv_block_size))
+    return MemoryBudget(rank, rank.block * math.ceil((settled.max_seq_len or 1) / options.kv_block_size))
 
 
 def remedies(options: EngineOptions, shape: ModelShape, free: int, gpus: int) -> list[Remedy]:
@@ -179,7 +179,7 @@ def cpu_remedies(options: EngineOptions, shape: ModelShape, room: int) -> list[R
     return sorted(entries, key=lambda entry: not entry.fits)
 
 
-def sequence_remedy(options: EngineOptions, shape: ModelShape, current: Budget) -> Remedy | None:
+def sequence_remedy(options: EngineOptions, shape: ModelShape, current: MemoryBudget) -> Remedy | None:
     """The longest max_seq_len of which one request fits the KV cache, where the whole length does not. current: on GPUs with their
     free bytes."""
     room = current.rank.budget

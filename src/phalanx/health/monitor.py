@@ -98,7 +98,7 @@ class Frame:
         return sum(server.generated_per_s or 0.0 for server in self.servers)
 
 
-class Watch:
+class ServerWatch:
     """Reads servers again and again, and keeps the last two readings of each."""
 
     def __init__(self, urls: Sequence[str], *, client: httpx.Client | None = None) -> None:
@@ -112,7 +112,7 @@ class Watch:
         """Whether every server answered the last time."""
         return not self._failures
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ServerWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -425,7 +425,7 @@ def dumps(frame: Frame) -> str:
     return json.dumps(document(frame), indent=2)
 
 
-def live(watch: Watch, interval: float, console: Console) -> None:
+def live(watch: ServerWatch, interval: float, console: Console) -> None:
     """Draw a frame every `interval` seconds, until Ctrl-C."""
     watch.read()
     try:

@@ -12,16 +12,13 @@ from typing import Any
 from phalanx.config.locate import DEMO
 from phalanx.config.model import CONFIG, ModelShape
 from phalanx.config.options import EngineOptions
-from phalanx.config.serving import ServeOptions
+from phalanx.config.serving import QUEUED_BATCHES, ServeOptions
 from phalanx.errors import PhalanxError
 from phalanx.health import devices
 from phalanx.health.check import Need
 from phalanx.health.devices import Device, Devices
 from phalanx.health.host import Host
 from phalanx.health.servers import Server
-
-QUEUED_BATCHES = 8
-"""Batches that a server lets wait where max_num_queued_reqs is not set."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ HOPPER_SHARED_MEMORY = 227 << 10
 """Bytes of shared memory that one program may use on Hopper and later; others have less."""
 
 
-class Gpu(NamedTuple):
+class GpuCapabilities(NamedTuple):
     """sm: compute capability times 10 (90 is Hopper), 0 where there is no GPU (CPU tensors and Triton's interpreter). num_sms: its
     multiprocessors. shared_memory: bytes that one program may use."""
 
@@ -25,8 +25,8 @@ class Gpu(NamedTuple):
     shared_memory: int
 
 
-_NO_GPU = Gpu(0, 1, HOPPER_SHARED_MEMORY)
-_simulated: Gpu | None = None
+_NO_GPU = GpuCapabilities(0, 1, HOPPER_SHARED_MEMORY)
+_simulated: GpuCapabilities | None = None
 
 
 @cache
@@ -46,7 +46,7 @@ def has_gluon() -> bool:
 
 
 @cache
-def gpu(device: torch.device) -> Gpu:
+def gpu(device: torch.device) -> GpuCapabilities:
     """The GPU behind a device; for a device without one, or inside `simulated`, a stand-in."""
     return _simulated or _probe(device)
 
@@ -70,7 +70,7 @@ def has_fp8_kernels(device: torch.device) -> bool:
 
 
 @contextmanager
-def simulated(stand_in: Gpu) -> Iterator[None]:
+def simulated(stand_in: GpuCapabilities) -> Iterator[None]:
     """Inside, every device seems to be this GPU, so that the choice of kernels can be tested where there is none."""
     global _simulated
     before, _simulated = _simulated, stand_in
@@ -89,9 +89,9 @@ def _forget() -> None:
 
 
 @cache
-def _probe(device: torch.device) -> Gpu:
+def _probe(device: torch.device) -> GpuCapabilities:
     if device.type != "cuda":
         return _NO_GPU
     properties = torch.cuda.get_device_properties(device)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return Gpu(10 * properties.major + properties.minor, properties.multi_processor_count, int(shared_memory))
+    return GpuCapabilities(10 * properties.major + properties.minor, properties.multi_processor_count, int(shared_memory))

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from phalanx.config.options import EngineOptions
+from phalanx.config.resolve import GPU_STEP_TOKENS, concrete_dtype, concrete_kv_cache_dtype
 from phalanx.errors import OptionError
 from phalanx.hardware import probe
 from phalanx.log import get_logger
 from phalanx.plan import explain, search, subject
-from phalanx.plan.cost import Machine
+from phalanx.plan.cost import MachineModel
 from phalanx.plan.search import Plan, PlanRequest, SearchResult
 from phalanx.plan.shape import Shape
 
@@ -44,7 +45,7 @@ def planned(options: EngineOptions) -> EngineOptions:
     return choose(options, shape, machine)
 
 
-def choose(options: EngineOptions, shape: Shape, machine: Machine) -> EngineOptions:
+def choose(options: EngineOptions, shape: Shape, machine: MachineModel) -> EngineOptions:
     """The options of the best layout on the machine. Raises as `planned`."""
     request = request_of(options, shape)
     result = search.search(shape, machine, request)
@@ -68,13 +69,13 @@ def _holds(options: EngineOptions, plan: Plan) -> bool:
 
 def request_of(options: EngineOptions, shape: Shape) -> PlanRequest:
     """What the engine's options ask of a plan."""
-    dtype = options.dtype if options.dtype != "auto" else "bf16" if shape.dtype == "fp32" else shape.dtype
-    asks_fp8 = shape.quantization is not None and shape.quantization.kv
-    cache = ("fp8" if asks_fp8 else "model") if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    dtype = concrete_dtype(options.dtype, shape, "cuda")
+    cache = concrete_kv_cache_dtype(options.kv_cache_dtype, shape)
     longest = min(options.max_seq_len or shape.max_positions, shape.max_positions)
     tokens = max(min(_TOKENS, longest // 2), 1)
     return PlanRequest(
         dtype, cache, tokens, tokens, min(_REQUESTS, options.max_batch_size), "throughput", max_batch_size=options.max_batch_size,
-        max_num_tokens=options.max_num_tokens or 8192, max_seq_len=longest, fraction=options.kv_cache_free_gpu_memory_fraction,
+        max_num_tokens=options.max_num_tokens or GPU_STEP_TOKENS, max_seq_len=longest,
+        fraction=options.kv_cache_free_gpu_memory_fraction,
         strategy="NCCL" if options.allreduce_strategy == "NCCL" else "AUTO", redundant_experts=options.redundant_experts,
     )  # fmt: skip

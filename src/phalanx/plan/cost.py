@@ -43,7 +43,7 @@ LONG_STEP = 2048
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineModel:
     """Where a plan runs. network: between nodes; coefficients: of its class; memory: bandwidth beside that of the machines that
     these were fitted on, which differ by 3 percent. known: "measured" where the coefficients were fitted on
     this very GPU, "derived" for another of its generation, "estimated" beyond."""
@@ -67,9 +67,14 @@ class Machine:
         return self.gpus_per_node * self.nodes
 
     @property
+    def device(self) -> str:
+        """As the option `device` of an engine there: "cuda" or "cpu"."""
+        return "cuda" if self.gpu.sm > 0 else "cpu"
+
+    @property
     def replays_graphs(self) -> bool:
         """Whether steps are replayed from CUDA graphs, and padded to their sizes: on GPUs, not on a CPU."""
-        return self.gpu.sm > 0
+        return self.device == "cuda"
 
 
 def coefficients_for(gpu: GpuSpec) -> tuple[Coefficients, Label]:
@@ -122,7 +127,7 @@ class Costs:
     dtype: str
     kv_itemsize: int
     split: Split
-    machine: Machine
+    machine: MachineModel
     strategy: str = "AUTO"
     _fixed: dict[tuple[int, int, bool], tuple[float, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -307,7 +312,7 @@ def _head(shape: Shape) -> Any:
 
 @cache
 def _attention_seconds(
-    shape: Shape, dtype: str, kv_itemsize: int, split: Split, machine: Machine
+    shape: Shape, dtype: str, kv_itemsize: int, split: Split, machine: MachineModel
 ) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...]]:
     """Per stage: by window the layers that have it, and a layer's seconds for each cached token read; and for each pair of a
     prompt's token with a key."""

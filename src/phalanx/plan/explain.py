@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.plan import footprint
-from phalanx.plan.cost import Machine
+from phalanx.plan.cost import MachineModel
 from phalanx.plan.footprint import Split
 from phalanx.plan.search import Figure, Plan, PlanRequest, SearchResult
 from phalanx.plan.shape import Shape
@@ -51,7 +51,7 @@ def tree(shape: Shape, request: PlanRequest, best: Plan | None) -> list[str]:
     return lines
 
 
-def describe(machine: Machine) -> str:
+def describe(machine: MachineModel) -> str:
     """One line: GPUs, link, nodes and network."""
     gpu = machine.gpu
     nodes = f"{machine.nodes} nodes of {machine.gpus_per_node}" if machine.nodes > 1 else f"{machine.gpus_per_node}"
@@ -59,7 +59,7 @@ def describe(machine: Machine) -> str:
     return f"{nodes} x {gpu.name} ({gpu.memory_bytes / 1e9:.1f} GB), {machine.link} at {gpu.link_bandwidth / 1e9:g} GB/s{between}"
 
 
-def text(model: str, shape: Shape, machine: Machine, request: PlanRequest, result: SearchResult, *, rejected: int = 12) -> str:
+def text(model: str, shape: Shape, machine: MachineModel, request: PlanRequest, result: SearchResult, *, rejected: int = 12) -> str:
     """All of it: what was asked, the tree, the plans, the rejected, the command. rejected: how many of these at most."""
     bounds = [
         f"{name} <= {value * 1e3:g} ms" for name, value in (("TTFT", request.slo_ttft), ("time per token", request.slo_tpot))
@@ -138,7 +138,7 @@ def _table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     return lines
 
 
-def options(model: str, machine: Machine, request: PlanRequest, plan: Plan) -> dict[str, Any]:
+def options(model: str, machine: MachineModel, request: PlanRequest, plan: Plan) -> dict[str, Any]:
     """The engine's options, by their long names; layouts that stay at their default are left out."""
     layout = plan.layout
     nodes = -(-layout.split.world // machine.gpus_per_node)
@@ -163,7 +163,7 @@ _SHORT = {
 }  # fmt: skip
 
 
-def command(model: str, machine: Machine, request: PlanRequest, plan: Plan) -> list[str]:
+def command(model: str, machine: MachineModel, request: PlanRequest, plan: Plan) -> list[str]:
     """The serve command and the same as YAML for `--config`."""
     chosen = options(model, machine, request, plan)
     flags = " ".join(f"--{_SHORT.get(name, name)} {value}" for name, value in chosen.items() if name != "model")
@@ -179,7 +179,7 @@ def yaml(chosen: dict[str, Any]) -> str:
     return "".join(f"{name}: {value}\n" for name, value in chosen.items())
 
 
-def as_json(model: str, machine: Machine, request: PlanRequest, result: SearchResult) -> dict[str, Any]:
+def as_json(model: str, machine: MachineModel, request: PlanRequest, result: SearchResult) -> dict[str, Any]:
     """For programs: every plan and every rejected layout."""
     document: dict[str, Any] = {
         "model": model, "machine": describe(machine), "isl": request.isl, "osl": request.osl, "concurrency": request.concurrency,

@@ -15,7 +15,7 @@ _MAX_LISTED = 64  # larger tp sizes are not listed
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshCoordinate:
     """The index of a rank on each axis."""
 
     pp_index: int
@@ -44,13 +44,13 @@ class Layout:
     def world(self) -> int:
         return self.pp * self.dp * self.tp
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> MeshCoordinate:
         """Raises LayoutError for a rank outside the world."""
         if not 0 <= rank < self.world:
             raise LayoutError(f"rank {rank} does not exist", held=f"the world has ranks 0..{self.world - 1}")
         rest, tp_index = divmod(rank, self.tp)
         pp_index, dp_index = divmod(rest, self.dp)
-        return Place(pp_index, dp_index, tp_index)
+        return MeshCoordinate(pp_index, dp_index, tp_index)
 
     def rank(self, pp_index: int, dp_index: int, tp_index: int) -> int:
         return (pp_index * self.dp + dp_index) * self.tp + tp_index

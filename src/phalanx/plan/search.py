@@ -13,7 +13,7 @@ from phalanx.hardware import catalogue
 from phalanx.plan import burst, coefficients, footprint
 from phalanx.plan.burst import Limits, Outcome
 from phalanx.plan.collectives import Label
-from phalanx.plan.cost import Costs, Machine
+from phalanx.plan.cost import Costs, MachineModel
 from phalanx.plan.families import layer_tensors
 from phalanx.plan.footprint import Split
 from phalanx.plan.shape import Experts, Shape
@@ -152,7 +152,7 @@ class SearchResult:
         return SearchResult(plans, rejected, self.changes)  # type: ignore[arg-type]
 
 
-def search(shape: Shape, machine: Machine, request: PlanRequest) -> SearchResult:
+def search(shape: Shape, machine: MachineModel, request: PlanRequest) -> SearchResult:
     """All layouts on up to all GPUs of the machine; the nearest changes that would fit where nothing does.
 
     Raises OptionError for a length that the model does not have.
@@ -178,7 +178,7 @@ def _rank(plan: Plan, goal: Goal) -> tuple[float, ...]:
     return (rate, wait, *tie) if goal == "throughput" else (wait, rate, *tie)
 
 
-def layouts(shape: Shape, machine: Machine, redundant: int = 0) -> Iterator[PlannedLayout]:
+def layouts(shape: Shape, machine: MachineModel, redundant: int = 0) -> Iterator[PlannedLayout]:
     """Every product of sizes up to the machine's GPUs, each with as many replicas as there is room for. redundant: copies of
     experts in each layer."""
     total = machine.gpus
@@ -197,7 +197,7 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def examine(shape: Shape, machine: Machine, request: PlanRequest, layout: PlannedLayout) -> Plan | Rejected:
+def examine(shape: Shape, machine: MachineModel, request: PlanRequest, layout: PlannedLayout) -> Plan | Rejected:
     """A plan for the layout, or why there is none: it does not divide, spans nodes, does not fit, or misses an objective."""
     if reason := _illegal(shape, machine, layout):
         return Rejected(layout, reason)
@@ -223,7 +223,7 @@ def examine(shape: Shape, machine: Machine, request: PlanRequest, layout: Planne
 _UNEVEN = "do not stand evenly on nodes of"
 
 
-def _illegal(shape: Shape, machine: Machine, layout: PlannedLayout) -> str:
+def _illegal(shape: Shape, machine: MachineModel, layout: PlannedLayout) -> str:
     tp, pp, ep, moe_ep = layout.tp, layout.pp, layout.ep, layout.moe_ep
     experts = shape.experts
     if pp > shape.num_layers:
@@ -261,7 +261,7 @@ def _no_copies(experts: Experts | None, layout: PlannedLayout) -> str:
 
 
 def memory(
-    shape: Shape, machine: Machine, request: PlanRequest, split: Split, slots: int, kv_size: int
+    shape: Shape, machine: MachineModel, request: PlanRequest, split: Split, slots: int, kv_size: int
 ) -> tuple[dict[str, int], int, int]:  # fmt: skip
     """Bytes of the fullest rank by kind, KV tokens of a replica, and the bytes that are missing for one request of the asked
     length."""
@@ -290,7 +290,7 @@ def _gb(count: int) -> str:
 
 
 def _plan(
-    shape: Shape, machine: Machine, request: PlanRequest, layout: PlannedLayout, costs: Costs, outcome: Outcome,
+    shape: Shape, machine: MachineModel, request: PlanRequest, layout: PlannedLayout, costs: Costs, outcome: Outcome,
     rank_bytes: dict[str, int], kv_tokens: int, slots: int,
 ) -> Plan:  # fmt: skip
     label, interval = costs.label, width(shape, machine, layout, costs, request.isl + request.osl / 2)
@@ -336,7 +336,7 @@ class Width:
     checked: bool
 
 
-def width(shape: Shape, machine: Machine, layout: PlannedLayout, costs: Costs, context: float) -> Width:
+def width(shape: Shape, machine: MachineModel, layout: PlannedLayout, costs: Costs, context: float) -> Width:
     """The interval of a figure by its kind: of the errors of a measured class (its layout left out of the fit, or its model, where
     the fit has not seen it), and at least the committed width of a class that was never measured."""
     widths = coefficients.document()["intervals"]
@@ -354,7 +354,7 @@ def width(shape: Shape, machine: Machine, layout: PlannedLayout, costs: Costs, c
     return Width(half, covered and linked and costs.label in ("measured", "table"))
 
 
-def nearest(shape: Shape, machine: Machine, request: PlanRequest, rejected: list[Rejected]) -> list[str]:
+def nearest(shape: Shape, machine: MachineModel, request: PlanRequest, rejected: list[Rejected]) -> list[str]:
     """The smallest changes, one at a time, each of which leads to a plan."""
     changes = []
     tight = [each for each in rejected if each.short]
@@ -386,7 +386,7 @@ def nearest(shape: Shape, machine: Machine, request: PlanRequest, rejected: list
     return changes
 
 
-def _fewest_gpus(shape: Shape, machine: Machine, request: PlanRequest) -> tuple[str, PlannedLayout] | None:
+def _fewest_gpus(shape: Shape, machine: MachineModel, request: PlanRequest) -> tuple[str, PlannedLayout] | None:
     """The fewest GPUs, from this machine's on, that hold the model, as flags; and the best layout on them."""
     sizes = [(per_node, 1) for per_node in (1, 2, 4, 8) if machine.gpus_per_node <= per_node <= machine.gpu.gpus_per_node]
     sizes += [(max(machine.gpus_per_node, machine.gpu.gpus_per_node), nodes) for nodes in (2, 4, 8)]
@@ -402,13 +402,13 @@ def _fewest_gpus(shape: Shape, machine: Machine, request: PlanRequest) -> tuple[
     return None
 
 
-def _first(shape: Shape, machine: Machine, request: PlanRequest) -> PlannedLayout | None:
+def _first(shape: Shape, machine: MachineModel, request: PlanRequest) -> PlannedLayout | None:
     verdicts = (examine(shape, machine, request, layout) for layout in layouts(shape, machine, request.redundant_experts))
     plans = [verdict for verdict in verdicts if isinstance(verdict, Plan)]
     return min(plans, key=lambda plan: _rank(plan, request.goal)).layout if plans else None
 
 
-def _longest(shape: Shape, machine: Machine, request: PlanRequest) -> int:
+def _longest(shape: Shape, machine: MachineModel, request: PlanRequest) -> int:
     """Tokens of the longest request that some layout holds, 0 for none."""
     longest = 0
     kv_size = footprint.kv_itemsize(request.kv_cache_dtype, request.dtype)

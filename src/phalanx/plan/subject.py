@@ -14,12 +14,12 @@ from phalanx.config.model import load_config
 from phalanx.errors import ModelError, ModelNotFound, OptionError
 from phalanx.hardware import catalogue, probe
 from phalanx.plan.calibration import installed, measured_machine
-from phalanx.plan.cost import Machine, coefficients_for
+from phalanx.plan.cost import MachineModel, coefficients_for
 from phalanx.plan.families import known, shape_of
 from phalanx.plan.families.registry import names
 from phalanx.plan.shape import Shape
 
-LINKS = {"nvlink": "nvlink", "pcie": "pcie_p2p"}
+LINK_CLASSES = {"nvlink": "nvlink", "pcie": "pcie_p2p"}
 """What `--link` names -> link class. Without peer access PCIe is slower still; a plan takes it to be there."""
 
 
@@ -67,7 +67,7 @@ def _of_hub(model: str, revision: str | None) -> Mapping[str, Any]:
 
 def machine_for(
     gpu: str | None = None, *, gpus_per_node: int | None = None, nodes: int = 1, link: str | None = None, network: str | None = None
-) -> tuple[Machine, str]:
+) -> tuple[MachineModel, str]:
     """The machine that is named, else the one at hand, else 8 x H100; and how it was found.
 
     link: "nvlink" or "pcie", in place of the catalogue's; network: between nodes, ib-ndr unless named. Raises OptionError.
@@ -83,14 +83,14 @@ def machine_for(
     measured = measured_machine(name) if name.lower() not in [each.lower() for each in catalogue.names()] else None
     spec = measured or catalogue.gpu(name)
     why = "named" if gpu else f"{len(gpus)} found here" if here else "no GPU here: --gpu names another"
-    if link is not None and LINKS.get(link) is None:
-        raise OptionError(f"link {link!r} is unknown", next=f"known: {', '.join(LINKS)}")
+    if link is not None and LINK_CLASSES.get(link) is None:
+        raise OptionError(f"link {link!r} is unknown", next=f"known: {', '.join(LINK_CLASSES)}")
     if nodes < 1 or (gpus_per_node or 1) < 1:
         raise OptionError(f"{nodes} nodes of {gpus_per_node} GPUs hold no rank", next="give at least 1 of each")
-    if link is not None and LINKS[link] != spec.link:
+    if link is not None and LINK_CLASSES[link] != spec.link:
         if link == "nvlink":
             raise OptionError(f"{spec.name} has no NVLink between all GPUs of a node", held=f"its link is {spec.link}")
-        spec = replace(spec, link=LINKS[link], link_bandwidth=spec.pcie_bandwidth)
+        spec = replace(spec, link=LINK_CLASSES[link], link_bandwidth=spec.pcie_bandwidth)
     if here is not None:  # a part of a GPU, or one with less memory than its like
         spec = replace(spec, memory_bytes=min(spec.memory_bytes, *(each.total_memory - catalogue.DRIVER_BYTES for each in gpus)))
     calibration = installed(spec.name)
@@ -99,4 +99,4 @@ def machine_for(
         coefficients, label = calibration, "measured"
     between = catalogue.network(network or "ib-ndr") if nodes > 1 else None
     count = gpus_per_node or len(gpus) or spec.gpus_per_node
-    return Machine(spec, spec.link, count, nodes, between, coefficients, label), why
+    return MachineModel(spec, spec.link, count, nodes, between, coefficients, label), why

@@ -16,10 +16,9 @@ from collections.abc import Callable
 from enum import Enum
 from types import TracebackType
 
+from phalanx.config.serving import QUEUED_BATCHES
 from phalanx.errors import EngineClosed, Overloaded, PhalanxError, RequestError
 
-QUEUED_BATCHES = 8
-"""Default limit of the queue, in batches."""
 _RECENT = 64
 """Number of finished sequences from which the completion rate is estimated."""
 

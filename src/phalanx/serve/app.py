@@ -30,7 +30,7 @@ from phalanx.log import configure, get_logger
 from phalanx.metrics import Metrics
 from phalanx.plan.auto import planned
 from phalanx.serve.admission import AdmissionControl
-from phalanx.serve.client import Engine
+from phalanx.serve.client import EngineClient
 from phalanx.serve.connections.door import install_door
 from phalanx.serve.connections.listen import bind
 from phalanx.serve.lifecycle import Lifecycle
@@ -53,7 +53,7 @@ SWITCH_INTERVAL_SECONDS = 1e-3
 
 ROUTERS = (chat.router, completions.router, responses.router, tokenize.router, status.router, experts.router)
 
-StartEngine = Callable[[EngineOptions], Awaitable[Engine]]
+StartEngine = Callable[[EngineOptions], Awaitable[EngineClient]]
 
 
 def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = start_engine) -> int:

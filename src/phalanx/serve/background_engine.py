@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An `EngineClient` and its event loop on a thread of its own, for plain calls from any thread: `BackgroundEngine`."""
+"""An `EngineClient` and its event loop on a thread of its own, for plain calls from any thread: `BackgroundEngineClient`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from phalanx.config import EngineOptions
 from phalanx.errors import EngineClosed
-from phalanx.serve.client import Engine
+from phalanx.serve.client import EngineClient
 from phalanx.serve.replicas import start_engine
 
 Result = TypeVar("Result")
@@ -19,12 +19,12 @@ _CLEANUP_SECONDS = 15.0
 """Time that cancelled work may take to release what it holds."""
 
 
-class BackgroundEngine:
-    """An EngineClient and its event loop on a thread. Has no reference to the LLM, so that the LLM can be garbage-collected."""
+class BackgroundEngineClient:
+    """An `EngineClient` and its event loop on a thread. Has no reference to the LLM, so that the LLM can be garbage-collected."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
-        self._client: Engine | None = None
+        self._client: EngineClient | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="phalanx LLM", daemon=True)
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class BackgroundEngine:
         self._thread.start()
 
     @property
-    def client(self) -> Engine:
+    def client(self) -> EngineClient:
         if os.getpid() != self._pid:
             raise EngineClosed(
                 f"this LLM belongs to process {self._pid}", why="a forked process cannot use it", next="create another LLM here"
@@ -43,7 +43,7 @@ class BackgroundEngine:
             raise EngineClosed("this LLM was shut down", next="create another LLM")
         return self._client
 
-    def start(self) -> Engine:
+    def start(self) -> EngineClient:
         try:
             self._client = self.run(start_engine(self._options))
         except BaseException:

@@ -58,8 +58,8 @@ _PATH_LIMIT = 80  # bytes of the folder's path; the kernel's limit for the path 
 logger = get_logger(__name__)
 
 
-class Engine(Protocol):
-    """The engine as `serve` uses it. Implemented by `EngineClient` and by `serve.fake_client.FakeEngineClient`."""
+class EngineClient(Protocol):
+    """The engine as `serve` uses it. Implemented by `EngineProcessClient` and by `serve.fake_client.FakeEngineClient`."""
 
     facts: EngineFacts
     eos_token_ids: list[int]
@@ -109,8 +109,8 @@ class Engine(Protocol):
         """End the engine at once, without an event loop."""
 
 
-class EngineClient:
-    """An engine process and its requests. Its methods must run on the event loop that started it. See `Engine`."""
+class EngineProcessClient:
+    """An engine process and its requests. Its methods must run on the event loop that started it. See `EngineClient`."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -141,7 +141,7 @@ class EngineClient:
     async def start(
         cls, options: EngineOptions, *, executor: str = RANK_EXECUTOR, title: str = "phalanx engine",
         environment: Mapping[str, str] | None = None,
-    ) -> EngineClient:  # fmt: skip
+    ) -> EngineProcessClient:  # fmt: skip
         """Start an engine process and wait until it accepts requests. executor: the dotted path of the engine's `Executor`. title:
         of the process; environment: variables that it has besides those of this process.
 

@@ -16,7 +16,7 @@ import msgspec
 
 from phalanx.config import SamplingParams
 from phalanx.engine.messages import RequestUpdate
-from phalanx.serve.client import Engine
+from phalanx.serve.client import EngineClient
 from phalanx.serve.detokenize import Detokenizer
 from phalanx.serve.outputs import CompletionDelta
 from phalanx.serve.tokenizer import Tokenizer
@@ -25,15 +25,15 @@ _SEEDS = 1 << 63
 
 
 def stream_completions(
-    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams,
+    engine: EngineClient, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams,
     *, coalesce: bool = False, shown: Mapping[int, str] | None = None,
 ) -> AsyncGenerator[CompletionDelta]:  # fmt: skip
     """The deltas of all params.n completions as they arrive; in order within each completion.
 
     Without a tokenizer, or with params.detokenize off, texts are "". coalesce: the caller needs only the end, so a completion
     without stop strings may come in few deltas. Closing the generator early (`contextlib.aclosing`) aborts what still runs. The
-    first error of any completion is raised, and the others are aborted. Raises what `Engine.add` raises. shown: special tokens that
-    add these texts (see `Detokenizer`).
+    first error of any completion is raised, and the others are aborted. Raises what `EngineClient.add` raises. shown: special
+    tokens that add these texts (see `Detokenizer`).
     """
     coalesce = coalesce and not params.stops
     if params.n == 1:
@@ -42,8 +42,8 @@ def stream_completions(
 
 
 def _interleaved(
-    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, coalesce: bool,
-    shown: Mapping[int, str] | None,
+    engine: EngineClient, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams,
+    coalesce: bool, shown: Mapping[int, str] | None,
 ) -> AsyncGenerator[CompletionDelta]:  # fmt: skip
     return merged(
         partial(
@@ -93,8 +93,8 @@ async def merged(streams: Iterable[Callable[[], AsyncGenerator[CompletionDelta]]
 
 
 async def _completion(
-    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, index: int,
-    coalesce: bool, shown: Mapping[int, str] | None,
+    engine: EngineClient, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams,
+    index: int, coalesce: bool, shown: Mapping[int, str] | None,
 ) -> AsyncGenerator[CompletionDelta]:  # fmt: skip
     text = Detokenizer(tokenizer, params, shown=shown) if tokenizer is not None and params.detokenize else None
     updates = engine.add(request_id, token_ids, params, coalesce=coalesce)

@@ -22,6 +22,6 @@ def check_request(add: AddRequest, facts: EngineFacts, *, chunked_prefill: bool 
     limits = SchedulerOptions(
         num_blocks=1 << 40,  # only the engine knows how many a model with a sliding window needs at once
         block_size=facts.block_size, max_batch_size=facts.max_batch_size, max_num_tokens=facts.max_num_tokens,
-        max_seq_len=facts.max_seq_len, chunked_prefill=chunked_prefill, vocab_size=facts.vocab_size, longer=facts.longer,
+        max_seq_len=facts.max_seq_len, chunked_prefill=chunked_prefill, vocab_size=facts.vocab_size, length_hint=facts.length_hint,
     )  # fmt: skip
     length_limit(add, limits)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from phalanx.config import SamplingParams
 from phalanx.engine.messages import AddRequest, EngineFacts, ExpertStats, RequestUpdate, Stats, TokenLogprobs
 from phalanx.errors import EngineClosed, PhalanxError
-from phalanx.serve.client import Engine
+from phalanx.serve.client import EngineClient
 from phalanx.serve.engine_requests import build_request, check_request
 
 Tokens = Callable[[AddRequest], Iterable[int]]
@@ -22,7 +22,7 @@ def fake_facts(*, vocab_size: int = 1000, max_seq_len: int = 1024, eos_token_ids
     )  # fmt: skip
 
 
-class FakeEngineClient(Engine):
+class FakeEngineClient(EngineClient):
     """Answers each request with `tokens(add)`, one token per iteration of the event loop (or per `delay` seconds).
 
     Ends requests as the engine does: max_tokens, max_seq_len, stop tokens after min_tokens. All requested logprobs are -1. added,

@@ -23,7 +23,7 @@ from phalanx.config.serving import ServeOptions
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.serve import allocator
-from phalanx.serve.client import Engine
+from phalanx.serve.client import EngineClient
 from phalanx.serve.connections.accept import Acceptor
 from phalanx.serve.connections.timed_protocol import TimedProtocol, timed_protocol
 from phalanx.serve.openai.service import Service, ServingEngine
@@ -54,7 +54,7 @@ class Lifecycle:
         *,
         engine: EngineOptions,
         serving: ServeOptions,
-        start: Callable[[EngineOptions], Awaitable[Engine]],
+        start: Callable[[EngineOptions], Awaitable[EngineClient]],
     ) -> None:
         self._service, self._sockets, self._engine, self._serving, self._start = service, sockets, engine, serving, start
         protocol = timed_protocol(header_seconds=serving.header_timeout, body_seconds=serving.body_timeout)
@@ -63,7 +63,7 @@ class Lifecycle:
             timeout_keep_alive=75, timeout_graceful_shutdown=int(LAST_EVENT_SECONDS), proxy_headers=False,
         )  # fmt: skip
         self._http = HttpServer(config)
-        self._client: Engine | None = None
+        self._client: EngineClient | None = None
         self._shutdown: asyncio.Event = asyncio.Event()
         self._failed: asyncio.Event = asyncio.Event()
         self._starting: asyncio.Task[None] | None = None

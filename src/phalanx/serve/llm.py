@@ -21,7 +21,7 @@ from phalanx.config.sources import long_option_name, place_process
 from phalanx.engine.messages import EngineFacts, Stats
 from phalanx.errors import RequestError, UnknownOption
 from phalanx.plan.auto import planned
-from phalanx.serve.background_engine import BackgroundEngine
+from phalanx.serve.background_engine import BackgroundEngineClient
 from phalanx.serve.chat_template import MessageDict
 from phalanx.serve.completions import stream_completions
 from phalanx.serve.outputs import CompletionDelta, RequestOutput
@@ -64,7 +64,7 @@ class LLM:
             folder = locate_tokenizer(self.options.tokenizer, self.options.model, self.options.revision)
             self.tokenizer = Tokenizer.load(folder)
         self._numbers = itertools.count()
-        self._engine = BackgroundEngine(self.options)
+        self._engine = BackgroundEngineClient(self.options)
         self._finalizer = weakref.finalize(self, self._engine.stop)
         client = self._engine.start()
         if not client.eos_token_ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:

@@ -24,7 +24,7 @@ from phalanx.engine.messages import EngineFacts, ExpertStats, RequestUpdate, Sta
 from phalanx.errors import EngineError, LayoutError, PhalanxError
 from phalanx.hardware.probe import detect_machine
 from phalanx.log import get_logger
-from phalanx.serve.client import Engine, EngineClient
+from phalanx.serve.client import EngineClient, EngineProcessClient
 
 CHUNK_TOKENS = 64
 """Tokens of a prompt that are remembered together."""
@@ -33,7 +33,7 @@ MAX_CHUNKS = 128
 
 logger = get_logger(__name__)
 
-StartReplica = Callable[[EngineOptions, int], Awaitable[EngineClient]]
+StartReplica = Callable[[EngineOptions, int], Awaitable[EngineProcessClient]]
 """Starts the replica of this number."""
 
 
@@ -86,10 +86,10 @@ def _chunks(token_ids: Sequence[int]) -> list[int]:
     return hashes
 
 
-class ReplicatedEngine:
-    """Several `EngineClient`s as one `Engine`."""
+class ReplicatedEngineClient:
+    """Several `EngineProcessClient`s as one `EngineClient`."""
 
-    def __init__(self, engines: Sequence[EngineClient], seed: int = 0) -> None:
+    def __init__(self, engines: Sequence[EngineProcessClient], seed: int = 0) -> None:
         """seed: of requests without one of their own, which get the seeds that one engine would draw for them."""
         self._engines = list(engines)
         self._seeds = random.Random(seed)
@@ -104,16 +104,16 @@ class ReplicatedEngine:
                 self._replica_failed(number, engine.failure)
 
     @classmethod
-    async def start(cls, options: EngineOptions, start: StartReplica | None = None) -> ReplicatedEngine:
+    async def start(cls, options: EngineOptions, start: StartReplica | None = None) -> ReplicatedEngineClient:
         """Start `options.replicas` engines at once. Raises the error of the first that cannot start, and leaves none then;
         LayoutError where the host has too few GPUs, OptionError for several hosts."""
         environments = gpus_of_replicas(options)
         one = options.model_copy(update={"replicas": 1})
 
-        async def start_one(number: int) -> EngineClient:
+        async def start_one(number: int) -> EngineProcessClient:
             if start is not None:
                 return await start(one, number)
-            return await EngineClient.start(one, title=f"phalanx engine {number}", environment=environments[number])
+            return await EngineProcessClient.start(one, title=f"phalanx engine {number}", environment=environments[number])
 
         starts = [asyncio.ensure_future(start_one(number)) for number in range(options.replicas)]
         try:
@@ -122,7 +122,7 @@ class ReplicatedEngine:
             for each in starts:
                 each.cancel()
             engines = await asyncio.gather(*starts, return_exceptions=True)
-            await asyncio.gather(*(engine.close(0.0) for engine in engines if isinstance(engine, EngineClient)))
+            await asyncio.gather(*(engine.close(0.0) for engine in engines if isinstance(engine, EngineProcessClient)))
             raise
 
     @property
@@ -194,7 +194,7 @@ class ReplicatedEngine:
     async def rebalance_experts(self) -> list[ExpertStats]:
         return await self._of_each(lambda engine: engine.rebalance_experts())
 
-    async def _of_each(self, ask: Callable[[EngineClient], Awaitable[list[ExpertStats]]]) -> list[ExpertStats]:
+    async def _of_each(self, ask: Callable[[EngineProcessClient], Awaitable[list[ExpertStats]]]) -> list[ExpertStats]:
         self._raise_if_failed()
         stats = [ExpertStats()] * len(self._engines)
         for number in self.alive:
@@ -234,11 +234,11 @@ class ReplicatedEngine:
             callback(error)
 
 
-async def start_engine(options: EngineOptions) -> Engine:
+async def start_engine(options: EngineOptions) -> EngineClient:
     """One engine, or as many as `replicas` says behind one."""
     if options.replicas > 1:
-        return await ReplicatedEngine.start(options)
-    return await EngineClient.start(options)
+        return await ReplicatedEngineClient.start(options)
+    return await EngineProcessClient.start(options)
 
 
 def gpus_of_replicas(options: EngineOptions) -> list[dict[str, str] | None]:

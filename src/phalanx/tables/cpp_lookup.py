@@ -31,7 +31,7 @@ Values = tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
 
 
 @dataclass(frozen=True)
-class Lookup:
+class CppLookupTable:
     """The table of one SM version: values[tp][fusion][hidden][tokens]. notes: the source of each TP size, for the comment."""
 
     sm: int
@@ -43,7 +43,9 @@ class Lookup:
     tokens: tuple[int, ...] = TOKENS
 
 
-def sample(sm: int, tables: Mapping[int, Table], dtype: str = "bf16", expressible: Mapping[int, Table] | None = None) -> Lookup:
+def sample(
+    sm: int, tables: Mapping[int, Table], dtype: str = "bf16", expressible: Mapping[int, Table] | None = None
+) -> CppLookupTable:
     """The tables of one SM version (by TP size, at least one) at the points of the grid.
 
     A missing TP size is filled from the seed of the nearest one. An unfused choice cannot be expressed: there the `expressible`
@@ -67,7 +69,7 @@ def sample(sm: int, tables: Mapping[int, Table], dtype: str = "bf16", expressibl
             [[_value(table, substitute, dtype, fusion, t, h) for t in TOKENS] for h in HIDDEN] for fusion in LOOKUP_FUSIONS
         ]  # fmt: skip
         values.append(tuple(tuple(tuple(row) for row in rows) for rows in cells))
-    return Lookup(sm, tuple(values), tuple(notes))
+    return CppLookupTable(sm, tuple(values), tuple(notes))
 
 
 def _value(table: Table, substitute: Table | None, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> int:
@@ -82,12 +84,12 @@ def _value(table: Table, substitute: Table | None, dtype: str, fusion: Fusion, t
     return int(min(models, key=lambda choice: models[choice].fs(tokens, nbytes), default=INCUMBENT).strategy)
 
 
-def emit(lookups: Sequence[Lookup]) -> str:
+def emit(lookups: Sequence[CppLookupTable]) -> str:
     """The text of generated_lookup_table.cpp: one table for each SM version, rising."""
     return "\n".join(_emit_one(lookup) for lookup in sorted(lookups, key=lambda lookup: lookup.sm))
 
 
-def _emit_one(lookup: Lookup) -> str:
+def _emit_one(lookup: CppLookupTable) -> str:
     fusions = [fusion.name for fusion in lookup.fusions]
     lines = [
         "// AllReduce lookup: [tp][fusion][hidden][tokens] = strategy",
@@ -108,7 +110,7 @@ def _emit_one(lookup: Lookup) -> str:
     return "\n".join([*lines, "};", ""])
 
 
-def parse(text: str, source: str = "the C++ text") -> list[Lookup]:
+def parse(text: str, source: str = "the C++ text") -> list[CppLookupTable]:
     """Every table in a file of TensorRT-LLM, complete headers included. Raises TableError for a file without a table, a ragged
     shape, unknown axes, or a number that is not a strategy's."""
     lookups = []
@@ -140,7 +142,7 @@ def _braces(text: str, where: str) -> list[object]:
     return read
 
 
-def _lookup(sm: int, read: list[object], before: str, where: str) -> Lookup:
+def _lookup(sm: int, read: list[object], before: str, where: str) -> CppLookupTable:
     shape: list[int] = []
     level: list[object] = [read]
     while level and all(isinstance(item, list) for item in level):
@@ -168,7 +170,7 @@ def _lookup(sm: int, read: list[object], before: str, where: str) -> Lookup:
     values = tuple(
         tuple(tuple(tuple(int(str(next(cells))) for _ in tokens) for _ in hidden) for _ in range(shape[1])) for _ in tp_sizes
     )
-    return Lookup(sm, values, (), tp_sizes, LOOKUP_FUSIONS[: shape[1]], hidden, tokens)
+    return CppLookupTable(sm, values, (), tp_sizes, LOOKUP_FUSIONS[: shape[1]], hidden, tokens)
 
 
 def _axis(name: str, length: int, axes: dict[str, tuple[int, ...]], usual: tuple[int, ...], where: str) -> tuple[int, ...]:
@@ -183,7 +185,7 @@ def _axis(name: str, length: int, axes: dict[str, tuple[int, ...]], usual: tuple
     )
 
 
-def tables_of(lookup: Lookup, link: str, dtype: str = "bf16") -> dict[int, Table]:
+def tables_of(lookup: CppLookupTable, link: str, dtype: str = "bf16") -> dict[int, Table]:
     """One table for each TP size. Between two points the nearer one (by ratio) answers, outside them the seed."""
     provenance = {"by": f"imported from a look-up table of sm{lookup.sm}"}
     hidden, tokens = _ranges(lookup.hidden), _ranges(lookup.tokens)

@@ -40,7 +40,7 @@ class TuneOptions(BaseModel):
     deadline: float = Field(
         60.0, ge=0.1, description="Seconds for one candidate, compilation included; a candidate that takes longer is skipped."
     )
-    start_timeout: float = Field(180.0, ge=1, description="Seconds for the ranks to meet.")
+    start_timeout: float = Field(180.0, ge=1, description="Seconds within which all ranks must have started.")
     time_limit: float | None = Field(None, description="Seconds for one TP size; after that, the results so far are written.")
     restart: bool = Field(False, description="Drop the results of an interrupted run, and replace the CSV in the folder.")
     extend: bool = Field(False, description="Measure only what the CSV in the folder lacks, and keep its other results.")

@@ -229,9 +229,9 @@ class StepGraphs:
         decodes = count_leading_decodes(host_batch.query_starts) if self._ready_mixed else 0
         return self._smallest(tokens, decodes, rows - decodes, all_decodes)
 
-    def size_of_step(self, step_size: StepExtent) -> GraphSize | None:
+    def size_of_step(self, extent: StepExtent) -> GraphSize | None:
         """As `size_of`, for the parts of all dp indices: the same on every rank."""
-        return self._smallest(max(step_size.tokens), step_size.decode_rows, step_size.prefill_rows, step_size.decodes)
+        return self._smallest(max(extent.tokens), extent.decode_rows, extent.prefill_rows, extent.decodes)
 
     def _smallest(self, tokens: int, decodes: int, prefills: int, all_decodes: bool) -> GraphSize | None:
         if all_decodes:

@@ -120,19 +120,19 @@ class ModelRunner:
             )  # fmt: skip
 
     @torch.inference_mode()
-    def run(self, step: StepBatch, step_size: StepExtent | None = None) -> StepOutput:
-        """Queue the step's work on the device. step_size: of the parts of all dp indices; None where all have this part. Raises
+    def run(self, step: StepBatch, extent: StepExtent | None = None) -> StepOutput:
+        """Queue the step's work on the device. extent: of the parts of all dp indices; None where all have this part. Raises
         EngineError for a step that no scheduler would make."""
         self._apply(step)
-        if self._indices > 1 and step_size is None:
-            step_size = StepExtent.of([step] * self._indices)
+        if self._indices > 1 and extent is None:
+            extent = StepExtent.of([step] * self._indices)
         if not step.rows:
-            return self._without_rows(step_size)
+            return self._without_rows(extent)
         reported = self._reported(step.rows)
         host_batch, new = self._build(step.rows, reported)
-        size = self._graph_size(host_batch, step_size)
+        size = self._graph_size(host_batch, extent)
         self.ran.add(size, len(host_batch.token_ids))
-        hidden_states, forwarded = self._eager(host_batch, new, step_size) if size is None else self._replay(size, host_batch, new)
+        hidden_states, forwarded = self._eager(host_batch, new, extent) if size is None else self._replay(size, host_batch, new)
         output = StepOutput()
         if forwarded is not None:
             output = self._sample(step.rows, host_batch, reported, forwarded)
@@ -143,15 +143,15 @@ class ModelRunner:
             output.event.record()
         return output
 
-    def _without_rows(self, step_size: StepExtent | None) -> StepOutput:
+    def _without_rows(self, extent: StepExtent | None) -> StepOutput:
         """A step in which this dp index has no rows: it computes its experts for the others. Where they replay a graph it replays
         the same one, all of it padding."""
         output = StepOutput(0 if self._last else None)
-        if step_size is not None and any(step_size.tokens):
+        if extent is not None and any(extent.tokens):
             host_batch = HostBatch.empty()
-            size = self._graph_size(host_batch, step_size)
+            size = self._graph_size(host_batch, extent)
             if size is None:
-                self._model.serve_experts(DpTokens.of(step_size.tokens))
+                self._model.serve_experts(DpTokens.of(extent.tokens))
             else:
                 assert self.graphs is not None
                 self.graphs.replay(size, host_batch, NO_BLOCKS, self._receive)
@@ -160,15 +160,15 @@ class ModelRunner:
                 output.event.record()
         return output
 
-    def _graph_size(self, host_batch: HostBatch, step_size: StepExtent | None) -> GraphSize | None:
+    def _graph_size(self, host_batch: HostBatch, extent: StepExtent | None) -> GraphSize | None:
         """The size of the graph that runs the step; None where none does. It is filled with the tokens of each dp index."""
         if self.graphs is None:
             return None
-        if step_size is None:
+        if extent is None:
             return self.graphs.size_of(host_batch)
-        size = self.graphs.size_of_step(step_size)
+        size = self.graphs.size_of_step(extent)
         if size is not None and self.graphs.dp_tokens is not None:
-            self.graphs.dp_tokens.fill(step_size.tokens)
+            self.graphs.dp_tokens.fill(extent.tokens)
         return size
 
     def _replay(self, size: GraphSize, host_batch: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
@@ -198,12 +198,12 @@ class ModelRunner:
             self._tables.device.view(-1).index_copy_(0, *self._upload.send([*new]))
 
     def _eager(
-        self, host_batch: HostBatch, new: NewBlocks, step_size: StepExtent | None
+        self, host_batch: HostBatch, new: NewBlocks, extent: StepExtent | None
     ) -> tuple[Tensor | None, ForwardOutput | None]:
         """Forward without a graph. Returns the same as `_replay`."""
         self._store(new)
         batch, slots = self._batch(host_batch)
-        batch.dp_tokens = None if step_size is None else DpTokens.of(step_size.tokens)
+        batch.dp_tokens = None if extent is None else DpTokens.of(extent.tokens)
         batch.attention = self._backend.plan(batch)
         hidden = None
         if not self._first:

@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from phalanx.bench.prediction import arrivals, scenario
-from phalanx.bench.prediction.scenario import Bounds, Engine
+from phalanx.bench.prediction.scenario import Bounds, ReplicaSpec
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.plan import subject
 from phalanx.plan.search import PlanRequest
@@ -15,10 +15,10 @@ from phalanx.plan.search import PlanRequest
 SHAPE = subject.shape_for("llama-3-8b")
 
 
-def engine(gpu="H200", **options):
+def replica_spec(gpu="H200", **options):
     machine, _ = subject.machine_for(gpu)
     request = PlanRequest(dtype="bf16", isl=1, osl=1, max_batch_size=64, max_seq_len=4096)
-    return Engine.of(SHAPE, machine, request, **{"tp": 1, **options})
+    return ReplicaSpec.of(SHAPE, machine, request, **{"tp": 1, **options})
 
 
 ROWS = arrivals.of("poisson:40", isl=1000, osl=100, requests=300, seed=5)
@@ -32,7 +32,7 @@ def test_percentiles_are_numpys():
 
 
 def test_the_fewest_replicas_hold_and_one_less_do_not():
-    replica, bounds = engine(), Bounds(ttft=0.3, tpot=0.02, part=0.95)
+    replica, bounds = replica_spec(), Bounds(ttft=0.3, tpot=0.02, part=0.95)
     count = scenario.fewest_replicas(replica, ROWS, bounds)
     assert count > 1
     parts = [sum(map(bounds.holds, replica.run(ROWS, each).served)) / len(ROWS) for each in (count - 1, count)]
@@ -44,13 +44,13 @@ def test_the_fewest_replicas_hold_and_one_less_do_not():
 def test_an_objective_that_no_number_holds_is_an_error(monkeypatch):
     monkeypatch.setattr(scenario, "MOST_REPLICAS", 20)
     with pytest.raises(CapacityError, match="20 replicas do not hold the objective"):
-        scenario.fewest_replicas(engine(), ROWS[:3], Bounds(ttft=1e-6))
+        scenario.fewest_replicas(replica_spec(), ROWS[:3], Bounds(ttft=1e-6))
     with pytest.raises(OptionError, match="has no objective"):
-        scenario.fewest_replicas(engine(), ROWS, Bounds())
+        scenario.fewest_replicas(replica_spec(), ROWS, Bounds())
 
 
 def test_the_report_adds_up(tmp_path):
-    report = scenario.document(engine(), ROWS, 2, Bounds(ttft=0.5), gpu_hour=3.6, trace="poisson:40", model="llama-3-8b")
+    report = scenario.document(replica_spec(), ROWS, 2, Bounds(ttft=0.5), gpu_hour=3.6, trace="poisson:40", model="llama-3-8b")
     assert report["completed"] == 300
     assert report["asked"]["gpus"] == 2
     spent = 3.6 / 3600 * 2 * report["seconds"]
@@ -71,6 +71,6 @@ def test_the_report_adds_up(tmp_path):
 
 def test_what_cannot_run_is_told_before_it_is_simulated():
     with pytest.raises(CapacityError, match="does not fit; memory: weights"):
-        Engine.of(subject.shape_for("llama-3-70b"), subject.machine_for("L4")[0], PlanRequest(max_seq_len=2048), tp=1)
+        ReplicaSpec.of(subject.shape_for("llama-3-70b"), subject.machine_for("L4")[0], PlanRequest(max_seq_len=2048), tp=1)
     with pytest.raises(LayoutError, match="does not divide"):
-        engine(tp=3)
+        replica_spec(tp=3)

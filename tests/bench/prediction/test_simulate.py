@@ -143,7 +143,7 @@ def test_a_refused_request_is_told_and_the_others_go_on():
 
 
 def test_a_scheduler_that_stands_still_is_an_error(monkeypatch):
-    monkeypatch.setattr(simulate.Replica, "submit", lambda self, now: None)
+    monkeypatch.setattr(simulate.SimulatedReplica, "submit", lambda self, now: None)
     with pytest.raises(EngineError, match="stands still"):
         simulate.run(costs(), options(), [Arrival(0.0, 10, 2)])
 

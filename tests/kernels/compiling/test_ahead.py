@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import harness
 from phalanx.kernels.compiling import ahead as module
 from phalanx.kernels.compiling.ahead import ahead, can_compile_ahead, launches_left_out
 
@@ -83,6 +84,17 @@ def test_copies_compile_what_was_asked_for_and_the_next_process_finds_it(heard: 
         call(16)
         assert kernels.all_cached()
     assert kernels.compiled == 0
+
+
+def test_a_benchmark_compiles_the_calls_that_it_times(heard: Listener) -> None:
+    def fail() -> None:
+        raise ValueError("no such variant")
+
+    calls = [partial(call, 16), fail, partial(call, 64), partial(call, 16)]
+    assert harness.compile_ahead(calls, 2) == 2
+    double.device_caches.clear()
+    assert harness.compile_ahead(calls, 2) == 0  # they are in the cache on disk
+    assert heard.hits.count(False) == 2
 
 
 def test_a_kernel_that_is_not_kept_is_compiled_and_the_rest_waits(heard: Listener) -> None:

@@ -12,7 +12,7 @@ import pytest
 from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompletionResponse
 from phalanx.serve.output_parsing import deepseek
 from tests.support.serve_http_app import MODEL, Scripted, live
-from tests.support.serve_output_checkpoints import FAMILIES, tokenizer_of_family
+from tests.support.serve_output_checkpoints import OUTPUT_FAMILIES, tokenizer_of_family
 from tests.support.serve_reasoning import FINAL, ONE_CALL, OSLO, THINKS, THOUGHT, served
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -150,7 +150,7 @@ def test_text_that_looks_like_a_marker_is_kept():
     answer = "It begins with <|channel|>final<|message|>."
     begin, end = (tokenizer.encode(text, add_special_tokens=False) for text in ("<|channel|>final<|message|>", "<|return|>"))
     letters = [token for letter in answer for token in tokenizer.encode(letter, add_special_tokens=False)]
-    engine = Scripted("", tokenizer=tokenizer, eos=FAMILIES["gpt_oss"].eos)
+    engine = Scripted("", tokenizer=tokenizer, eos=OUTPUT_FAMILIES["gpt_oss"].eos)
     engine._says = lambda: iter([*begin, *letters, *end])
     with live(engine, tokenizer=tokenizer) as server, server.openai() as client:
         assert plain(answer_of(client))["content"] == answer

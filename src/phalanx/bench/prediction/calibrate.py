@@ -26,7 +26,7 @@ from phalanx.hardware.catalogue import GpuSpec
 from phalanx.plan import burst, calibration, cost
 from phalanx.plan.attention_calls import padded
 from phalanx.plan.coefficients import Coefficients
-from phalanx.plan.cost import Costs, Machine, Work
+from phalanx.plan.cost import Costs, MachineModel, Work
 from phalanx.plan.footprint import Split
 from phalanx.plan.search import BLOCK
 from phalanx.plan.shape import Shape
@@ -235,7 +235,7 @@ def _least_squares(residuals: Callable[[Sequence[float]], Sequence[float]], coun
 
 def predicted(point: Point, shape: Shape, dtype: str, kv_size: int, spec: GpuSpec, coefficients: Coefficients) -> float:
     """Seconds of a point under the coefficients."""
-    machine = Machine(spec, spec.link, 1, 1, None, coefficients, "measured")
+    machine = MachineModel(spec, spec.link, 1, 1, None, coefficients, "measured")
     costs = Costs(shape, dtype, kv_size, Split(), machine)
     decodes, length = point.kind == "decode", point.lengths[0]
     if not machine.replays_graphs:

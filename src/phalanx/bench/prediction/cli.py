@@ -12,38 +12,53 @@ from typer.core import TyperGroup
 from phalanx.errors import OptionError
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A known name, a folder, a config.json, a Hub id, or 'demo'.")]
-Gpu = Annotated[str | None, typer.Option("--gpu", help="Of the catalogue; the machine at hand otherwise.")]
-PerNode = Annotated[int | None, typer.Option("--gpus_per_node", help="GPUs of one node.")]
-Nodes = Annotated[int, typer.Option("--nodes", help="Nodes.")]
-Link = Annotated[str | None, typer.Option("--link", metavar="nvlink|pcie", help="Between the GPUs of a node.")]
-Network = Annotated[str | None, typer.Option("--network", help="Between nodes, as ib-ndr.")]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="auto|fp32|fp16|bf16|fp8", help="auto: the checkpoint's.")]
-KvDtype = Annotated[
-    str, typer.Option("--kv_cache_dtype", metavar="auto|model|fp8", help="auto: fp8 where the checkpoint asks for it.")
+Gpu = Annotated[str | None, typer.Option("--gpu", help="GPU of the catalogue. Default: those of this host, else H100.")]
+PerNode = Annotated[int | None, typer.Option("--gpus_per_node", help="GPUs per node.")]
+Nodes = Annotated[int, typer.Option("--nodes", help="Number of nodes.")]
+Link = Annotated[
+    str | None, typer.Option("--link", metavar="nvlink|pcie", help="Link between the GPUs of a node. Default: the GPU's own.")
 ]
-Isl = Annotated[int, typer.Option("--isl", help="Tokens of a prompt.")]
-Osl = Annotated[int, typer.Option("--osl", help="New tokens of a request.")]
-SloTtft = Annotated[float | None, typer.Option("--slo_ttft", help="Bound of the time to the first token, ms.")]
-SloTpot = Annotated[float | None, typer.Option("--slo_tpot", help="Bound of the time per token, ms.")]
-Slots = Annotated[int | None, typer.Option("--max_batch_size", help="Requests at once in one replica; as many as are asked for.")]
-StepTokens = Annotated[int, typer.Option("--max_num_tokens", help="Tokens of one step.")]
-SeqLen = Annotated[int | None, typer.Option("--max_seq_len", help="Prompt and output of one request; isl + osl at least.")]
-Copies = Annotated[int, typer.Option("--redundant_experts", help="Copies of experts in each layer, as `serve` takes them.")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="For programs: a new file, or - for stdout.")]
-Trace = Annotated[str, typer.Argument(metavar="TRACE|poisson:RATE|burst", help="Azure's .csv, Mooncake's .jsonl, or a process.")]
-FindReplicas = Annotated[bool, typer.Option("--find_replicas", help="The smallest number of replicas that holds the bounds.")]
-GpuHour = Annotated[float | None, typer.Option("--gpu_hour", help="Price of one GPU for an hour, for cost per million tokens.")]
-Prefixes = Annotated[bool, typer.Option("--prefix_caching/--no_prefix_caching", help="Of traces that tell contents.")]
+Network = Annotated[str | None, typer.Option("--network", help="Network between nodes, such as ib-ndr.")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="auto|fp32|fp16|bf16|fp8", help="As for `phalanx serve`.")]
+KvDtype = Annotated[str, typer.Option("--kv_cache_dtype", metavar="auto|model|fp8", help="As for `phalanx serve`.")]
+Isl = Annotated[int, typer.Option("--isl", help="Input length: tokens per prompt.")]
+Osl = Annotated[int, typer.Option("--osl", help="Output length: new tokens per request.")]
+SloTtft = Annotated[float | None, typer.Option("--slo_ttft", help="Limit of the time to the first token, in ms.")]
+SloTpot = Annotated[float | None, typer.Option("--slo_tpot", help="Limit of the time per output token, in ms.")]
+Slots = Annotated[
+    int | None, typer.Option("--max_batch_size", help="Requests at once in one replica. Default: all (simulate: 256).")
+]
+StepTokens = Annotated[int, typer.Option("--max_num_tokens", help="Maximum number of tokens per step.")]
+SeqLen = Annotated[
+    int | None,
+    typer.Option("--max_seq_len", help="Maximum length of one request, prompt and output. Default: what the requests need."),
+]
+Copies = Annotated[int, typer.Option("--redundant_experts", help="Extra copies of experts per layer, as for `phalanx serve`.")]
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON to this new file; - for stdout.")
+]
+Trace = Annotated[
+    str, typer.Argument(metavar="TRACE|poisson:RATE|burst", help="A trace (.csv of Azure, .jsonl of Mooncake), or arrivals.")
+]
+FindReplicas = Annotated[bool, typer.Option("--find_replicas", help="Find the smallest number of replicas that meets the limits.")]
+GpuHour = Annotated[
+    float | None, typer.Option("--gpu_hour", help="Price of one GPU per hour; the report then has the cost per million tokens.")
+]
+Prefixes = Annotated[
+    bool, typer.Option("--prefix_caching/--no_prefix_caching", help="Simulate the prefix cache, for traces with contents.")
+]
 PathMs = Annotated[
-    float | None, typer.Option("--path_ms", help="HTTP path of a request beside its steps, ms; as measured on a server otherwise.")
+    float | None, typer.Option("--path_ms", help="Time of a request in HTTP and server, in ms. Default: as measured.")
 ]
 EventUs = Annotated[
-    float | None, typer.Option("--event_us", help="One streamed token in server and client, us; as measured on a server otherwise.")
+    float | None, typer.Option("--event_us", help="Time of one streamed token in server and client, in us. Default: as measured.")
 ]
-Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the latencies there; needs phalanx[tune].")]
-Yaml = Annotated[str | None, typer.Option("--yaml", metavar="FILE", help="Write the options of the best plan, for --config.")]
-Verify = Annotated[bool, typer.Option("--verify", help="Run the best plans here, and set them beside the predictions.")]
-VerifyPlans = Annotated[int, typer.Option("--verify_plans", help="How many of them.")]
+Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the latencies to this file; needs phalanx[tune].")]
+Yaml = Annotated[
+    str | None, typer.Option("--yaml", metavar="FILE", help="Write the options of the best plan to this file, for --config.")
+]
+Verify = Annotated[bool, typer.Option("--verify", help="Run the best plans on this host, and compare with the prediction.")]
+VerifyPlans = Annotated[int, typer.Option("--verify_plans", help="Number of plans to run with --verify.")]
 
 
 class _PlanGroup(TyperGroup):
@@ -61,7 +76,7 @@ def register(command: typer.Typer) -> None:
     """Add `plan` to the command."""
     app = typer.Typer(
         name="plan", cls=_PlanGroup, rich_markup_mode=None, no_args_is_help=True,
-        help="Which layout to take, how fast it will be and how sure that is; without a GPU: phalanx plan MODEL.",
+        help="Choose a layout without a GPU, with predicted speed and its uncertainty: phalanx plan MODEL.",
     )  # fmt: skip
     app.command()(layouts)
     app.command()(simulate)
@@ -80,8 +95,8 @@ def layouts(
     kv_cache_dtype: KvDtype = "auto",
     isl: Isl = 1024,
     osl: Osl = 1024,
-    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 64,
-    goal: Annotated[str, typer.Option(metavar="latency|throughput")] = "throughput",
+    concurrency: Annotated[int, typer.Option(help="Number of requests at once.")] = 64,
+    goal: Annotated[str, typer.Option(metavar="latency|throughput", help="What the best plan is best at.")] = "throughput",
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     max_batch_size: Slots = None,
@@ -90,13 +105,13 @@ def layouts(
     redundant_experts: Copies = 0,
     json: Json = None,
     yaml: Yaml = None,
-    tp_size: Annotated[int | None, typer.Option("--tp_size", help="Only layouts with so many.")] = None,
-    pp_size: Annotated[int | None, typer.Option("--pp_size", help="Only layouts with so many stages.")] = None,
-    ep_size: Annotated[int | None, typer.Option("--ep_size", help="Only layouts with so many groups.")] = None,
+    tp_size: Annotated[int | None, typer.Option("--tp_size", help="Only layouts with this size.")] = None,
+    pp_size: Annotated[int | None, typer.Option("--pp_size", help="Only layouts with this number of stages.")] = None,
+    ep_size: Annotated[int | None, typer.Option("--ep_size", help="Only layouts with this number of groups.")] = None,
     verify: Verify = False,
     verify_plans: VerifyPlans = 3,
 ) -> None:
-    """Every layout of a model on a machine: memory, time per token, throughput, with intervals; and why not the others."""
+    """Predict memory, time per token and throughput of every layout of a model on a machine, and say why others are rejected."""
     from phalanx.bench import report
     from phalanx.plan import explain, search, subject
 
@@ -104,7 +119,7 @@ def layouts(
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
     request = request_of(
-        shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
+        shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
         slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len, redundant_experts=redundant_experts,
     )  # fmt: skip
@@ -144,12 +159,13 @@ def _write(document: dict[str, Any], json: str | None) -> None:
 
 
 def request_of(
-    shape: Any, *, dtype: str, kv_cache_dtype: str, isl: int, osl: int, concurrency: int, goal: str = "throughput",
+    shape: Any, device: str, *, dtype: str, kv_cache_dtype: str, isl: int, osl: int, concurrency: int, goal: str = "throughput",
     slo_ttft: float | None = None, slo_tpot: float | None = None, max_batch_size: int | None = None, max_num_tokens: int = 8192,
     max_seq_len: int | None = None, redundant_experts: int = 0,
 ) -> Any:  # fmt: skip
-    """What the flags ask for, with every auto settled. Raises OptionError."""
+    """What the flags ask for, with every "auto" replaced as an engine on this device ("cuda" or "cpu") does. Raises OptionError."""
     from phalanx.config.dtypes import parse_dtype
+    from phalanx.config.resolve import concrete_dtype, concrete_kv_cache_dtype
     from phalanx.plan.search import PlanRequest
 
     dtype = dtype if dtype in ("auto", "fp8") else parse_dtype(dtype)
@@ -162,12 +178,9 @@ def request_of(
     for name, number in (("isl", isl), ("osl", osl), ("concurrency", concurrency), ("max_num_tokens", max_num_tokens)):
         if number < 1:
             raise OptionError(f"{name}={number} is too small", next="give at least 1")
-    if dtype == "auto":
-        dtype = "bf16" if shape.dtype == "fp32" else shape.dtype
-    asks_fp8 = shape.quantization is not None and shape.quantization.kv
-    cache = ("fp8" if asks_fp8 else "model") if kv_cache_dtype == "auto" else kv_cache_dtype
     return PlanRequest(
-        dtype, cache, isl, osl, concurrency, goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
+        concrete_dtype(dtype, shape, device), concrete_kv_cache_dtype(kv_cache_dtype, shape), isl, osl, concurrency,
+        goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
         None if slo_tpot is None else slo_tpot / 1e3, max_batch_size, max_num_tokens, max_seq_len,
         redundant_experts=redundant_experts,
     )  # fmt: skip
@@ -185,16 +198,18 @@ def simulate(
     kv_cache_dtype: KvDtype = "auto",
     isl: Isl = 1024,
     osl: Osl = 1024,
-    tp_size: Annotated[int, typer.Option("--tp_size", help="Ranks that split every layer.")] = 1,
-    pp_size: Annotated[int, typer.Option("--pp_size", help="Pipeline stages.")] = 1,
-    ep_size: Annotated[int, typer.Option("--ep_size", help="Groups over which experts are split.")] = 1,
-    replicas: Annotated[int, typer.Option(help="Engines behind one server, 1 to 1000.")] = 1,
-    requests: Annotated[int, typer.Option(help="The first so many of a trace, 0 for all.")] = 0,
-    speed: Annotated[float, typer.Option(help="Times as fast as the trace.")] = 1.0,
-    concurrency: Annotated[int | None, typer.Option(help="A closed loop: so many requests open at all times.")] = None,
+    tp_size: Annotated[int, typer.Option("--tp_size", help="Number of ranks that each layer is split over.")] = 1,
+    pp_size: Annotated[int, typer.Option("--pp_size", help="Number of pipeline stages.")] = 1,
+    ep_size: Annotated[int, typer.Option("--ep_size", help="Number of groups that experts are split over.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Number of engines behind one server, 1 to 1000.")] = 1,
+    requests: Annotated[int, typer.Option(help="Use only this number of requests from the start of the trace; 0: all.")] = 0,
+    speed: Annotated[float, typer.Option(help="Factor by which requests arrive faster than in the trace.")] = 1.0,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Closed loop: keep this number of requests open, whatever the arrival times.")
+    ] = None,
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
-    slo_part: Annotated[float, typer.Option("--slo_part", help="Of the requests, the part that must hold both bounds.")] = 0.99,
+    slo_part: Annotated[float, typer.Option("--slo_part", help="Fraction of the requests that must meet both limits.")] = 0.99,
     find_replicas: FindReplicas = False,
     gpu_hour: GpuHour = None,
     max_batch_size: Slots = None,
@@ -207,8 +222,8 @@ def simulate(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Serve a trace with the engine's own scheduler on the cost model's clock: latencies, goodput, cost, replicas for an
-    objective."""
+    """Simulate a trace with the engine's own scheduler on the clock of the cost model. Shows latencies, goodput, cost, and the
+    number of replicas that an objective needs."""
     from phalanx.bench import report
     from phalanx.bench.prediction import arrivals, scenario
     from phalanx.plan import subject
@@ -221,19 +236,19 @@ def simulate(
     trace_rows = arrivals.paced(arrivals.of(trace, isl=isl, osl=osl, requests=requests, seed=seed), speed)
     longest = max(each.input_len + each.output_len for each in trace_rows)
     request = request_of(
-        shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
+        shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
         slo_tpot=slo_tpot, max_batch_size=max_batch_size or 256, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len or min(longest, shape.max_positions),
     )  # fmt: skip
     frontend, frontend_source = scenario.frontend_of(machine, path_ms, event_us)
-    engine = scenario.Engine.of(
+    replica = scenario.ReplicaSpec.of(
         shape, machine, request, tp=tp_size, pp=pp_size, ep=ep_size, prefix_caching=prefix_caching, frontend=frontend
     )
     bounds = scenario.Bounds(request.slo_ttft, request.slo_tpot, slo_part)
     if find_replicas:
-        replicas = scenario.fewest_replicas(engine, trace_rows, bounds)
+        replicas = scenario.fewest_replicas(replica, trace_rows, bounds)
     document = scenario.document(
-        engine, trace_rows, replicas, bounds, concurrency=concurrency, gpu_hour=gpu_hour, trace=trace, model=model,
+        replica, trace_rows, replicas, bounds, concurrency=concurrency, gpu_hour=gpu_hour, trace=trace, model=model,
         frontend_source=frontend_source,
     )  # fmt: skip
     _give(document, scenario.text(document), json)
@@ -242,9 +257,9 @@ def simulate(
 
 
 def calibrate(
-    model: Annotated[str, typer.Option("--model", help="Whose layers are timed.")] = "llama-3-8b",
-    device: Annotated[str, typer.Option(metavar="auto|cuda|cpu")] = "auto",
-    seconds: Annotated[float, typer.Option(help="At most.")] = 120.0,
+    model: Annotated[str, typer.Option("--model", help="Model whose layers are timed.")] = "llama-3-8b",
+    device: Annotated[str, typer.Option(metavar="auto|cuda|cpu", help="Device to measure.")] = "auto",
+    seconds: Annotated[float, typer.Option(help="Maximum duration in seconds.")] = 120.0,
     json: Json = None,
 ) -> None:
     """Measure at most 12 points on this machine, fit the coefficients to them, and keep them for `phalanx plan`."""

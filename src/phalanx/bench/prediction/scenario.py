@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated deployment: engine, replicas, objective; latencies by percentile, goodput, cost, and how many replicas it takes."""
+"""A simulated deployment: replicas, objective; latencies by percentile, goodput, cost, and how many replicas it takes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from phalanx.bench.prediction import simulate
 from phalanx.bench.prediction.arrivals import Arrival
-from phalanx.bench.prediction.simulate import NO_FRONTEND, Frontend, Result, Served
+from phalanx.bench.prediction.simulate import NO_FRONTEND, Frontend, Served, SimulationResult
 from phalanx.engine.scheduler import SchedulerOptions
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.plan import footprint, search
 from phalanx.plan.coefficients import document as document_of_coefficients
-from phalanx.plan.cost import Costs, Machine
+from phalanx.plan.cost import Costs, MachineModel
 from phalanx.plan.search import PlannedLayout, PlanRequest, Rejected
 from phalanx.plan.shape import Shape
 
@@ -37,8 +37,8 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """What one replica is."""
+class ReplicaSpec:
+    """What one replica is: its costs, the limits of its scheduler, its layout, and what lies before it."""
 
     costs: Costs
     options: SchedulerOptions
@@ -47,9 +47,9 @@ class Engine:
 
     @classmethod
     def of(
-        cls, shape: Shape, machine: Machine, request: PlanRequest, *, tp: int, pp: int = 1, ep: int = 1,
+        cls, shape: Shape, machine: MachineModel, request: PlanRequest, *, tp: int, pp: int = 1, ep: int = 1,
         prefix_caching: bool = True, frontend: Frontend = NO_FRONTEND,
-    ) -> Engine:  # fmt: skip
+    ) -> ReplicaSpec:  # fmt: skip
         """Raises LayoutError for a layout that cannot be, CapacityError for one that does not fit."""
         layout = PlannedLayout(tp, pp, ep, 1)
         slots = request.max_batch_size or 256
@@ -77,7 +77,7 @@ class Engine:
         )
         return cls(Costs(shape, request.dtype, kv_size, layout.split, machine, request.strategy), options, layout, frontend)
 
-    def run(self, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None) -> Result:
+    def run(self, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None) -> SimulationResult:
         """Prefixes are only looked up where the trace tells contents: elsewhere nothing could be found."""
         options = self.options
         if not any(arrival.content for arrival in arrivals[:100]):
@@ -85,7 +85,7 @@ class Engine:
         return simulate.run(self.costs, options, arrivals, replicas, concurrency, self.frontend)
 
 
-def frontend_of(machine: Machine, path_ms: float | None = None, event_us: float | None = None) -> tuple[Frontend, str]:
+def frontend_of(machine: MachineModel, path_ms: float | None = None, event_us: float | None = None) -> tuple[Frontend, str]:
     """What lies between a client and the engine, and where that is from: as given, else as it was measured on a server with GPUs or
     on one without. Raises OptionError for less than 0."""
     if min(path_ms or 0.0, event_us or 0.0) < 0:
@@ -99,7 +99,7 @@ def frontend_of(machine: Machine, path_ms: float | None = None, event_us: float 
     return Frontend(1e-3 * path, 1e-6 * event), "given" if len(chosen) == 2 else source
 
 
-def fewest_replicas(engine: Engine, arrivals: Sequence[Arrival], bounds: Bounds) -> int:
+def fewest_replicas(replica: ReplicaSpec, arrivals: Sequence[Arrival], bounds: Bounds) -> int:
     """The smallest number of replicas with which the part of the requests holds the bounds: doubled until it does, then halved in.
 
     Raises OptionError without bounds, CapacityError where 1,000 do not hold them.
@@ -108,14 +108,14 @@ def fewest_replicas(engine: Engine, arrivals: Sequence[Arrival], bounds: Bounds)
         raise OptionError("--find_replicas has no objective", next="give --slo_ttft or --slo_tpot")
 
     def enough(count: int) -> bool:
-        served = engine.run(arrivals, count).served
+        served = replica.run(arrivals, count).served
         return sum(map(bounds.holds, served)) >= bounds.part * len(served)
 
     low, high = 0, 1
     while not enough(high):
         low, high = high, min(high * 2, MOST_REPLICAS)
         if low == high:
-            alone = engine.run(arrivals[:1])
+            alone = replica.run(arrivals[:1])
             raise CapacityError(
                 f"{MOST_REPLICAS} replicas do not hold the objective",
                 held=f"alone, the first request has a TTFT of {alone.served[0].ttft * 1e3:.0f} ms and "
@@ -147,14 +147,14 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def document(
-    engine: Engine, arrivals: Sequence[Arrival], replicas: int, bounds: Bounds, *, concurrency: int | None = None,
+    replica: ReplicaSpec, arrivals: Sequence[Arrival], replicas: int, bounds: Bounds, *, concurrency: int | None = None,
     gpu_hour: float | None = None, trace: str = "", model: str = "", frontend_source: str = "none",
 ) -> dict[str, Any]:  # fmt: skip
     """The report of one simulation."""
-    result = engine.run(arrivals, replicas, concurrency)
+    result = replica.run(arrivals, replicas, concurrency)
     done = [each for each in result.served if not each.refused]
     refused = [each.refused for each in result.served if each.refused]
-    gpus = engine.layout.split.world * replicas
+    gpus = replica.layout.split.world * replicas
     seconds = result.seconds or 1.0
     measures: dict[str, Callable[[Served], float]] = {
         "ttft_ms": lambda s: s.ttft, "tpot_ms": lambda s: s.tpot, "e2e_ms": lambda s: s.e2e, "queued_ms": lambda s: s.queued,
@@ -164,20 +164,20 @@ def document(
         "asked": {
             "model": model,
             "trace": trace,
-            "layout": engine.layout.as_json(),
+            "layout": replica.layout.as_json(),
             "replicas": replicas,
             "gpus": gpus,
             "requests": len(arrivals),
             "concurrency": concurrency,
-            "kv_tokens": engine.options.num_blocks * engine.options.block_size,
-            "max_batch_size": engine.options.max_batch_size,
+            "kv_tokens": replica.options.num_blocks * replica.options.block_size,
+            "max_batch_size": replica.options.max_batch_size,
             "slo_ttft_ms": _ms(bounds.ttft),
             "slo_tpot_ms": _ms(bounds.tpot),
             "slo_part": bounds.part,
         },
         "frontend": {
-            "path_ms": 1e3 * engine.frontend.path,
-            "event_us": 1e6 * engine.frontend.event,
+            "path_ms": 1e3 * replica.frontend.path,
+            "event_us": 1e6 * replica.frontend.event,
             "source": frontend_source,
         },
         "seconds": result.seconds,
@@ -197,7 +197,7 @@ def document(
         "simulated_tokens": result.computed + result.hits,
         "cpu_s": result.cpu,
         "simulated_tokens_per_core_second": result.tokens_per_core_second,
-        "label": engine.costs.label,
+        "label": replica.costs.label,
     }
     if gpu_hour is not None:
         price = gpu_hour * gpus * seconds / 3600

@@ -69,8 +69,8 @@ class Served:
 
 
 @dataclass
-class Replica:
-    """One engine: its scheduler, and when each stage is free. sent: when the last event was."""
+class SimulatedReplica:
+    """One replica in simulated time: its scheduler, and when each stage is free. sent: when the last event was."""
 
     scheduler: Scheduler | DpScheduler
     costs: Costs
@@ -175,7 +175,7 @@ def _by_8(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulationResult:
     """Of one simulation. seconds: simulated; cpu: seconds of one core that it took; hits, queries: prompt tokens that the prefix
     cache had, and was asked for."""
 
@@ -199,7 +199,7 @@ class Result:
 def run(
     costs: Costs, options: SchedulerOptions, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None,
     frontend: Frontend = NO_FRONTEND,
-) -> Result:  # fmt: skip
+) -> SimulationResult:  # fmt: skip
     """Serve the arrivals. concurrency: a closed loop of so many requests, at whatever times they were to come. frontend: of each
     replica.
 
@@ -207,22 +207,22 @@ def run(
     """
     begin = time.process_time()
     served: dict[str, Served] = {}
-    engines = [Replica(_scheduler(options, costs.split.ep), costs, served, frontend=frontend) for _ in range(replicas)]
+    simulated = [SimulatedReplica(_scheduler(options, costs.split.ep), costs, served, frontend=frontend) for _ in range(replicas)]
     if concurrency is not None:
-        end = _closed_loop(engines, arrivals, served, concurrency)
+        end = _closed_loop(simulated, arrivals, served, concurrency)
     else:
-        end = _open_loop(engines, arrivals, served)
-    stats = [engine.scheduler.stats() for engine in engines]
-    return Result(
+        end = _open_loop(simulated, arrivals, served)
+    stats = [replica.scheduler.stats() for replica in simulated]
+    return SimulationResult(
         list(served.values()),
         end,
         time.process_time() - begin,
-        sum(e.tokens for e in engines),
+        sum(e.tokens for e in simulated),
         sum(s.generation_tokens for s in stats),
         sum(s.prefix_hits for s in stats),
         sum(s.prefix_queries for s in stats),
         sum(s.preemptions for s in stats),
-        sum(e.busy for e in engines),
+        sum(e.busy for e in simulated),
         replicas,
     )
 
@@ -236,88 +236,90 @@ def _scheduler(options: SchedulerOptions, indices: int) -> Scheduler | DpSchedul
     return DpScheduler(replace(options, max_batch_size=batch_size, max_num_tokens=num_tokens, num_blocks=num_blocks), indices)
 
 
-def _open_loop(engines: list[Replica], arrivals: Sequence[Arrival], served: dict[str, Served]) -> float:
+def _open_loop(replicas: list[SimulatedReplica], arrivals: Sequence[Arrival], served: dict[str, Served]) -> float:
     events: list[tuple[float, int]] = []  # when the oldest step in flight of a replica ends
     clock, number = 0.0, 0
     while number < len(arrivals):
         now = arrivals[number].at
         while events and events[0][0] <= now:
-            clock = _next(engines, events)
+            clock = _next(replicas, events)
         woken = set()
         while number < len(arrivals) and arrivals[number].at == now:  # those that come at one moment are seen together
-            index = min(range(len(engines)), key=lambda each: engines[each].open) if len(engines) > 1 else 0
-            _take(engines[index], number, arrivals[number], now, served)
+            index = min(range(len(replicas)), key=lambda each: replicas[each].open) if len(replicas) > 1 else 0
+            _take(replicas[index], number, arrivals[number], now, served)
             woken.add(index)
             number += 1
         for index in woken:
-            engine = engines[index]
-            idle = not engine.flying
-            engine.submit(now)
-            if idle and engine.flying:
-                heapq.heappush(events, (engine.flying[0][1], index))
+            replica = replicas[index]
+            idle = not replica.flying
+            replica.submit(now)
+            if idle and replica.flying:
+                heapq.heappush(events, (replica.flying[0][1], index))
     while events:
-        clock = _next(engines, events)
-    _require_ended(engines)
+        clock = _next(replicas, events)
+    _require_ended(replicas)
     return clock
 
 
-def _next(engines: list[Replica], events: list[tuple[float, int]]) -> float:
+def _next(replicas: list[SimulatedReplica], events: list[tuple[float, int]]) -> float:
     _, index = heapq.heappop(events)
-    engine = engines[index]
-    end = engine.settle()
-    engine.submit(end)
-    if engine.flying:
-        heapq.heappush(events, (engine.flying[0][1], index))
+    replica = replicas[index]
+    end = replica.settle()
+    replica.submit(end)
+    if replica.flying:
+        heapq.heappush(events, (replica.flying[0][1], index))
     return end
 
 
-def _closed_loop(engines: list[Replica], arrivals: Sequence[Arrival], served: dict[str, Served], concurrency: int) -> float:
+def _closed_loop(
+    replicas: list[SimulatedReplica], arrivals: Sequence[Arrival], served: dict[str, Served], concurrency: int
+) -> float:
     """As many requests as `concurrency` are open at all times, over all replicas."""
     left = deque(enumerate(arrivals))
     events: list[tuple[float, int]] = []
     clock = 0.0
 
     def fill(now: float) -> None:
-        while left and sum(engine.open for engine in engines) < concurrency:
+        while left and sum(replica.open for replica in replicas) < concurrency:
             number, arrival = left.popleft()
-            engine = min(engines, key=lambda each: each.open)
-            _take(engine, number, arrival, now, served)
+            replica = min(replicas, key=lambda each: each.open)
+            _take(replica, number, arrival, now, served)
 
     fill(0.0)
-    for index, engine in enumerate(engines):
-        engine.submit(0.0)
-        if engine.flying:
-            heapq.heappush(events, (engine.flying[0][1], index))
+    for index, replica in enumerate(replicas):
+        replica.submit(0.0)
+        if replica.flying:
+            heapq.heappush(events, (replica.flying[0][1], index))
     while events:
         _, index = heapq.heappop(events)
-        clock = engines[index].settle()
+        clock = replicas[index].settle()
         fill(clock)
-        for other, engine in enumerate(engines):
-            idle = not engine.flying
-            engine.submit(clock)
-            if engine.flying and (idle or other == index):
-                heapq.heappush(events, (engine.flying[0][1], other))
-    _require_ended(engines)
+        for other, replica in enumerate(replicas):
+            idle = not replica.flying
+            replica.submit(clock)
+            if replica.flying and (idle or other == index):
+                heapq.heappush(events, (replica.flying[0][1], other))
+    _require_ended(replicas)
     return clock
 
 
-def _take(engine: Replica, number: int, arrival: Arrival, now: float, served: dict[str, Served]) -> None:
+def _take(replica: SimulatedReplica, number: int, arrival: Arrival, now: float, served: dict[str, Served]) -> None:
     name = str(number)
     served[name] = Served(now, arrival.input_len, arrival.output_len)
     params = SamplingParams(max_tokens=arrival.output_len, temperature=0, ignore_eos=True)
     try:
-        engine.scheduler.add(AddRequest(name, arrival.tokens(number), params))
+        replica.scheduler.add(AddRequest(name, arrival.tokens(number), params))
     except PhalanxError as error:
         served[name].refused = str(error)
         return
-    engine.open += 1
-    engine.waiting_first.add(name)
+    replica.open += 1
+    replica.waiting_first.add(name)
 
 
-def _require_ended(engines: list[Replica]) -> None:
-    for engine in engines:
-        if not engine.scheduler.idle:
+def _require_ended(replicas: list[SimulatedReplica]) -> None:
+    for replica in replicas:
+        if not replica.scheduler.idle:
             raise EngineError(
-                "the simulation stands still", held=f"{len(engine.scheduler.open_ids)} requests are open and no step is made",
+                "the simulation stands still", held=f"{len(replica.scheduler.open_ids)} requests are open and no step is made",
                 why="no request can go on with the KV blocks there are", next="give the KV cache more tokens, or shorter requests",
             )  # fmt: skip

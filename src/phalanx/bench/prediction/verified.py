@@ -17,11 +17,11 @@ from phalanx.config.sources import RawOptions
 from phalanx.errors import PhalanxError
 from phalanx.hardware import probe
 from phalanx.plan import explain
-from phalanx.plan.cost import Machine
+from phalanx.plan.cost import MachineModel
 from phalanx.plan.search import Plan, PlanRequest
 from phalanx.serve.llm import LLM
 
-SHAPES = {
+SHAPE_NAMES = {
     "meta-llama/Meta-Llama-3-8B": "llama-3-8b", "meta-llama/Meta-Llama-3-70B": "llama-3-70b",
     "meta-llama/Llama-3.1-405B": "llama-3.1-405b",
 }  # fmt: skip
@@ -30,7 +30,9 @@ SHAPES = {
 FIGURES = ("output_tokens_per_second", "ms_per_token", "ttft_ms")
 
 
-def run(model: str, machine: Machine, request: PlanRequest, plans: Sequence[Plan], device: str = "auto") -> list[dict[str, Any]]:
+def run(
+    model: str, machine: MachineModel, request: PlanRequest, plans: Sequence[Plan], device: str = "auto"
+) -> list[dict[str, Any]]:
     """Start each plan's engine with dummy weights (one replica of it), run the asked burst, and set the figures side by side.
 
     A plan that does not start is a row with its error.
@@ -40,7 +42,7 @@ def run(model: str, machine: Machine, request: PlanRequest, plans: Sequence[Plan
     return [_row(model, machine, request, plan, device) for plan in plans]
 
 
-def _row(model: str, machine: Machine, request: PlanRequest, plan: Plan, device: str) -> dict[str, Any]:
+def _row(model: str, machine: MachineModel, request: PlanRequest, plan: Plan, device: str) -> dict[str, Any]:
     row: dict[str, Any] = {"layout": plan.layout.as_json(), "name": plan.layout.name, "predicted": plan.as_json()}
     try:
         return {**row, "measured": measure(model, machine, request, plan, device)}
@@ -48,12 +50,12 @@ def _row(model: str, machine: Machine, request: PlanRequest, plan: Plan, device:
         return {**row, "error": str(error)}
 
 
-def measure(model: str, machine: Machine, request: PlanRequest, plan: Plan, device: str = "auto") -> dict[str, float]:
+def measure(model: str, machine: MachineModel, request: PlanRequest, plan: Plan, device: str = "auto") -> dict[str, float]:
     """Figures of the burst as the plan defines them, and KV tokens of the start. One replica runs with its share of the requests;
     output tokens per second are of all replicas."""
     share = -(-request.concurrency // plan.layout.replicas)
     chosen = explain.options(model, machine, request, plan) | {"replicas": 1}
-    values = {**chosen, "model": SHAPES.get(model, model), "enable_prefix_caching": False, "device": device}
+    values = {**chosen, "model": SHAPE_NAMES.get(model, model), "enable_prefix_caching": False, "device": device}
     if device == "cpu":
         values |= {"dtype": "fp32", "kv_cache_dtype": "model"}
     known = {name: value for name, value in values.items() if name in EngineOptions.model_fields}

@@ -22,7 +22,7 @@ and the allocator's reserve."""
 FLAGS = {"as": "-v", "data": "-d"}
 
 
-class Limit(NamedTuple):
+class MemoryLimit(NamedTuple):
     """Bytes for one rank, what it takes of them beside the model, who allows them, and the command that raises it. shared: it is a
     part of what all ranks of the host have together, so that more ranks do not help."""
 
@@ -71,17 +71,17 @@ def _cpu_need(subject: Subject) -> memory.CpuBudget | None:
         return None
 
 
-def _host_limit(group: int | None, available: int, room: int, own: int, need: int) -> Limit:
+def _host_limit(group: int | None, available: int, room: int, own: int, need: int) -> MemoryLimit:
     if group is not None and group <= available:
         cure = "raise the container's memory limit"
         command = f"docker run --memory {-(-need // 2**30)}g ..."
-        return Limit(room, own, f"the control group allows {size(group)}", cure, command, shared=True)
+        return MemoryLimit(room, own, f"the control group allows {size(group)}", cure, command, shared=True)
     command = "ps -eo pid,rss,args --sort=-rss | head"
     what = f"{size(available)} of host memory are available"
-    return Limit(room, own, what, "end other programs, or use fewer ranks", command, shared=True)
+    return MemoryLimit(room, own, what, "end other programs, or use fewer ranks", command, shared=True)
 
 
-def _process_limits(subject: Subject) -> list[Limit]:
+def _process_limits(subject: Subject) -> list[MemoryLimit]:
     """`ulimit -v` and `ulimit -d`, where they are set."""
     limits = []
     for name, own in PROCESS_BYTES.items():
@@ -89,11 +89,11 @@ def _process_limits(subject: Subject) -> list[Limit]:
         if allowed is not None:
             what = f"`ulimit {FLAGS[name]}` allows each process {size(allowed)}"
             cure, command = f"raise `ulimit {FLAGS[name]}`", f"ulimit {FLAGS[name]} unlimited"
-            limits.append(Limit(allowed, own, what, cure, command, shared=False))
+            limits.append(MemoryLimit(allowed, own, what, cure, command, shared=False))
     return limits
 
 
-def _remedies(subject: Subject, limit: Limit) -> list[memory.Remedy]:
+def _remedies(subject: Subject, limit: MemoryLimit) -> list[memory.Remedy]:
     """Changes of options with which the start has room, the best first."""
     if subject.options is None or subject.model_shape is None or _cpu_need(subject) is None:
         return []

@@ -51,7 +51,7 @@ def examine(subject: Subject) -> list[Finding]:
     ]
 
 
-def _too_large(subject: Subject, need: memory.Budget, free: int, index: int, facts: dict[str, int]) -> Finding:
+def _too_large(subject: Subject, need: memory.MemoryBudget, free: int, index: int, facts: dict[str, int]) -> Finding:
     options, shape = subject.options, subject.model_shape
     assert options is not None
     assert shape is not None

@@ -12,8 +12,8 @@ each warp takes tokens of its own through the entire loop, with a maximum, a sum
 tokens counts, the warps are `cooperative`: they have one maximum, and each has dims of the output to itself.
 
 How many programs share a row is decided on the device, from all rows' lengths (`split_kv`). Where several do, each leaves its
-partial result in a workspace and counts itself; the last one to arrive adds all up in the order of the tokens, so that the result
-does not depend on which is last, and sets the count back to 0 for the next launch."""
+partial result in a workspace and counts itself; the last one to arrive adds all up in the order of the tokens (`split_reduce`), so
+that the result does not depend on which is last, and sets the count back to 0 for the next launch."""
 
 from __future__ import annotations
 
@@ -25,18 +25,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.attention.heuristics import DecodeTiling, SplitKvWorkspace
 from phalanx.kernels.attention.split_kv import load_split, plan, visible_range
+from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, split_reduce
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
 
-LOG2_E = 1.4426950408889634
-SINK_SCALE = tl.constexpr(LOG2_E)
-
 MAX_HEADS = 16
 """Query heads that a program computes, at most."""
-
-LOWEST = tl.constexpr(-1e30)
-"""Below every score, and still finite: the difference of two is a number."""
 
 
 @triton.jit
@@ -179,56 +174,6 @@ def _part(
     return _joined(top, total, out, odd, APART, PAIRS)
 
 
-@triton.jit
-def _merge_splits(
-    split_max, totals, outs, group, count, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    """Merge the partial results that the splits of a row left in the workspace from `group` on -> (maximum [LANES], sum [LANES],
-    output [LANES, WIDTH]).
-
-    A thread has the same dims of all splits: nothing is exchanged between threads, and AT_ONCE splits are read at once."""
-    lane, dim = tl.arange(0, LANES), tl.arange(0, WIDTH)
-    top = tl.full([LANES], LOWEST, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    out = tl.zeros([LANES, WIDTH], tl.float32)
-    for first in range(0, count, AT_ONCE):
-        higher, split_tops = top, ()
-        for each in tl.static_range(AT_ONCE):
-            place = (group + first + each) * HEADS + lane
-            split_top = tl.load(split_max + place, first + each < count, LOWEST, cache_modifier=".cg")
-            higher, split_tops = tl.maximum(higher, split_top), split_tops + (split_top,)
-        fade = tl.exp2(top - higher)
-        total, out, top = total * fade, out * fade[:, None], higher
-        for each in tl.static_range(AT_ONCE):
-            valid, place = first + each < count, (group + first + each) * HEADS + lane
-            weight = tl.exp2(split_tops[each] - higher)
-            total += tl.load(totals + place, valid, 0.0, cache_modifier=".cg") * weight
-            out += tl.load(outs + place[:, None] * WIDTH + dim[None, :], valid, 0.0, cache_modifier=".cg") * weight[:, None]
-    return top, total, out
-
-
-@triton.jit
-def _with_sinks(sinks, top, total, head, valid):
-    """total [HEADS] of weights 2^(score - top), and those of the heads' sinks: logits that have no value. A sink so far above all
-    scores that its weight is infinite leaves them none."""
-    if sinks is not None:
-        total += tl.exp2(tl.load(sinks + head, valid, 0.0).to(tl.float32) * SINK_SCALE - top)
-    return total
-
-
-@triton.jit
-def _store(
-    out, sinks, row, first_head, members, top, total, mixed, like, value_scale, q_heads, DIM: tl.constexpr, SM: tl.constexpr
-):
-    """mixed [lanes, WIDTH] / total [lanes] as the output of the `members` heads from first_head on. top [lanes]: their maximum."""
-    each = tl.arange(0, mixed.shape[0])
-    total = _with_sinks(sinks, top, total, first_head + each, each < members)
-    lane, dim = tl.arange(0, mixed.shape[0])[:, None], tl.arange(0, mixed.shape[1])[None, :]
-    place = (row.to(tl.int64) * q_heads + first_head + lane) * DIM + dim
-    result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
-    tl.store(out + place, nearest(result, like, SM), (lane < members) & (dim < DIM))
-
-
 @triton.jit(
     do_not_specialize=["table_stride", "window"],
     do_not_specialize_on_alignment=["tables", "table_rows", "lengths"],
@@ -278,21 +223,10 @@ def _decode(
         operand, scales, key_cache, value_cache, table, block, begin, low, end, kv_head,
         DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, FP8 and operand.dtype == tl.float16, SM,
     )  # fmt: skip
-    mixed = tl.trans(transposed)
-    if count == 1:
-        _store(out, sinks, row, first_head, members, top, total, mixed, own, value_scale, KV_HEADS * GROUP, DIM, SM)
-    else:
-        counted = row * tl.num_programs(0) + tl.program_id(0)
-        group = tl.program_id(0) * tl.num_programs(1) + first
-        left = (group + item - first) * HEADS + lane
-        tl.store(split_max + left, top)
-        tl.store(totals + left, total)
-        tl.store(outs + left[:, None] * WIDTH + dim[None, :], mixed, (lane < members)[:, None])
-        tl.debug_barrier()  # all warps have stored before one of them releases what they stored
-        if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1:
-            tl.store(arrivals + counted, 0)
-            highest, merged_total, merged = _merge_splits(split_max, totals, outs, group, count, WIDTH, HEADS, LANES, AT_ONCE)
-            _store(out, sinks, row, first_head, members, highest, merged_total, merged, own, value_scale, KV_HEADS * GROUP, DIM, SM)
+    split_reduce(
+        out, sinks, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total,
+        tl.trans(transposed), own, value_scale, KV_HEADS * GROUP, DIM, LANES, AT_ONCE, SM,
+    )  # fmt: skip
 
 
 def decode_attention(

@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.decode import LOG2_E, LOWEST, _blocks, _dot, _in_fp16, _merge_splits, _store
+from phalanx.kernels.attention.decode import _blocks, _dot, _in_fp16
 from phalanx.kernels.attention.heuristics import LatentTiling, SplitKvWorkspace
 from phalanx.kernels.attention.split_kv import load_split, plan
+from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, split_reduce
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
@@ -124,20 +125,10 @@ def _latent_decode(
         operand, own_rotated, scales, cache, table, block, begin, end, RANK, ROPE, WIDTH, ROPE_WIDTH, BLOCK_SIZE, RUN, TILE,
         STAGES, SM,
     )  # fmt: skip
-    if count == 1:
-        _store(out, None, row, first_head, members, top, total, mixed, own, 1.0, MEMBERS, RANK, SM)
-    else:
-        counted = row * tl.num_programs(0) + band
-        group = band * tl.num_programs(1) + first
-        left = (group + item - first) * HEADS + lane
-        tl.store(split_max + left, top)
-        tl.store(totals + left, total)
-        tl.store(outs + left[:, None] * WIDTH + dim[None, :], mixed, (lane < members)[:, None])
-        tl.debug_barrier()  # all warps have stored before one of them releases what they stored
-        if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1:
-            tl.store(arrivals + counted, 0)
-            highest, merged_total, merged = _merge_splits(split_max, totals, outs, group, count, WIDTH, HEADS, HEADS, 1)
-            _store(out, None, row, first_head, members, highest, merged_total, merged, own, 1.0, MEMBERS, RANK, SM)
+    split_reduce(
+        out, None, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total, mixed, own, 1.0,
+        MEMBERS, RANK, HEADS, 1, SM,
+    )  # fmt: skip
 
 
 @triton.jit

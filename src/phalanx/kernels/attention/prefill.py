@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.decode import LOG2_E, LOWEST, _blocks, _dot, _in_fp16, _places, _with_sinks
+from phalanx.kernels.attention.decode import _blocks, _dot, _in_fp16, _places
 from phalanx.kernels.attention.heuristics import PrefillTiling, max_prefill_tiles, tile_tokens
+from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, with_sinks
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
@@ -144,7 +145,7 @@ def _prefill(
         operand, tl.maximum(scales, 1e-30), earlier + member // GROUP, key_cache, value_cache, table, block, begin, low, full, end,
         kv_head, window, DIM, KV_HEADS, BLOCK_SIZE, RUN, KEYS, STAGES, WINDOWED, SM,
     )  # fmt: skip
-    total = _with_sinks(sinks, top, total, kv_head * GROUP + member % GROUP, member < TOKENS * GROUP)
+    total = with_sinks(sinks, top, total, kv_head * GROUP + member % GROUP, member < TOKENS * GROUP)
     result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
     tl.store(out + place, nearest(result, own, SM), valid)
 

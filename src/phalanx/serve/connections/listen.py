@@ -7,7 +7,7 @@ import errno
 import socket
 
 from phalanx.errors import OptionError
-from phalanx.executor.late_names import Lookup
+from phalanx.executor.late_names import NameLookup
 
 LOOKUP_SECONDS = 5.0
 """For the look-up of a host's name. A name server that does not answer would hold the start for 10 to 30 s."""
@@ -15,7 +15,7 @@ LOOKUP_SECONDS = 5.0
 
 def bind(host: str, port: int) -> list[socket.socket]:
     """Listening sockets on every address of `host`. With port 0, all use the same free port. Raises OptionError."""
-    lookup = Lookup(host)
+    lookup = NameLookup(host)
     lookup.join(LOOKUP_SECONDS)
     if lookup.address is None:
         raise OptionError(f"host={host!r} cannot be resolved", why=lookup.problem, next="give an address of this host")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.config.sampling_params import SamplingParams
-from phalanx.serve.openai.prompt_engine import PromptEngine
+from phalanx.serve.openai.prompt_context import PromptContext
 from phalanx.serve.openai.prompts import prompts_of
 from phalanx.serve.openai.request_params import StructuredOutputField, chat_params, completion_params, structured_output_of
 from phalanx.serve.openai.responses.conversation import Items, chat_request, input_items
@@ -51,20 +51,20 @@ class PreparedResponse:
     chat: PreparedChat
 
 
-def prepare_completion(request: CompletionRequest, engine: PromptEngine) -> PreparedCompletion:
+def prepare_completion(request: CompletionRequest, engine: PromptContext) -> PreparedCompletion:
     """Raises ApiError 400 naming the field."""
     prompts = prompts_of(request)
     params = completion_params(request, engine.facts)
     return PreparedCompletion(request, params, structured_output_of(request, engine.output), prompts)
 
 
-def prepare_chat(request: ChatRequest, engine: PromptEngine) -> PreparedChat:
+def prepare_chat(request: ChatRequest, engine: PromptContext) -> PreparedChat:
     """Raises ApiError 400 naming the field."""
     params = chat_params(request, engine.facts)
     return PreparedChat(request, params, structured_output_of(request, engine.output))
 
 
-def prepare_response(request: ResponsesRequest, engine: PromptEngine, stored: Items) -> PreparedResponse:
+def prepare_response(request: ResponsesRequest, engine: PromptContext, stored: Items) -> PreparedResponse:
     """stored: the items of earlier responses. Raises ApiError 400 naming the field."""
     previous: list[dict[str, Any]] = []
     if request.previous_response_id is not None:

@@ -10,7 +10,7 @@ from phalanx.errors import RequestError
 from phalanx.serve.openai.api_errors import bad_request
 from phalanx.serve.openai.body import check_counts, completed_object
 from phalanx.serve.openai.plain_contents import Breaks
-from phalanx.serve.openai.prompt_engine import PromptEngine, encode
+from phalanx.serve.openai.prompt_context import PromptContext, encode
 from phalanx.serve.openai.request_params import check_token
 from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, RefusalPart, RequestMessage, TextPart
 from phalanx.serve.openai.schema.completion import CompletionRequest
@@ -60,7 +60,7 @@ def renders_quickly(request: ChatRequest) -> bool:
 
 
 def encode_prompts(
-    prompts: Sequence[str] | Sequence[list[int]], engine: PromptEngine, request: SampledRequest | None = None
+    prompts: Sequence[str] | Sequence[list[int]], engine: PromptContext, request: SampledRequest | None = None
 ) -> list[list[int]]:
     """Token ids of each prompt. Raises ApiError or RequestError for an empty prompt, or one that is invalid for this model."""
     special = request is None or request.add_special_tokens is not False
@@ -73,7 +73,7 @@ def encode_prompts(
     return encoded
 
 
-def encode_chat(request: ChatRequest | TokenizeRequest, engine: PromptEngine) -> list[int]:
+def encode_chat(request: ChatRequest | TokenizeRequest, engine: PromptContext) -> list[int]:
     """Token ids of a conversation, by the model's chat template. Raises as `encode_prompts`, and if the template rejects it."""
     if reserved := TEMPLATE_NAMES & set(request.chat_template_kwargs or ()):
         name = sorted(reserved)[0]
@@ -103,7 +103,7 @@ def _rendered(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     variables: Mapping[str, Any],
-    engine: PromptEngine,
+    engine: PromptContext,
 ) -> tuple[str, Breaks]:
     """The text of the prompt, and the breaks in it that keep the texts of special tokens in the request from becoming tokens."""
     escaped = engine.tokenizer if engine.escape_special_tokens else None
@@ -132,7 +132,7 @@ def _rendered(
     return continued, breaks
 
 
-def reasoning_variables(request: ChatRequest, engine: PromptEngine) -> dict[str, Any]:
+def reasoning_variables(request: ChatRequest, engine: PromptContext) -> dict[str, Any]:
     """What `reasoning_effort` is for the chat template; empty if the template reads nothing of the kind."""
     if request.reasoning_effort is None or not engine.tokenizer.has_chat_template:
         return {}
@@ -145,7 +145,7 @@ def reasoning_variables(request: ChatRequest, engine: PromptEngine) -> dict[str,
     return variables
 
 
-def truncated(tokens: list[int], request: SampledRequest, engine: PromptEngine) -> list[int]:
+def truncated(tokens: list[int], request: SampledRequest, engine: PromptContext) -> list[int]:
     """The last tokens of a prompt, as many as `truncate_prompt_tokens` says."""
     count = request.truncate_prompt_tokens
     if count is None:

@@ -18,7 +18,7 @@ from phalanx.errors import EngineClosed, OptionError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.metrics import Metrics
 from phalanx.serve.admission import AdmissionControl, Phase
-from phalanx.serve.client import Engine
+from phalanx.serve.client import EngineClient
 from phalanx.serve.expert_load import counters
 from phalanx.serve.openai.api_errors import ApiError, api_error_of, bad_request
 from phalanx.serve.openai.large_bodies.gate import Gate
@@ -49,7 +49,7 @@ class ServingEngine:
     escape_special_tokens: texts of special tokens in messages stay text.
     """
 
-    client: Engine
+    client: EngineClient
     tokenizer: Tokenizer
     output: OutputFormat
     created: int = field(default_factory=lambda: int(time.time()))

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from phalanx.serve.openai.api_errors import bad_request
 from phalanx.serve.openai.body import read_request
-from phalanx.serve.openai.prompt_engine import PromptEngine
+from phalanx.serve.openai.prompt_context import PromptContext
 from phalanx.serve.openai.prompts import encode_chat
 from phalanx.serve.openai.request_params import check_token
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
@@ -41,7 +41,7 @@ async def detokenize(http_request: Request) -> Response:
 
 
 async def _answer(
-    http_request: Request, route: str, model: type[Model], answer: Callable[[Model, PromptEngine], bytes]
+    http_request: Request, route: str, model: type[Model], answer: Callable[[Model, PromptContext], bytes]
 ) -> Response:
     service = service_of(http_request)
 
@@ -69,7 +69,7 @@ def _check(request: TokenizeRequest) -> None:
                 raise bad_request(f"{name} needs messages: a prompt has no template", param=name)
 
 
-def tokenized(request: TokenizeRequest, engine: PromptEngine) -> bytes:
+def tokenized(request: TokenizeRequest, engine: PromptContext) -> bytes:
     """The body of the answer. Raises ApiError 400 where the fields contradict each other."""
     _check(request)
     if request.prompt is None:
@@ -81,7 +81,7 @@ def tokenized(request: TokenizeRequest, engine: PromptEngine) -> bytes:
     return encode_json(body)
 
 
-def detokenized(request: DetokenizeRequest, engine: PromptEngine) -> bytes:
+def detokenized(request: DetokenizeRequest, engine: PromptContext) -> bytes:
     """The body of the answer."""
     check_token(max(request.tokens, default=0), engine.facts, "tokens")
     return encode_json({"prompt": engine.tokenizer.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))})

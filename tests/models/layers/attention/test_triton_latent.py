@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.config.latent import Latent
 from phalanx.kernels import reference
 from phalanx.kernels.attention import dispatch
-from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, Gpu, simulated
+from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, simulated
 from phalanx.models.batch import Batch, LatentCache
 from phalanx.models.layers.attention import select, triton_latent
 from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
@@ -116,7 +116,7 @@ def test_which_back_end_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     latent = Latent(None, 512, 128, 64, 128, softmax_scale=0.1)
     assert select.select_backend(CPU, torch.float32, 192, latent).name == "latent sdpa"
     cuda = torch.device("cuda")
-    with simulated(Gpu(90, 132, HOPPER_SHARED_MEMORY)):
+    with simulated(GpuCapabilities(90, 132, HOPPER_SHARED_MEMORY)):
         monkeypatch.setattr(select.kernels, "supports_latent", lambda _, *rest: dispatch_supports(cuda, *rest))
         monkeypatch.setattr(select.kernels, "supports_prefill", lambda _, *rest: dispatch_supports_prefill(cuda, *rest))
         assert select.select_backend(CPU, torch.bfloat16, 192, latent).name == "triton latent"

@@ -21,7 +21,7 @@ from phalanx.serve.fake_client import fake_facts
 from phalanx.serve.openai.large_bodies import messages, processes
 from phalanx.serve.openai.large_bodies.messages import Stored
 from phalanx.serve.openai.large_bodies.processes import LargeBodies, setup_of
-from phalanx.serve.openai.prompt_engine import DescribedEngine
+from phalanx.serve.openai.prompt_context import PromptContextCopy
 from phalanx.serve.output_parsing import OutputFormat
 from tests.support.serve_http_app import MODEL, tokenizer_of
 from tests.support.serve_processes import session_nice
@@ -29,7 +29,7 @@ from tests.support.serve_processes import session_nice
 
 def large_bodies() -> LargeBodies:
     tokenizer = tokenizer_of()
-    engine = DescribedEngine(fake_facts(vocab_size=tokenizer.vocab_size), tokenizer, OutputFormat.detect(tokenizer), False)
+    engine = PromptContextCopy(fake_facts(vocab_size=tokenizer.vocab_size), tokenizer, OutputFormat.detect(tokenizer), False)
     return LargeBodies(lambda: setup_of(engine, [MODEL]), refused=lambda _: None, accepted=lambda _: None)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.serve.openai.schema.responses_object import ResponseObject, ResponseStreamEvent
 from tests.support.serve_http_app import MODEL, Scripted, live
-from tests.support.serve_output_checkpoints import FAMILIES, tokenizer_of_family
+from tests.support.serve_output_checkpoints import OUTPUT_FAMILIES, tokenizer_of_family
 from tests.support.serve_reasoning import FINAL, ONE_CALL, THINKS, THOUGHT, served
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -90,7 +90,7 @@ def test_reasoning_of_an_earlier_turn():
     """It is given to the chat template with its message, from the store and from the items that a client sends back."""
     tokenizer = tokenizer_of_family.__wrapped__("qwen3")
     tokenizer.set_chat_template(SHOWS_REASONING, origin="test")
-    engine = Scripted(THINKS["qwen3"] + "It rains.", tokenizer=tokenizer, eos=FAMILIES["qwen3"].eos)
+    engine = Scripted(THINKS["qwen3"] + "It rains.", tokenizer=tokenizer, eos=OUTPUT_FAMILIES["qwen3"].eos)
     with live(engine, tokenizer=tokenizer, reasoning_parser="qwen3") as server, server.openai() as client:
         first = client.responses.create(model=MODEL, input="One?")
         turn = f"<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n<think>\n{THOUGHT}\n</think>\n\nIt rains.<|im_end|>\n"

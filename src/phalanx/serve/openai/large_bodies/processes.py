@@ -37,7 +37,7 @@ from phalanx.serve.openai.large_bodies.messages import (
     WantedItem,
 )
 from phalanx.serve.openai.prepare import PreparedChat, PreparedCompletion, PreparedResponse
-from phalanx.serve.openai.prompt_engine import PromptEngine
+from phalanx.serve.openai.prompt_context import PromptContext
 from phalanx.serve.openai.request_params import StructuredOutputField
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
@@ -232,7 +232,7 @@ class _Process:
         launch.stop([self._child], 0.0)
 
 
-def setup_of(engine: PromptEngine, names: Sequence[str]) -> Setup:
+def setup_of(engine: PromptContext, names: Sequence[str]) -> Setup:
     """What a process is told of an engine."""
     tokenizer, output = engine.tokenizer, engine.output
     return Setup(

@@ -22,7 +22,7 @@ from phalanx.serve.openai.body import check_counts, parse
 from phalanx.serve.openai.large_bodies import messages
 from phalanx.serve.openai.large_bodies.messages import Answer, Prepared, Refused, Setup, WantedConversation, WantedItem
 from phalanx.serve.openai.prepare import PreparedChat, prepare_chat, prepare_completion, prepare_response
-from phalanx.serve.openai.prompt_engine import DescribedEngine
+from phalanx.serve.openai.prompt_context import PromptContextCopy
 from phalanx.serve.openai.prompts import encode_chat, encode_prompts
 from phalanx.serve.openai.request_params import require_model
 from phalanx.serve.openai.responses.store import EncodedItems, Item, decode_items
@@ -167,13 +167,13 @@ class Reader:
         return [item for text in stored.texts for item in decode_items(text)]
 
 
-def engine_of(setup: Setup) -> DescribedEngine:
+def engine_of(setup: Setup) -> PromptContextCopy:
     """The engine that a server described."""
     backend = tokenizers.Tokenizer.from_str(setup.tokenizer)
     tokenizer = Tokenizer(backend, setup.special, setup.templates, origin=setup.origin)
     output: Any = OutputFormat  # the names of formats are plain texts here
     format_ = output(tokenizer, setup.reasoning, setup.tools, Markers(setup.markers))
-    return DescribedEngine(setup.facts, tokenizer, format_, setup.escape_special_tokens)
+    return PromptContextCopy(setup.facts, tokenizer, format_, setup.escape_special_tokens)
 
 
 def _decoded(items: Sequence[Item] | EncodedItems) -> Sequence[Item]:

@@ -12,8 +12,9 @@ from phalanx.serve.output_parsing import OutputFormat
 from phalanx.serve.tokenizer import Tokenizer
 
 
-class PromptEngine(Protocol):
-    """An engine as far as prompts need it. escape_special_tokens: texts of special tokens in messages stay text."""
+class PromptContext(Protocol):
+    """What makes a prompt of a request: a `ServingEngine`, or a copy of its facts in another process. escape_special_tokens: texts
+    of special tokens in messages stay text."""
 
     @property
     def facts(self) -> EngineFacts: ...
@@ -26,8 +27,8 @@ class PromptEngine(Protocol):
 
 
 @dataclass(frozen=True)
-class DescribedEngine:
-    """A `PromptEngine` of another process."""
+class PromptContextCopy:
+    """The `PromptContext` of a process that has no engine."""
 
     facts: EngineFacts
     tokenizer: Tokenizer
@@ -35,7 +36,7 @@ class DescribedEngine:
     escape_special_tokens: bool
 
 
-def encode(engine: PromptEngine, text: str, *, add_special_tokens: bool = True, continues: bool = False) -> list[int]:
+def encode(engine: PromptContext, text: str, *, add_special_tokens: bool = True, continues: bool = False) -> list[int]:
     """Token ids of a prompt, or of a part of one that continues another part. Raises PromptTooLong before it tokenizes a text
     that is far too long, since this takes a second and 200 MB per million characters."""
     min_tokens = len(text) // engine.tokenizer.max_token_characters
