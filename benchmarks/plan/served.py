@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +226,9 @@ def simulated_again(facts: dict[str, Any], trace: Sequence[Arrival]) -> list[Ser
         machine = MachineModel(gpu, gpu.link, 1, 1, None, Coefficients.from_json(facts["coefficients"]), "measured")
     kv_size = kv_itemsize(facts["kv_cache_dtype"], facts["dtype"])
     costs = Costs(subject.shape_for(facts["model"]), facts["dtype"], kv_size, Split(), machine)
-    return simulate.run(costs, SchedulerOptions(**facts["limits"]), trace, frontend=Frontend(**facts["frontend"])).served
+    names = {field.name for field in fields(SchedulerOptions)}  # a text for errors has had another name
+    limits = SchedulerOptions(**{name: value for name, value in facts["limits"].items() if name in names})
+    return simulate.run(costs, limits, trace, frontend=Frontend(**facts["frontend"])).served
 
 
 def serve(options: argparse.Namespace, trace: Sequence[Arrival]) -> Measured:

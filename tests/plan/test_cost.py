@@ -47,8 +47,8 @@ def test_rows_that_were_held_out_are_within_the_gate():
 
 def test_nine_of_ten_rows_that_were_not_fitted_are_inside():
     """By widths that these rows have no part in. Half of them is at most 8 percent for a model that the fit has seen, which is the
-    goal, and 8.5 for another one."""
-    for part, most in (("layout", 0.08), ("model", 0.085)):
+    goal, and 9.5 for another one."""
+    for part, most in (("layout", 0.08), ("model", 0.095)):
         checked = coefficients.document()["intervals"]["checked"][part]
         assert set(checked) == {"dense", "experts"}
         for each in checked.values():

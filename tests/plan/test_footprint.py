@@ -19,7 +19,7 @@ def test_weights_are_those_of_the_start_to_the_byte(start):
     shape = shape_of(known(start.model))
     weights = footprint.weight_bytes(shape, start.dtype, start.split)
     for rank, kinds in start.bytes.items():
-        assert kinds["weights"] == weights[int(rank) // start.tp]
+        assert kinds["weights"] == weights[int(rank) // (start.tp * start.ep)]
 
 
 def test_kv_tokens_are_never_above_a_start_and_within_a_percent_of_the_least():
