@@ -3,6 +3,7 @@
 
 decode-R         R requests of 128 random tokens each, at once; ms per token = (t(129 tokens) - t(1 token)) / 128, best of 2
 decode-RxIxO     the same with I tokens in and O + 1 out
+                 with O far below R * I / (tokens of a step), most of O is decoded beside the prompts of other requests
 batch-RxIxO      R requests queued at once, I random tokens in and O out; output tokens per second
 
 In all of them the temperature is 0 and no request ends early.
