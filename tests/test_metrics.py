@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from phalanx.engine.messages import Stats
-from phalanx.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, ExpertCounters, Metrics
+from phalanx.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, ExpertCounters, Latencies, Metrics
 
 ALERTS = Path(__file__).resolve().parents[1] / "dashboards" / "alerts.yaml"
 DASHBOARD = Path(__file__).resolve().parents[1] / "dashboards" / "phalanx.json"
@@ -225,3 +226,23 @@ def test_names_of_pickers_stand_under_their_prefix_only():
     series = samples(filled())
     assert "phalanx:cache_config_info" in series
     assert not [name for name in series if "lora" in name or "gpu_cache" in name]
+
+
+def test_latencies_are_those_of_prometheus_client():
+    """Bounds belong to their buckets, and several tokens that come together count each."""
+    theirs = CollectorRegistry()
+    histogram = Histogram("x", "Seconds.", ["a"], registry=theirs, buckets=ITL_BUCKETS).labels(a="b")
+    ours = CollectorRegistry()
+    latencies = Latencies("x", "Seconds.", {"a": "b"}, ITL_BUCKETS)
+    ours.register(latencies)
+    for seconds in (0.0, 0.0005, 0.00051, 0.25, 5.0, 6.0):
+        latencies.observe(seconds, 3)
+        for _ in range(3):
+            histogram.observe(seconds)
+    assert _samples(ours) == pytest.approx({name: value for name, value in _samples(theirs).items() if "_created" not in name})
+
+
+def _samples(registry: CollectorRegistry) -> dict[str, float]:
+    return {
+        f"{sample.name}{sorted(sample.labels.items())}": sample.value for family in registry.collect() for sample in family.samples
+    }

@@ -11,13 +11,16 @@ does. Latencies are observed as they occur. At each scrape, an engine's gauges a
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 REFUSED_REASONS = ("queue_full", "draining", "not_ready")
@@ -75,6 +78,33 @@ class ExpertCounters(NamedTuple):
     longest_move: float = 0.0
 
 
+class Latencies(Collector):
+    """A histogram. One of prometheus-client would take two locks and look at the buckets one by one, for every token.
+
+    Observed by one thread; a scrape on another may see a count without its seconds. buckets: their upper bounds, ascending.
+    """
+
+    def __init__(self, name: str, help_text: str, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
+        self._name, self._help, self._labels, self._bounds = name, help_text, labels, list(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """`count` times the same latency."""
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._sum += seconds * count
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        return [family]
+
+
 class Metrics:
     """All series of one server. It is created before the engine; `engines` is set when the engine (or each replica) has sent its
     counters. engines_up: the numbers of those that take requests."""
@@ -115,8 +145,7 @@ class Metrics:
 
     def next_tokens(self, seconds: float, count: int) -> None:
         """`count` tokens arrived together, `seconds` after the previous token."""
-        for _ in range(count):
-            self._itl.observe(seconds / count)
+        self._itl.observe(seconds / count, count)
 
     def finished(self, reason: str, seconds: float) -> None:
         """A sequence ended, `seconds` after its request was accepted."""
@@ -140,9 +169,10 @@ class Metrics:
     def name(self, stem: str) -> str:
         return f"{self.prefix}:{stem}"
 
-    def _histogram(self, stem: str, help_text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(self.name(stem), help_text, list(self._labels), registry=self.registry, buckets=buckets)
-        return histogram.labels(**self._labels)
+    def _histogram(self, stem: str, help_text: str, buckets: Sequence[float]) -> Latencies:
+        latencies = Latencies(self.name(stem), help_text, self._labels, buckets)
+        self.registry.register(latencies)
+        return latencies
 
     def _counter(self, stem: str, help_text: str, label: str, values: Iterable[str]) -> Counter:
         counter = Counter(self.name(stem), help_text, [*self._labels, label], registry=self.registry)

@@ -121,10 +121,10 @@ def public_name(model: str) -> str:
 
 def make_app(service: Service, serving: ServeOptions, *, api_keys: Sequence[str] = ()) -> FastAPI:
     """The ASGI application over a service. api_keys: those of `serving`, read."""
-    app = FastAPI(title="Phalanx", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    # Not by include_router, whose routers look for the route of a request twice.
+    routes = [route for router in ROUTERS for route in router.routes]
+    app = FastAPI(title="Phalanx", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, routes=routes)
     app.state.service = service
-    for router in ROUTERS:
-        app.include_router(router)
 
     async def error_response(request: Request, error: Exception) -> Response:
         api_error = service.api_error(error)

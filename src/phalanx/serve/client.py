@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
@@ -122,18 +121,19 @@ class EngineProcessClient:
         self._stats_futures: list[asyncio.Future[Stats]] = []
         self._expert_futures: deque[asyncio.Future[ExpertStats]] = deque()
         self._failure_callbacks: list[Callable[[PhalanxError], None]] = []
-        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[None] = self._loop.create_future()
         self._ended = asyncio.Event()
         self._closing = False
-        self._connected = False
         self._silent = 0.0  # seconds since the last message of the engine
         self._child: launch.Child | None = None
         self._watch = launch.Watch()
         self._tasks: list[asyncio.Task[None]] = []
         self._folder = _private_folder()
         self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(EngineToClient).decode
 
@@ -197,7 +197,7 @@ class EngineProcessClient:
 
     async def stats(self) -> Stats:
         self._raise_if_failed()
-        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Stats] = self._loop.create_future()
         self._stats_futures.append(answer)
         self._send(GetStats())
         return await answer
@@ -220,7 +220,7 @@ class EngineProcessClient:
 
     async def _ask_experts(self, message: GetExperts | RebalanceExperts) -> ExpertStats:
         self._raise_if_failed()
-        answer: asyncio.Future[ExpertStats] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ExpertStats] = self._loop.create_future()
         self._expert_futures.append(answer)
         self._send(message)
         return await answer
@@ -259,15 +259,16 @@ class EngineProcessClient:
         config = {"address": address, "options": self.options.model_dump(), "executor": executor}
         self._child = launch.start("phalanx.engine", config, title, environment=environment)
         self._watch.add(self._child)
-        asyncio.get_running_loop().add_reader(self._watch.fileno(), self._child_ended)
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch_heartbeat())]
+        self._loop.add_reader(self._watch.fileno(), self._child_ended)
+        self._loop.add_reader(self._descriptor, self._receive)
+        self._tasks = [asyncio.create_task(self._watch_heartbeat())]
 
     def _child_ended(self) -> None:
         for end in self._watch.ended():
             self._ended.set()
             if not self._closing:
                 error = EngineError(f"the engine process {end.words}", next="start it again")
-                asyncio.get_running_loop().call_later(_LAST_MESSAGE_SECONDS, self._fail, error)
+                self._loop.call_later(_LAST_MESSAGE_SECONDS, self._fail, error)
 
     async def _watch_heartbeat(self) -> None:
         """Count seconds only while this loop runs: on a laptop that was suspended, the engine was suspended, too."""
@@ -284,11 +285,11 @@ class EngineProcessClient:
         """Make sure that the process has ended, then release all resources."""
         if self._child is not None:
             launch.stop([self._child], 0.0)
-        loop = asyncio.get_running_loop()
         if not self._socket.closed:
             if self._watch.fileno() >= 0:
-                loop.remove_reader(self._watch.fileno())
+                self._loop.remove_reader(self._watch.fileno())
             self._watch.close()
+            self._loop.remove_reader(self._descriptor)
             for task in self._tasks:
                 task.cancel()
             try:
@@ -304,41 +305,38 @@ class EngineProcessClient:
         return build_request(request_id, token_ids, params, self.eos_token_ids)
 
     def _send(self, message: ClientToEngine) -> None:
-        # Without a high-water mark it is queued at once, and the future is done.
-        self._socket.send(self._encode(message))
+        with contextlib.suppress(zmq.Again):  # nobody is connected any more: the end of the engine will be noticed
+            self._socket.send(self._encode(message), _NOBLOCK)  # without a high-water mark it is queued at once
+        self._loop.call_soon(self._receive)  # zmq may have seen while it sent that a message came, and signals nothing then
 
-    async def _read(self) -> None:
-        """Read messages until cancelled. The engine counts as failed where one cannot be read."""
+    def _receive(self) -> None:
+        """Handle what has arrived. The engine counts as failed where a message cannot be read."""
+        if self._socket.closed:
+            return
         try:
-            await self._read_messages()
+            self._handle_arrived()
         except Exception as error:
             logger.exception("a message of the engine cannot be read")
             self._fail(EngineError("the engine sent what cannot be read", why=repr(error), next="report this with the log"))
 
-    async def _read_messages(self) -> None:
-        """One message per frame. The first one of a step is awaited; the others of the step have arrived with it."""
-        decode, streams = self._decode, self._streams
-        arrived: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        while True:
-            frame = await self._socket.recv()
-            self._silent = 0.0
-            if not self._connected:
-                # The engine is connected, so the folder is not needed. Nothing is left behind, however this process ends.
-                self._connected = True
-                self._remove_folder()
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    message = decode(frame)
-                    if type(message) is not RequestUpdate:
-                        self._handle(message)
-                    elif (stream := streams.get(message.request_id)) is not None:
-                        stream.put(message)
-                        if message.prompt_logprobs is not None:
-                            await asyncio.sleep(0)  # a part of many: other streams go on between two
-                    frame = arrived.recv(_NOBLOCK)
+    def _handle_arrived(self) -> None:
+        """One message per frame. zmq's descriptor signals a change, so everything is read that is there."""
+        receive, decode, streams = self._socket.recv, self._decode, self._streams
+        with contextlib.suppress(zmq.Again):
+            while True:
+                message = decode(receive(_NOBLOCK))
+                self._silent = 0.0
+                if type(message) is not RequestUpdate:
+                    self._handle(message)
+                elif (stream := streams.get(message.request_id)) is not None:
+                    stream.put(message)
+                    if message.prompt_logprobs is not None:
+                        self._loop.call_soon(self._receive)  # a part of many: other streams go on between two
+                        return
 
     def _handle(self, message: Any) -> None:
         """Handle the rare messages: all but the updates of each step."""
+        self._remove_folder()  # the engine is connected: nothing is left behind, however this process ends
         match message:
             case RequestRejected(request_id=request_id, error=error) if request_id in self._streams:
                 self._streams[request_id].fail(PhalanxError.from_wire(error))

@@ -171,11 +171,12 @@ class Detokenizer:
 
         The last `silent` tokens are counted but add no text: a stop token that must not be shown.
         """
-        before = len(self._pieces)
         if not self._stops:
             self.count += len(token_ids)
-            self._emit("".join(map(self._stream.push, token_ids[: len(token_ids) - silent] if silent else token_ids)))
-            return self._pieces[-1] if len(self._pieces) > before else ""
+            text = "".join(map(self._stream.push, token_ids[: len(token_ids) - silent] if silent else token_ids))
+            self._emit(text)
+            return text
+        before = len(self._pieces)
         for i, token_id in enumerate(token_ids):
             if self.stop_reason is not None:
                 break

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import socket
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,7 @@ class Echo(asyncio.Protocol):
     seconds: dict[str, float] = {}  # noqa: RUF012 (as of TimedProtocol)
     app: Any = None
     transport: Any = None
-    lost: Callable[[], None]
+    lost: Callable[[Any], None]
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -31,7 +33,7 @@ class Echo(asyncio.Protocol):
         self.transport.write(data if self.app is None else b"refused")
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.lost()
+        self.lost(self)
 
 
 class Exhausted(socket.socket):
@@ -96,3 +98,31 @@ def test_a_process_without_descriptors_tries_again(caplog):
     listener.close()
     assert listener.failures == 0
     assert "no more can be accepted: Too many open files" in caplog.text
+
+
+def test_a_connection_that_is_closed_is_freed_without_the_garbage_collector():
+    (listener,) = bind("127.0.0.1", 0)
+    protocols: list[weakref.ref[Echo]] = []
+
+    def make() -> Echo:
+        protocol = Echo()
+        protocols.append(weakref.ref(protocol))
+        return protocol
+
+    async def scenario() -> None:
+        acceptor = Acceptor([listener], make)
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+        assert await says(reader, writer) == b"x"
+        writer.close()
+        while acceptor.count:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert [protocol() for protocol in protocols] == [None]
+        acceptor.close()
+
+    gc.disable()
+    try:
+        asyncio.run(scenario())
+    finally:
+        gc.enable()
+        listener.close()

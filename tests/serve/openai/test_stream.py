@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import socket
@@ -14,10 +15,23 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from phalanx.errors import RankDied
+from phalanx.serve.openai.api_errors import ApiError
 from phalanx.serve.openai.schema.responses import ErrorResponse
-from phalanx.serve.openai.stream import PART, _parts, chunks, encode_json, encode_small, event
+from phalanx.serve.openai.stream import (
+    DONE,
+    PART,
+    SHORT_SEND,
+    EventStream,
+    _parts,
+    _until_disconnect,
+    chunks,
+    encode_json,
+    encode_small,
+    event,
+)
 from tests.support.serve_http_app import MODEL, Live, Scripted, live
 
 LONG = "What is a rank? " * 200
@@ -50,6 +64,130 @@ def test_a_long_answer_is_encoded_in_short_parts(count):
     parts = list(_parts(body))
     assert b"".join(parts) == encode_json(body) == encode_small(body)
     assert max(map(len, parts)) < 2 * PART * len(encode_small(content[:1] or top))
+
+
+async def texts(*parts: bytes, error: Exception | None = None):
+    for part in parts:
+        yield part
+    if error is not None:
+        raise error
+
+
+def sent_by(events) -> tuple[list[dict], list[dict]]:
+    """What a stream of these events gives to its own `send`, and to the short one."""
+    layered, short = [], []
+
+    async def run() -> None:
+        async def send(message):
+            layered.append(message)
+
+        async def send_short(message):
+            short.append(message)
+
+        async def receive():
+            await asyncio.sleep(60)
+
+        scope = {"type": "http", "extensions": {SHORT_SEND: {"send": send_short}}}
+        await EventStream(events, lambda error: ApiError(500, str(error)))(scope, receive, send)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    return layered, short
+
+
+def test_the_last_event_and_the_end_of_the_body_are_sent_at_once():
+    layered, short = sent_by(texts(b"data: 1\n\n", b"data: 2\n\n" + DONE))
+    assert [(one["body"], one["more_body"]) for one in short] == [(b"data: 1\n\n", True), (b"data: 2\n\n" + DONE, False)]
+    assert [one["type"] for one in layered] == ["http.response.start"]  # only the beginning is for the layers
+    _, short = sent_by(texts(b"data: 1\n\n", error=RankDied("rank 0 died")))
+    assert [one["more_body"] for one in short] == [True, False]
+    _, short = sent_by(texts(b"data: 1\n\n"))  # events of another form do not end with DONE
+    assert [(one["body"], one["more_body"]) for one in short] == [(b"data: 1\n\n", True), (b"", False)]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_stream_ends_with_one_write(path, n, monkeypatch):
+    """Its last choice, the usage and [DONE] come together."""
+    bodies: list[bytes] = []
+    send = RequestResponseCycle.send
+
+    async def recorded(self, message):
+        bodies.append(message.get("body", b""))
+        await send(self, message)
+
+    monkeypatch.setattr(RequestResponseCycle, "send", recorded)
+    prompt = {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    with live(Scripted(LONG)) as server, server.client() as http:
+        fields = {"max_tokens": 5, "n": n, "stream": True, "stream_options": {"include_usage": True}}
+        text = http.post(f"/v1/{path}", json={"model": MODEL, **prompt, **fields}).text
+    last = bodies[-1].decode().split("\n\n")
+    assert last[2:] == ["data: [DONE]", ""]
+    assert json.loads(last[0][6:])["choices"][0]["finish_reason"] == "length"
+    assert json.loads(last[1][6:])["usage"]["completion_tokens"] == 5 * n
+    assert text.count('"finish_reason":"length"') == n
+
+
+def test_a_disconnect_ends_the_work_and_only_that():
+    """The task in which the work runs goes on, and a cancellation from outside is still one."""
+
+    async def gone():
+        return {"type": "http.disconnect"}
+
+    async def stays():
+        await asyncio.sleep(60)
+
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)  # it ends in its own time
+            ended.append("work")
+
+    async def run() -> None:
+        await _until_disconnect(gone, work())
+        assert ended == ["work"]
+        assert asyncio.current_task().cancelling() == 0
+        await asyncio.sleep(0)  # raises where a cancellation is left over
+        await _until_disconnect(gone, asyncio.sleep(0))  # at its end already
+        await asyncio.sleep(0.01)
+        outer = asyncio.create_task(_until_disconnect(stays, work()))
+        await asyncio.sleep(0.01)
+        outer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+        assert ended == ["work", "work"]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_request_leaves_nothing_to_the_garbage_collector():
+    """Cycles would stay until a full collection, which the server makes only when it is idle. asyncio's own transport is one."""
+    with live(Scripted(LONG)) as server:
+
+        def one() -> None:
+            with raw(server, {**ASK, "max_tokens": 3, "stream": True}) as connection:
+                received = b""
+                while b"[DONE]" not in received:
+                    received += connection.recv(4096)
+            until(lambda: not server.service.admission.open)
+
+        one()
+        time.sleep(0.2)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            one()
+            time.sleep(0.2)
+            gc.collect()
+            packages = {type(each).__module__.partition(".")[0] for each in gc.garbage}
+            assert not packages & {"phalanx", "uvicorn", "starlette", "fastapi"}, gc.garbage
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
 
 
 def raw(server: Live, body: dict) -> socket.socket:

@@ -12,7 +12,6 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from starlette.types import ASGIApp
 
@@ -89,10 +88,8 @@ class Acceptor:
         self._log.warning(text, self.count)
 
     def _begin(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         protocol = self._make_protocol()
-        protocol.lost = partial(self._lost, protocol)
+        protocol.lost = self._lost
         self._open.add(protocol)
         if self.count > self._served:
             protocol.app = self._refusal

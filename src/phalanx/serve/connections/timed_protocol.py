@@ -45,10 +45,10 @@ class TimedFlow(FlowControl):
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """One connection. `timed_protocol` makes a class with the two times. lost: called once the connection is closed."""
+    """One connection. `timed_protocol` makes a class with the two times. lost: called with this object once it is closed."""
 
     seconds: dict[str, float] = {}  # noqa: RUF012 (replaced by a subclass)
-    lost: Callable[[], None] = staticmethod(lambda: None)
+    lost: Callable[[TimedProtocol], None] = staticmethod(lambda _: None)
 
     _awaited: str | None = None  # "head" or "body"
     _timed: str | None = None  # what the timer waits for
@@ -79,7 +79,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._awaited = None
         self._watch()
         super().connection_lost(exc)
-        self.lost()
+        self.lost(self)
 
     def _watch(self) -> None:
         """Let the timer wait for what is awaited now."""

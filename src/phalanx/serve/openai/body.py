@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from phalanx.serve.openai.api_errors import ApiError, bad_request, validation_api_error
 from phalanx.serve.openai.large_bodies.gate import Place
@@ -43,6 +45,14 @@ Result = TypeVar("Result")
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 
+class RequestRoute(APIRoute):
+    """A route whose function takes nothing but the request: FastAPI would look for its other parameters for each request."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
+
+
 async def read_request(
     request: Request,
     model: type[Model],
@@ -60,7 +70,7 @@ async def read_request(
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise bad_request("the body must be JSON, and Content-Type application/json", code="invalid_content_type")
     service = request.app.state.service
-    async with service.gate.request() as place:
+    with service.gate.request() as place:
         body = await _bounded(request, place)
         if len(body) > LARGE_BYTES:
             return await prepare_large(body)
@@ -113,15 +123,9 @@ def parse(body: bytes, model: type[Model], accepted: set[str] | None = None) -> 
 
 
 async def _bounded(request: Request, place: Place) -> bytes:
-    too_large = ApiError(
-        413,
-        f"the body is larger than the limit of {MAX_BODY_BYTES} bytes",
-        code="request_too_large",
-        headers={"Connection": "close"},
-    )
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 15 or int(length) > MAX_BODY_BYTES):
-        raise too_large
+        raise _too_large()
     parts, size, stream = [], 0, request.stream()
     try:
         if length.isdigit() and int(length) > LARGE_BYTES:
@@ -138,11 +142,20 @@ async def _bounded(request: Request, place: Place) -> bytes:
                 async for part in stream:
                     size += len(part)
                     if size > MAX_BODY_BYTES:
-                        raise too_large
+                        raise _too_large()
                     parts.append(part)
     except ClientDisconnect:
         raise bad_request("the body is incomplete: the client disconnected") from None
     return b"".join(parts)
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than the limit of {MAX_BODY_BYTES} bytes",
+        code="request_too_large",
+        headers={"Connection": "close"},
+    )
 
 
 def check_grammar(text: str, param: str) -> None:

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phalanx.serve.openai.body import read_request
+from phalanx.serve.openai.body import RequestRoute, read_request
 from phalanx.serve.openai.generate import UsageCounter, generate
 from phalanx.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from phalanx.serve.openai.prepare import PreparedChat, prepare_chat
@@ -44,7 +44,7 @@ from phalanx.serve.output_parsing.reasoning import Begin
 from phalanx.serve.output_parsing.structural_tags import after_reasoning, forced_parser
 from phalanx.serve.outputs import CompletionDelta
 
-router = APIRouter()
+router = APIRouter(route_class=RequestRoute)
 
 
 @router.post(
@@ -101,15 +101,21 @@ class ChatHandler:
         continuous = bool(options and options.continuous_usage_stats)
         head = self._head("chat.completion.chunk")
         as_event = chunks({**head, "usage": None} if with_usage else head)
+        running, last = self._params.n, b""
         async with aclosing(self.deltas()) as deltas:
             async for choice in deltas:
                 if continuous:
-                    yield event({**head, "choices": [choice], "usage": self._usage_body()})
+                    data = event({**head, "choices": [choice], "usage": self._usage_body()})
                 else:  # an event without logprobs has a few short lists: counting their entries takes longer than encoding them
-                    yield as_event(choice, encode_small if choice["logprobs"] is None else encode_json)
-        if with_usage:
-            yield event({**head, "choices": [], "usage": self._usage_body()})
-        yield DONE
+                    data = as_event(choice, encode_small if choice["logprobs"] is None else encode_json)
+                if choice["finish_reason"] is not None:
+                    running -= 1
+                if running:
+                    yield data
+                else:  # nothing follows but the end, which is written with it
+                    last = data
+        usage = event({**head, "choices": [], "usage": self._usage_body()}) if with_usage else b""
+        yield last + usage + DONE
 
     def _usage_body(self) -> dict[str, Any] | None:
         return None if self.usage is None else self.usage.body()

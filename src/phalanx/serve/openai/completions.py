@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import TokenLogprobs
-from phalanx.serve.openai.body import read_request
+from phalanx.serve.openai.body import RequestRoute, read_request
 from phalanx.serve.openai.generate import Deltas, UsageCounter, generate
 from phalanx.serve.openai.logprobs import CompletionLogprobsWriter, prompt_logprobs
 from phalanx.serve.openai.prepare import PreparedCompletion, prepare_completion
@@ -40,7 +40,7 @@ from phalanx.serve.openai.stream import (
 )
 from phalanx.serve.outputs import CompletionDelta
 
-router = APIRouter()
+router = APIRouter(route_class=RequestRoute)
 
 
 @router.post(
@@ -93,17 +93,24 @@ class CompletionHandler:
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats)
         as_event = chunks({**self._head, "usage": None} if with_usage else self._head)
+        texts_only = self._request.logprobs is None and self._request.prompt_logprobs is None
+        running, last = len(self._prompts) * self._params.n, b""
         async with aclosing(self._choices()) as choice_deltas:
             async for choice in choice_deltas:
                 if continuous:
-                    yield event({**self._head, "choices": [choice], "usage": self._usage_body()})
-                elif (entries := _entries(choice)) <= PART:
-                    yield as_event(choice, encode_small)
+                    data = event({**self._head, "choices": [choice], "usage": self._usage_body()})
+                elif texts_only or (entries := entries_of(choice)) <= PART:
+                    data = as_event(choice, encode_small)
                 else:
-                    yield await off_loop(as_event, choice, entries=entries)
-        if with_usage:
-            yield event({**self._head, "choices": [], "usage": self._usage_body()})
-        yield DONE
+                    data = await off_loop(as_event, choice, entries=entries)
+                if choice["finish_reason"] is not None:
+                    running -= 1
+                if running:
+                    yield data
+                else:  # nothing follows but the end, which is written with it
+                    last = data
+        usage = event({**self._head, "choices": [], "usage": self._usage_body()}) if with_usage else b""
+        yield last + usage + DONE
 
     def _usage_body(self) -> dict[str, Any] | None:
         if self._usage is None:
@@ -183,7 +190,10 @@ class ChoiceWriter:
 
     def entries(self, delta: CompletionDelta) -> int:
         """How many tokens `push` looks at."""
-        return len(self._prompt.token_ids) * self._echo + len(delta.prompt_logprobs or ()) * self._scores + len(delta.logprobs)
+        prompt = len(self._prompt.token_ids) if self._echo else 0
+        if self._logprobs is None and not self._scores:
+            return prompt
+        return prompt + len(delta.prompt_logprobs or ()) * self._scores + len(delta.logprobs)
 
     def push(self, delta: CompletionDelta) -> dict[str, Any] | None:
         """The next delta of the choice; None if there is nothing new."""
@@ -208,11 +218,6 @@ class ChoiceWriter:
         if self._scores and delta.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs, self._tokenizer.token_text)
         return choice
-
-
-def _entries(choice: dict[str, Any]) -> int:
-    """As `entries_of`, which takes longer than all else for an event that has only a text."""
-    return 0 if choice["logprobs"] is None and "prompt_logprobs" not in choice else entries_of(choice)
 
 
 def _extend(first: list[Any] | None, more: list[Any] | None) -> list[Any] | None:

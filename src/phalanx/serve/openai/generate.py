@@ -7,10 +7,10 @@ Closing the iterator, also by a cancellation because the client has disconnected
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from secrets import token_hex
 from typing import Any
 
 from phalanx.config.sampling_params import SamplingParams
@@ -59,7 +59,7 @@ async def generate(
 
 
 def _one(engine: ServingEngine, tokens: list[int], params: SamplingParams, prompt: int, shown: Mapping[int, str] | None) -> Deltas:
-    deltas = stream_completions(engine.client, engine.tokenizer, uuid.uuid4().hex, tokens, params, shown=shown)
+    deltas = stream_completions(engine.client, engine.tokenizer, token_hex(16), tokens, params, shown=shown)
     return deltas if prompt == 0 else _renumbered(deltas, prompt * params.n)
 
 

@@ -10,9 +10,9 @@ only its own events: a write waits until the connection takes more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,7 +34,13 @@ encode_small = msgspec.json.Encoder().encode
 _long_answers = ThreadPoolExecutor(1, thread_name_prefix="long answers")
 
 DONE = b"data: [DONE]\n\n"
-_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+SHORT_SEND = "phalanx.short_send"
+"""The extension of the ASGI scope with a `send` that fewer layers wrap (`connections.door`), for a response that has begun."""
+_HEADERS = [
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+]
 
 
 async def off_loop(work: Callable[..., Result], *args: Any, entries: int) -> Result:
@@ -127,48 +133,70 @@ class CancellableResponse(Response):
 
 
 class EventStream(Response):
-    """Server-sent events: those of `events`, then an error event if they fail. `events` itself ends with DONE."""
+    """Server-sent events: those of `events`, then an error event if they fail.
+
+    Several events may come as one text. One that ends with DONE is the last, and is written together with the end of the body.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], error_to_response: ErrorToResponse) -> None:
-        super().__init__(headers=_HEADERS)
-        # Without a content-length the body is sent in chunks.
-        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        super().__init__()
         self._events, self._error_to_response = events, error_to_response
+
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        """The headers of every stream. Without a content-length the body is sent in chunks."""
+        self.raw_headers = list(_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _until_disconnect(receive, self._stream(scope, receive, send))
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
+        write: Send = scope.get("extensions", {}).get(SHORT_SEND, {"send": send})["send"]
         try:
             async with aclosing(self._events) as events:
                 async for data in events:
                     if not started:
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    if data.endswith(DONE):
+                        await write({"type": "http.response.body", "body": data, "more_body": False})
+                        return
+                    await write({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             api_error = self._error_to_response(error)
             if not started:
                 await api_error.response()(scope, receive, send)
                 return
-            await send({"type": "http.response.body", "body": event(api_error.body()), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await write({"type": "http.response.body", "body": event(api_error.body()), "more_body": False})
+            return
+        await write({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`. If the client disconnects first, cancel it and wait until it has ended."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    """Run `work` in this task. If the client disconnects first, cancel it as asyncio.timeout does, and return when it has ended."""
+    task = asyncio.current_task()
+    assert task is not None
+    disconnected = ended = False
+
+    def cancel(watching: asyncio.Task[None]) -> None:
+        nonlocal disconnected
+        if not ended and not watching.cancelled():
+            disconnected = task.cancel()
+
+    watching = asyncio.create_task(_disconnected(receive))
+    watching.add_done_callback(cancel)
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        await work
+    except asyncio.CancelledError:
+        if not disconnected or task.cancelling() > 1:
+            raise
     finally:
+        ended = True
         watching.cancel()
-        if not working.done():
-            working.cancel()
-        with suppress(asyncio.CancelledError):
-            await working
+        if disconnected:
+            task.uncancel()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -23,7 +23,7 @@ def test_places() -> None:
 
         async def one() -> None:
             nonlocal inside, most
-            async with gate.request() as place:
+            with gate.request() as place:
                 await place.take()
                 await place.take()
                 inside += 1
@@ -45,7 +45,7 @@ def test_one_that_does_not_arrive_lets_the_next_in() -> None:
         gate = Gate(refused=lambda _: None, places=1, arrival_seconds=0.2)
 
         async def slow() -> None:
-            async with gate.request() as place:
+            with gate.request() as place:
                 await place.take()
                 async with place.arriving():
                     await asyncio.sleep(3600)
@@ -69,7 +69,7 @@ def test_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gates, "MAX_WAITING", 1)
         refusals: list[str] = []
         gate = Gate(refused=refusals.append, places=1)
-        async with gate.request() as first, gate.request() as second, gate.request() as third:
+        with gate.request() as first, gate.request() as second, gate.request() as third:
             await first.take()
             waiting = asyncio.create_task(second.take())
             await asyncio.sleep(0)
@@ -77,7 +77,7 @@ def test_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
                 await third.take()
             waiting.cancel()
         assert refusals == ["queue_full"]
-        async with gate.request() as place:
+        with gate.request() as place:
             await asyncio.wait_for(place.take(), 5)
 
     asyncio.run(asyncio.wait_for(run(), 30))

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from types import TracebackType
 
 from phalanx.errors import Overloaded
@@ -28,15 +27,9 @@ class Gate:
         self._waiting = 0
         self._arriving: set[_Arrival] = set()
 
-    @asynccontextmanager
-    async def request(self) -> AsyncGenerator[Place]:
-        """A place for the body of a request, until the context ends. It is not taken yet."""
-        place = Place(self)
-        try:
-            yield place
-        finally:
-            if place.taken:
-                self._free.release()
+    def request(self) -> Place:
+        """A context with a place for the body of a request. It is not taken yet."""
+        return Place(self)
 
     async def _take(self) -> None:
         if self._free.locked() and self._waiting >= MAX_WAITING:
@@ -56,10 +49,17 @@ class Gate:
 
 
 class Place:
-    """That of one request. taken: whether its body is counted."""
+    """That of one request, until its context ends. taken: whether its body is counted."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate, self.taken = gate, False
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.taken:
+            self._gate._free.release()
 
     async def take(self) -> None:
         """Wait until there is a place. Raises Overloaded if too many wait."""
