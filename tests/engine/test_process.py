@@ -19,6 +19,7 @@ import zmq
 
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
+from phalanx.engine import process
 from phalanx.engine.executor import FAKE_EXECUTOR, RANK_EXECUTOR
 from phalanx.engine.fake import fake_tokens
 from phalanx.engine.limits import window_blocks
@@ -195,3 +196,28 @@ def test_a_window_needs_as_many_blocks_as_the_scheduler_says(num_blocks: int, ex
     resolved = options.model_copy(update={"max_seq_len": 256})
     assert window_blocks(13, 8) == 3
     assert _fit_length(options, resolved, shape, num_blocks, {}) == expected
+
+
+def test_grammars_are_imported_while_ranks_start_where_cores_are_left(monkeypatch):
+    calls = []
+    monkeypatch.setattr(process, "warm_grammars", lambda: calls.append("imported"))
+    monkeypatch.setattr(process, "cores", lambda: 6)
+    for options, early in (
+        (EngineOptions.of(model="m", device="cuda", tensor_parallel_size=2), True),
+        (EngineOptions.of(model="m", device="cuda", tensor_parallel_size=4), False),
+        (EngineOptions.of(model="m", device="cpu"), False),
+    ):
+        thread = process.import_grammars_early(options)
+        assert (thread is not None) == early
+        if thread is not None:
+            thread.join(10)
+    assert calls == ["imported"]
+
+
+def test_an_import_that_fails_is_left_to_the_first_constrained_request(monkeypatch, capfd):
+    monkeypatch.setattr(process, "warm_grammars", lambda: (_ for _ in ()).throw(ImportError("no library")))
+    monkeypatch.setattr(process, "cores", lambda: 64)
+    thread = process.import_grammars_early(EngineOptions.of(model="m", device="cuda"))
+    thread.join(10)
+    assert not process._imports_run()
+    assert "no library" not in capfd.readouterr().err

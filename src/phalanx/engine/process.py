@@ -8,6 +8,7 @@ by default that of rank processes, "fake": settings of `FakeExecutor`, each of t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -34,13 +35,13 @@ from phalanx.engine.executor import RANK_EXECUTOR, Executor, load_executor
 from phalanx.engine.experts import ExpertLoads
 from phalanx.engine.grammar_threads import GrammarThreads, calls_run
 from phalanx.engine.limits import window_blocks
-from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_to_engine
+from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_to_engine, warm_grammars
 from phalanx.engine.messages import EngineFacts, EngineToClient, Failed, Heartbeat, Shutdown, Started, Stopped
 from phalanx.engine.resolve_options import resolve_options
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.engine.step_scheduler import StepScheduler
 from phalanx.errors import EngineError, PhalanxError
-from phalanx.hardware.probe import detect_machine
+from phalanx.hardware.probe import cores, detect_machine
 
 logger = log.get_logger(__name__)
 
@@ -60,7 +61,7 @@ def main() -> None:
     config = launch.read_config()
     log.configure("engine")
     status = run(config)
-    if calls_run():
+    if calls_run() or _imports_run():
         logging.shutdown()
         os._exit(status)
     sys.exit(status)
@@ -152,6 +153,7 @@ def start(config: dict[str, Any]) -> EngineCore:
     given_options = EngineOptions.of(**config["options"])
     with phases.phase("read the model's shape"):
         shape, options, reasons = _resolve(given_options, config)
+    import_grammars_early(options)
     with phases.phase("start the ranks"):
         executor = load_executor(config.get("executor", RANK_EXECUTOR), options, shape, config.get("fake", {}))
         try:
@@ -187,6 +189,31 @@ def start(config: dict[str, Any]) -> EngineCore:
     if shape.experts is not None and any(rank.moe_layers for rank in ranks):
         experts = ExpertLoads(ranks, shape.experts.count, redundant=options.redundant_experts, clock=time.monotonic)
     return EngineCore(executor, scheduler, facts, experts)
+
+
+_IMPORTS = "import grammars"
+
+
+def import_grammars_early(options: EngineOptions) -> threading.Thread | None:
+    """Import what grammars need while the ranks start, on a thread; None where too few cores are left.
+
+    As its libraries are loaded, nothing else runs in this process for about half a second. Where the first constrained request
+    imports them (`Loop`), all streams wait for that."""
+    if options.device != "cuda" or cores() < 2 * options.world_size + 2:
+        return None
+
+    def load() -> None:
+        with contextlib.suppress(Exception):  # the first constrained request fails in the same way, and says so
+            warm_grammars()
+
+    thread = threading.Thread(target=load, name=_IMPORTS, daemon=True)
+    thread.start()
+    return thread
+
+
+def _imports_run() -> bool:
+    """Whether modules are being imported: the interpreter's end would tear their libraries down under that thread."""
+    return any(thread.name == _IMPORTS for thread in threading.enumerate())
 
 
 def facts_line(facts: EngineFacts) -> str:
