@@ -7,7 +7,10 @@ PY := $(VENV)/bin/python
 # The first of these that is Python 3.11 or later; `make PYTHON=... demo` names one outright.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	if $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done)
-# Python compiles what is imported, once; of what is installed, that is the smaller part.
+# Python compiles what is imported, once, and keeps it: tests start hundreds of processes that import torch, and to compile it again
+# takes twice as long as to import it. Images of containers often set this variable.
+unexport PYTHONDONTWRITEBYTECODE
+# Of what is installed, what is imported is the smaller part.
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off --no-compile
 
 .PHONY: demo test check check-ruff check-types check-imports check-architecture fuzz clients wheel bench clean
