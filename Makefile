@@ -38,7 +38,7 @@ check-imports: $(VENV)/.dev
 	@echo "== import-linter" && $(VENV)/bin/lint-imports --no-logo
 
 check-architecture: $(VENV)/.dev
-	@echo "== architecture" && $(PY) -m pytest -q tests/architecture
+	@echo "== architecture" && $(PY) -m pytest -q -p no:logging tests/architecture
 
 # Random schedules and requests, SECONDS each, from SEED on: it is printed, and again where a case fails.
 fuzz: SECONDS ?= 600

@@ -33,7 +33,8 @@ def logger_as_before() -> Iterator[None]:
     yield
     logging.captureWarnings(False)
     for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
-        logger.setLevel(level)
+        if logger.level != level:  # to set it empties the caches of all loggers
+            logger.setLevel(level)
         logger.propagate, logger.handlers[:] = propagate, handlers
 
 
