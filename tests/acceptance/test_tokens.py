@@ -8,7 +8,6 @@ each happened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from phalanx import LLM
 from tests.support.checkpoints import write_checkpoint
-from tests.support.executor_forked_launcher import forked_ranks
 from tests.support.greedy_tokens import BLOCK, NEW_TOKENS, STEP_TOKENS, continued, params_of, prompts_of_all_lengths
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -64,18 +62,12 @@ def reference(request, tmp_path_factory) -> Reference:
     return Reference(folder, prompts, tokens, logprobs)
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[str]:
-    with forked_ranks() as path:
-        yield path
-
-
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS, ids=lambda n: str(n))
-def test_tokens_equal_transformers(reference, launcher, tp, pp):
+def test_tokens_equal_transformers(reference, tp, pp):
     longest = max(len(prompt) for prompt in reference.prompts) + NEW_TOKENS
     params = params_of(reference.tokens, logprobs=0)
     with LLM(
-        reference.folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", launcher=launcher,
+        reference.folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu",
         kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest,
         kv_cache_bytes=_cache_bytes(reference, tp, pp, longest),
     ) as llm:  # fmt: skip

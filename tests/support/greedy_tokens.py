@@ -60,15 +60,13 @@ def assert_tokens_twice(llm: LLM, prompts: Prompts, expected: Sequence[Sequence[
     return stats
 
 
-def assert_layout_gives(
-    expected: Sequence[Sequence[int]], folder: Path, layout: tuple[int, int, int], *, launcher: str, cache_bytes: int
-) -> None:
+def assert_layout_gives(expected: Sequence[Sequence[int]], folder: Path, layout: tuple[int, int, int], *, cache_bytes: int) -> None:
     """layout: (tp, moe_ep, pp) on CPU, in fp32. cache_bytes: so few that requests preempt each other."""
     tp, moe_ep, pp = layout
     prompts = prompts_of_all_lengths()
     with LLM(
         folder, tensor_parallel_size=tp, moe_expert_parallel_size=moe_ep, pipeline_parallel_size=pp, device="cpu", dtype="fp32",
-        launcher=launcher, kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6,
+        kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6,
         max_seq_len=longest_request(prompts), kv_cache_bytes=cache_bytes,
     ) as llm:  # fmt: skip
         stats = assert_tokens_twice(llm, prompts, expected)
