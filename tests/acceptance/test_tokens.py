@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from phalanx import LLM
 from tests.support.checkpoints import write_checkpoint
-from tests.support.greedy_tokens import BLOCK, NEW_TOKENS, STEP_TOKENS, continued, params_of, prompts_of_all_lengths
+from tests.support.greedy_tokens import ALL, BLOCK, NEW_TOKENS, SHARED, STEP_TOKENS, continued, params_of, prompts_of_all_lengths
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -71,9 +71,9 @@ def test_tokens_equal_transformers(reference, tp, pp):
         kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest,
         kv_cache_bytes=_cache_bytes(reference, tp, pp, longest),
     ) as llm:  # fmt: skip
-        for _ in range(2):  # the second time, prompts hit blocks that the first left behind
-            outputs = llm.generate(reference.prompts, params, use_tqdm=False)
-            for output, tokens, logprobs in zip(outputs, reference.tokens, reference.logprobs, strict=True):
+        for again in ALL, SHARED:  # the second time, prompts hit blocks that the first left behind
+            outputs = llm.generate(reference.prompts[again], params, use_tqdm=False)
+            for output, tokens, logprobs in zip(outputs, reference.tokens[again], reference.logprobs[again], strict=True):
                 completion = output.outputs[0]
                 assert completion.token_ids == tokens
                 assert [entry.logprob for entry in completion.logprobs] == pytest.approx(logprobs, abs=1e-4)

@@ -15,6 +15,8 @@ from phalanx import LLM, SamplingParams
 from phalanx.engine.messages import Stats
 
 Prompts = Sequence[Sequence[int]]
+ALL, SHARED = slice(None), slice(-3, None)
+"""Of the prompts: all of them, and those that begin with the same tokens."""
 NEW_TOKENS, BLOCK, STEP_TOKENS = 20, 4, 16
 
 
@@ -51,9 +53,9 @@ def params_of(expected: Sequence[Sequence[int]], **options: Any) -> SamplingPara
 
 def assert_tokens_twice(llm: LLM, prompts: Prompts, expected: Sequence[Sequence[int]]) -> Stats:
     """The second time, prompts hit blocks that the first left behind. Returns the engine's counters."""
-    for _ in range(2):
-        outputs = llm.generate([list(prompt) for prompt in prompts], params_of(expected), use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in outputs] == expected
+    for again in ALL, SHARED:
+        outputs = llm.generate([list(prompt) for prompt in prompts[again]], params_of(expected), use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected[again]
     stats = llm.stats()
     assert stats.prefix_hits > 0
     assert stats.blocks_referenced == 0
