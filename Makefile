@@ -47,6 +47,7 @@ fuzz: $(VENV)/.dev
 	@echo "== fuzz: $(SECONDS) s each from SEED=$(SEED)"
 	@PHALANX_FUZZ_SECONDS=$(SECONDS) PHALANX_FUZZ_SEED=$(SEED) $(PY) -m pytest -q -s tests/engine/test_scheduler_fuzz.py tests/serve/test_app_fuzz.py
 	@PHALANX_FUZZ_EXAMPLES=50 PHALANX_FUZZ_SEED=$(SEED) $(PY) -m pytest -q -s tests/serve/test_app_schemathesis.py
+	@PHALANX_FUZZ_STEPS=500 $(PY) -m pytest -q --timeout=3600 tests/worker/test_memory_profile_variants.py
 	@PHALANX_HOSTILE_SECONDS=60 $(PY) -m pytest -q -s tests/acceptance/test_hostile_host.py
 
 # Real libraries and tools against a real server, each in an environment of its own; minutes, and not a part of CI.
