@@ -7,7 +7,10 @@ PY := $(VENV)/bin/python
 # The first of these that is Python 3.11 or later; `make PYTHON=... demo` names one outright.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	if $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done)
-# Python compiles what is imported, once; of what is installed, that is the smaller part.
+# Python compiles what is imported, once, and keeps it: tests start hundreds of processes that import torch, and to compile it again
+# takes twice as long as to import it. Images of containers often set this variable.
+unexport PYTHONDONTWRITEBYTECODE
+# Of what is installed, what is imported is the smaller part.
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off --no-compile
 
 .PHONY: demo test check check-ruff check-types check-imports check-architecture fuzz clients wheel bench clean
@@ -35,7 +38,7 @@ check-imports: $(VENV)/.dev
 	@echo "== import-linter" && $(VENV)/bin/lint-imports --no-logo
 
 check-architecture: $(VENV)/.dev
-	@echo "== architecture" && $(PY) -m pytest -q tests/architecture
+	@echo "== architecture" && $(PY) -m pytest -q -p no:logging tests/architecture
 
 # Random schedules and requests, SECONDS each, from SEED on: it is printed, and again where a case fails.
 fuzz: SECONDS ?= 600
@@ -44,6 +47,7 @@ fuzz: $(VENV)/.dev
 	@echo "== fuzz: $(SECONDS) s each from SEED=$(SEED)"
 	@PHALANX_FUZZ_SECONDS=$(SECONDS) PHALANX_FUZZ_SEED=$(SEED) $(PY) -m pytest -q -s tests/engine/test_scheduler_fuzz.py tests/serve/test_app_fuzz.py
 	@PHALANX_FUZZ_EXAMPLES=50 PHALANX_FUZZ_SEED=$(SEED) $(PY) -m pytest -q -s tests/serve/test_app_schemathesis.py
+	@PHALANX_FUZZ_STEPS=500 $(PY) -m pytest -q --timeout=3600 tests/worker/test_memory_profile_variants.py
 	@PHALANX_HOSTILE_SECONDS=60 $(PY) -m pytest -q -s tests/acceptance/test_hostile_host.py
 
 # Real libraries and tools against a real server, each in an environment of its own; minutes, and not a part of CI.

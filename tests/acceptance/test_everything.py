@@ -12,8 +12,12 @@ import tarfile
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks import harness
 from benchmarks.engine import everything_on_gpu as everything
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 SCRIPT = [sys.executable, "-m", "benchmarks.engine.everything_on_gpu", "--device", "cpu"]
 
@@ -48,7 +52,8 @@ def test_a_work_that_fails_says_so_and_one_that_is_slow_is_cut_off(tmp_path: Pat
         assert everything.Run("slow", slow, tmp_path, tmp_path / "kernels", log).all() == 124
 
 
-def test_ended_it_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_ended_it_leaves_nothing_behind(tmp_path: Path, new_interpreters: None) -> None:
+    """Processes are found by their command lines, of which forks have none."""
     arguments = ["--out", tmp_path / "out", "--kernels", tmp_path / "kernels", "--only", "http"]
     script = subprocess.Popen([*SCRIPT, *arguments], cwd=harness.ROOT, stdout=subprocess.DEVNULL)
     try:

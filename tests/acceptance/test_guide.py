@@ -18,7 +18,7 @@ import httpx
 from tests.support.documents import ROOT, printed_under
 
 
-def test_the_server(tmp_path):
+def test_the_server(tmp_path, forked_python):
     (serve, ask, metrics), expected = printed_under(ROOT / "docs" / "guide.md", "### The server")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -18,22 +17,16 @@ import pytest
 
 from phalanx import cli
 from phalanx.health.servers import parse, visit
-from tests.support.health_subject import ROOT
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
+def url(tmp_path_factory, forked_python):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "phalanx", "serve", "demo", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--tp_size", "2"]
     log = (tmp_path_factory.mktemp("server") / "log").open("w")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    process = subprocess.Popen(command, stdout=log, stderr=log)
     base = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 120

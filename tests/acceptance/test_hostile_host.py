@@ -26,7 +26,10 @@ from tests.support.hostile_host import DOWNGRADES
 from tests.support.namespaces import Namespaces, namespaces_on_a_switch
 from tests.support.two_hosts import Hosts, one_host, text_of
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which("ip") is None, reason="not run: needs iproute2")]
+pytestmark = [
+    pytest.mark.usefixtures("forked_python"), pytest.mark.root,
+    pytest.mark.skipif(shutil.which("ip") is None, reason="not run: needs iproute2"),
+]  # fmt: skip
 
 SECONDS = float(os.environ.pop("PHALANX_HOSTILE_SECONDS", "6"))  # a command would refuse an option that it does not know
 PROMPT, TOKENS = "A secret of the hosts: the gate opens at dawn", 24
@@ -79,8 +82,8 @@ def memory(hosts: Hosts) -> dict[int, int]:
     sizes = {}
     for process in (process for host in (0, 1) for process in hosts.spaces.processes(host)):
         with contextlib.suppress(psutil.NoSuchProcess):  # a client that is ending
-            words = process.cmdline()
-            if words and (words[0].startswith("phalanx ") or "phalanx" in words):  # a title, or the module of a follower
+            command = " ".join(process.cmdline())
+            if command.startswith("phalanx ") or " -m phalanx serve " in command:  # a title, or a follower, which has none
                 sizes[process.pid] = process.memory_info().rss
     return sizes
 

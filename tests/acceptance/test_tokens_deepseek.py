@@ -4,7 +4,6 @@ preemptions, over tensor, expert and pipeline ranks; V3 in 16 bit and in block-s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from phalanx import LLM, SamplingParams
 from phalanx.config.model import ModelShape
 from tests.support import quantized_checkpoints
 from tests.support.checkpoints import write_checkpoint
-from tests.support.executor_forked_launcher import forked_ranks
 from tests.support.greedy_tokens import (
     BLOCK,
     NEW_TOKENS,
@@ -53,27 +51,21 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
     return expected
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[str]:
-    with forked_ranks() as path:
-        yield path
-
-
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts])
-def test_tokens_equal_transformers(references, launcher, name, layout):
+def test_tokens_equal_transformers(references, name, layout):
     folder, expected = references[name]
     _, _, pp = layout
     cache_bytes = _cache_bytes(folder, pp, longest_request(prompts_of_all_lengths()))
-    assert_layout_gives(expected, folder, layout, launcher=launcher, cache_bytes=cache_bytes)
+    assert_layout_gives(expected, folder, layout, cache_bytes=cache_bytes)
 
 
-def test_tokens_over_data_parallel_indices_equal_transformers(references, launcher):
+def test_tokens_over_data_parallel_indices_equal_transformers(references):
     """Two groups of ranks, each with a cache, attention and shared experts of its own; the routed experts are split over both."""
     folder, expected = references["v3"]
     longest = longest_request(prompts_of_all_lengths())
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     with LLM(
-        folder, tensor_parallel_size=1, expert_parallel_size=2, device="cpu", dtype="fp32", launcher=launcher, kv_block_size=BLOCK,
+        folder, tensor_parallel_size=1, expert_parallel_size=2, device="cpu", dtype="fp32", kv_block_size=BLOCK,
         max_num_tokens=2 * STEP_TOKENS, max_batch_size=6, max_seq_len=longest,
     ) as llm:  # fmt: skip
         outputs = llm.generate(prompts_of_all_lengths(), params, use_tqdm=False)

@@ -6,7 +6,6 @@ requests that come late and preempt each other, and data-parallel indices that h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from phalanx import LLM, SamplingParams
 from tests.support.checkpoints import write_checkpoint
-from tests.support.executor_forked_launcher import forked_ranks
 from tests.support.greedy_tokens import assert_tokens_twice, params_of, reference_tokens
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -57,25 +55,19 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
     return references
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[str]:
-    with forked_ranks() as path:
-        yield path
-
-
-def engine(folder: Path, launcher: str, *, tp: int, ep: int = 1, moe_ep: int = 1, pp: int = 1, **options: object) -> LLM:
+def engine(folder: Path, *, tp: int, ep: int = 1, moe_ep: int = 1, pp: int = 1, **options: object) -> LLM:
     return LLM(
         folder, tensor_parallel_size=tp, expert_parallel_size=ep, moe_expert_parallel_size=moe_ep, pipeline_parallel_size=pp,
-        device="cpu", launcher=launcher, kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6,
+        device="cpu", kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6,
         max_seq_len=MAX_LENGTH, **options,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_tokens_equal_transformers(references, launcher, family, layout):
+def test_tokens_equal_transformers(references, family, layout):
     tp, ep, moe_ep, pp = layout
     folder, prompts, expected = references[family]
-    with engine(folder, launcher, tp=tp, ep=ep, moe_ep=moe_ep, pp=pp, kv_cache_bytes=_cache_bytes(folder, tp, pp)) as llm:
+    with engine(folder, tp=tp, ep=ep, moe_ep=moe_ep, pp=pp, kv_cache_bytes=_cache_bytes(folder, tp, pp)) as llm:
         assert_tokens_twice(llm, prompts, expected)
         alone = llm.generate(prompts[2:3], params_of(expected), use_tqdm=False)  # the other data-parallel indices have no tokens
         assert alone[0].outputs[0].token_ids == expected[2]
@@ -91,22 +83,22 @@ def test_tokens_equal_transformers(references, launcher, family, layout):
         ("deepseek_v3", 2, 2, "ALL_GATHER"),  # latent attention, dense layers and shared experts, of each index's own tokens
     ],
 )
-def test_either_exchange_with_experts_that_get_nothing_and_all(references, launcher, checkpoint, tp, ep, exchange):
+def test_either_exchange_with_experts_that_get_nothing_and_all(references, checkpoint, tp, ep, exchange):
     folder, prompts, expected = references[checkpoint]
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    with engine(folder, launcher, tp=tp, ep=ep, expert_exchange=exchange) as llm:
+    with engine(folder, tp=tp, ep=ep, expert_exchange=exchange) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
-def test_the_guides_mixtral_on_eight_ranks(tmp_path, launcher):
+def test_the_guides_mixtral_on_eight_ranks(tmp_path):
     """`LLM("mixtral...", tensor_parallel_size=4, expert_parallel_size=2, dtype="fp8")`: 8 experts over 2 groups of 4 ranks. On the
     4 ranks of tensor_parallel_size=4 alone each expert has the same slices, and so the same scales."""
     folder = write_checkpoint(tmp_path, "mixtral", num_local_experts=8, num_attention_heads=8, num_key_value_heads=4)
     prompts, params = prompts_of(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
     outputs = []
     for ep in (1, 2):
-        with engine(folder, launcher, tp=4, ep=ep, dtype="fp8") as llm:
+        with engine(folder, tp=4, ep=ep, dtype="fp8") as llm:
             outputs.append([output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)])
     for one, two in zip(*outputs, strict=True):
         assert one.token_ids == two.token_ids

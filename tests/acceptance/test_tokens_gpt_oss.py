@@ -4,7 +4,6 @@ with experts in 16 bit and in MXFP4, over tensor, expert and pipeline ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from phalanx.config.model import ModelShape
 from phalanx.plan.shard import heads
 from tests.support import mxfp4_checkpoints
 from tests.support.checkpoints import write_checkpoint
-from tests.support.executor_forked_launcher import forked_ranks
 from tests.support.greedy_tokens import (
     BLOCK,
     NEW_TOKENS,
@@ -43,18 +41,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
     return expected
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[str]:
-    with forked_ranks() as path:
-        yield path
-
-
 @pytest.mark.parametrize(("form", "layout"), [(form, layout) for form, layouts in LAYOUTS.items() for layout in layouts])
-def test_tokens_equal_transformers(references, launcher, form, layout):
+def test_tokens_equal_transformers(references, form, layout):
     folder, expected = references[form]
     tp, _, pp = layout
     cache_bytes = _cache_bytes(folder, tp, pp, longest_request(prompts_of_all_lengths()))
-    assert_layout_gives(expected, folder, layout, launcher=launcher, cache_bytes=cache_bytes)
+    assert_layout_gives(expected, folder, layout, cache_bytes=cache_bytes)
 
 
 @pytest.mark.gpu1

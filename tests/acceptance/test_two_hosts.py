@@ -23,7 +23,11 @@ from tests.support.documents import ROOT, printed_under
 from tests.support.namespaces import idle_percent, two_namespaces
 from tests.support.two_hosts import MASTER_PORT, PORT, PROMPT, RUNNING, Hosts, one_host, text_of
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which("ip") is None, reason="not run: needs iproute2")]
+pytestmark = [
+    pytest.mark.usefixtures("forked_python"),
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("ip") is None, reason="not run: needs iproute2"),
+]
 
 CLEAN_SECONDS = 10.0
 """From the loss of a host until the other one has nothing left of the server."""

@@ -21,6 +21,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of its tree: most tests look at each of them."""
+    return tuple(ast.walk(tree_of(path)))
+
+
 def module_name(path: Path) -> str:
     return ".".join(("phalanx", *path.relative_to(SRC).with_suffix("").parts))
 

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 import pytest
 
-from tests.architecture.sources import ROOT, module_name, python_files, tree_of
+from tests.architecture.sources import ROOT, module_name, nodes_of, python_files
 
 WALL_CLOCK = {"time", "time_ns", "ctime", "localtime", "gmtime"}
 """Functions of the module time; of datetime: now, utcnow and today."""
@@ -26,10 +27,10 @@ DATES = {
 RUNS_CODE = {"eval", "exec", "pickle", "marshal", "dill", "cloudpickle", "shelve"}
 
 
-def wall_clock_reads(tree: ast.Module) -> list[int]:
+def wall_clock_reads(nodes: Iterable[ast.AST]) -> list[int]:
     """The lines on which a program reads the wall clock."""
     lines = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module == "time" and any(name.name in WALL_CLOCK for name in node.names):
             lines.append(node.lineno)
         if isinstance(node, ast.Attribute):
@@ -41,10 +42,10 @@ def wall_clock_reads(tree: ast.Module) -> list[int]:
     return lines
 
 
-def code_runners(tree: ast.Module) -> list[int]:
+def code_runners(nodes: Iterable[ast.AST]) -> list[int]:
     """The lines that run code which may come from data: eval, pickle, torch.load, and checkpoints with code of their own."""
     lines = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]
             lines += [node.lineno for name in names if name.partition(".")[0] in RUNS_CODE]
@@ -59,20 +60,20 @@ def code_runners(tree: ast.Module) -> list[int]:
 
 @pytest.mark.parametrize("path", python_files(), ids=module_name)
 def test_the_wall_clock_is_for_dates_only(path):
-    lines = wall_clock_reads(tree_of(path))
+    lines = wall_clock_reads(nodes_of(path))
     assert bool(lines) == (module_name(path) in DATES), f"{path} reads the wall clock on lines {lines}"
 
 
 @pytest.mark.parametrize("path", python_files(), ids=module_name)
 def test_no_code_of_data_is_run(path):
-    assert code_runners(tree_of(path)) == []
+    assert code_runners(nodes_of(path)) == []
 
 
 @pytest.mark.parametrize("folder", ["scripts", "benchmarks"])
 def test_no_code_of_data_is_run_beside_the_package(folder):
     paths = sorted((ROOT / folder).rglob("*.py"))
     assert paths
-    assert {str(path): lines for path in paths if (lines := code_runners(tree_of(path)))} == {}
+    assert {str(path): lines for path in paths if (lines := code_runners(nodes_of(path)))} == {}
 
 
 def test_both_are_found():
@@ -80,5 +81,6 @@ def test_both_are_found():
         "import time, pickle\nfrom time import time as now\nx = time.time() + datetime.datetime.now()\neval('1')\ntorch.load(f)\n"
     )
     source += "A.from_pretrained(f)\nA.from_pretrained(f, trust_remote_code=False)\nA.from_pretrained(f, trust_remote_code=x)\n"
-    assert wall_clock_reads(ast.parse(source)) == [2, 3, 3]
-    assert sorted(code_runners(ast.parse(source))) == [1, 4, 5, 6, 8]
+    nodes = list(ast.walk(ast.parse(source)))
+    assert wall_clock_reads(nodes) == [2, 3, 3]
+    assert sorted(code_runners(nodes)) == [1, 4, 5, 6, 8]

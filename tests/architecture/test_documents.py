@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -167,7 +168,7 @@ def test_every_sampling_parameter_is_documented():
 
 def test_every_flag_in_prose_exists():
     """`--flag` in a page is an option of some verb, or of a tool that the line names."""
-    parameters = [parameter for verb in _verbs(typer.main.get_command(app)) for parameter in verb.params]
+    parameters = [parameter for verb in _verbs(_command_line()) for parameter in verb.params]
     known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
     tools = ("torchrun", "docker", "kubectl", "--ipc", "--max-restarts", "nvlink --status", "ray start")
     for page in PAGES:
@@ -212,9 +213,14 @@ def _names_extras(arguments: list[str]) -> None:
     assert set((match[1] or "gpu").split(",")) <= set(extras)
 
 
+@cache
+def _command_line():
+    return typer.main.get_command(app)
+
+
 def _is_parsed(arguments: list[str]) -> None:
     """By the command line's own parser, up to but without the verb; engine and server options are then validated."""
-    command = typer.main.get_command(app)
+    command = _command_line()
     context = command.make_context("phalanx", list(arguments))
     while hasattr(command, "commands"):
         if arguments[0] not in command.commands and hasattr(command, "default_verb"):

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.architecture.sources import ROOT, SRC, imports_of, module_name, package_of, python_files, tree_of
+from tests.architecture.sources import ROOT, SRC, imports_of, module_name, nodes_of, package_of, python_files, tree_of
 
 LEVELS = [
     {"errors", "version"}, {"log", "metrics"}, {"config"}, {"hardware"}, {"tables"}, {"kernels", "plan"}, {"comm"}, {"models"},
@@ -153,7 +153,7 @@ def test_test_modules_share_through_support():
     """What several test modules use is in tests/support: one module's change must not break another's tests."""
     faults = set()
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             if any(re.match(r"tests\.(?:\w+\.)*test_", name) for name in names):
@@ -173,7 +173,7 @@ READS_ENVIRONMENT = {
 def test_only_sources_reads_the_environment(path):
     if module_name(path) in READS_ENVIRONMENT:
         return
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             assert node.attr not in {"environ", "getenv"}, f"{path}:{node.lineno} reads the environment"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.sources import ROOT, SRC, module_name, python_files, tree_of
+from tests.architecture.sources import ROOT, SRC, module_name, nodes_of, python_files, tree_of
 from tests.conftest import SLOW_FILES
 
 MAX_FILE, MAX_FUNCTION, MAX_PACKAGE = 600, 60, 20
@@ -23,7 +23,7 @@ LARGE_PACKAGES: dict[str, str] = {
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield f"{module_name(path)}.{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
 

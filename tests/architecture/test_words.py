@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.sources import ROOT, module_name, python_files, tree_of
+from tests.architecture.sources import ROOT, module_name, nodes_of, python_files, tree_of
 
 BANNED = {
     "an absolute path of a machine": re.compile(r"(?<![\w.}])/(?:work|root|home/(?!phalanx)\w+)/"),
@@ -80,7 +80,7 @@ def test_no_retired_word_comes_back():
 
 def bindings(path: Path) -> Iterator[tuple[str, int]]:
     """Every name that the file binds: variables, parameters, attributes of self and of classes, functions, imports."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id, node.lineno
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

@@ -13,8 +13,9 @@ status.
 - A fork starts as a copy of a process with one thread and no open file, socket or GPU. The template checks that.
 - A process that starts others has a template of its own, forked before anything ran in it: so its children are its children, and
   none of them inherits anything of it. The template ends with its process.
-- A command that is not Python's, that has settings of the interpreter or of torch other than the template's (`_AT_START`), or
-  that runs a function before it starts, is started as ever.
+- `ip netns exec NAME` before a command of Python's is done by the fork itself, and by its template: its children are there, too.
+- Any other command that is not Python's, that has settings of the interpreter or of torch other than the template's
+  (`_AT_START`), or that runs a function before it starts, is started as ever.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import signal
 import socket
 import subprocess
@@ -44,6 +46,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _LARGEST = 1 << 18
 _ANSWER_SECONDS = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNS, _CLONE_NEWNET, _MS_SLAVE_REC, _MNT_DETACH = 0x20000, 0x40000000, 0x84000, 2
+_ON_A_HOST = ["ip", "netns", "exec"]
 
 _AT_START = re.compile(r"PYTHON|LD_|OMP_|MKL_|TORCH(?!INDUCTOR|ELASTIC|_NCCL)|CUDA|HF_|TRANSFORMERS_|TOKENIZERS_|MPL")
 """Variables that are read when an interpreter starts or a library is imported."""
@@ -142,8 +146,13 @@ class Template:
 
 
 def _adopt_orphans(adopt: bool) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
+    _call("prctl", _PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """A function of the C library."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        raise OSError(ctypes.get_errno(), f"{name}{arguments}")
 
 
 class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
@@ -176,6 +185,10 @@ def _job(args: Any, environment: Mapping[str, str], preloaded: Mapping[str, str]
     if isinstance(args, str | bytes | os.PathLike):
         return None
     words = [os.fsdecode(word) for word in args]
+    namespace = None
+    if words[:3] == _ON_A_HOST:
+        namespace, words = words[3], words[4:]
+    command = list(words)
     if words[:1] != [sys.executable] or not _alike(environment, preloaded):
         return None
     words.pop(0)
@@ -187,7 +200,7 @@ def _job(args: Any, environment: Mapping[str, str], preloaded: Mapping[str, str]
         words.pop(0)
     if not words or (kind == "file" and words[0].startswith("-")):
         return None
-    return {"kind": kind, "words": words, "safe": safe}
+    return {"kind": kind, "words": words, "safe": safe, "namespace": namespace, "command": command}
 
 
 def _alike(environment: Mapping[str, str], preloaded: Mapping[str, str]) -> bool:
@@ -229,9 +242,13 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _become(job: dict[str, Any], streams: list[int], environment: Mapping[str, str]) -> None:
     """Make this fork what the job says, up to the code that it runs."""
+    import setproctitle
+
     global _template
     if job["session"]:
         os.setsid()
+    if job["namespace"] is not None:
+        _enter(job["namespace"])
     _template = None
     if job["words"][0] != "phalanx.worker":
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -243,6 +260,7 @@ def _become(job: dict[str, Any], streams: list[int], environment: Mapping[str, s
             _run(theirs, environment)
         theirs.close()
         _template = Template(ours, environment, pid)
+    setproctitle.setproctitle(shlex.join(job["command"]))
     for standard, descriptor in enumerate(streams):
         os.dup2(descriptor, standard)
     for descriptor in streams:
@@ -256,6 +274,16 @@ def _become(job: dict[str, Any], streams: list[int], environment: Mapping[str, s
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     subprocess.Popen = _ForkedPopen  # type: ignore[misc]
+
+
+def _enter(namespace: str) -> None:
+    """Move this process there, as `ip netns exec` does: its network, and a /sys that shows the devices of that."""
+    with open(f"/run/netns/{namespace}", "rb") as file:
+        _call("setns", file.fileno(), _CLONE_NEWNET)
+    _call("unshare", _CLONE_NEWNS)
+    _call("mount", b"", b"/", b"none", _MS_SLAVE_REC, None)
+    _call("umount2", b"/sys", _MNT_DETACH)
+    _call("mount", namespace.encode(), b"/sys", b"sysfs", 0, None)
 
 
 def _execute(kind: str, words: list[str], safe: bool) -> None:

@@ -6,11 +6,23 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
+
+# Asked of a host again and again until it is ready: an HTTP library would take ten times as long to import.
+GET = """
+import socket, sys
+address, port, path = sys.argv[1:]
+with socket.create_connection((address, int(port)), 5) as connection:
+    connection.sendall(f"GET {path} HTTP/1.1\\r\\nHost: {address}\\r\\nConnection: close\\r\\n\\r\\n".encode())
+    answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+head, _, body = answer.partition("\\r\\n\\r\\n")
+print(head.split()[1], body)
+"""
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,13 @@ class Namespaces:
     def command(self, host: int, *words: str) -> list[str]:
         """What runs `words` on a host."""
         return ["ip", "netns", "exec", self.names[host], *words]
+
+    def get(self, host: int, port: int, path: str) -> tuple[int, str]:
+        """(status, body) of the answer of a host to a GET, asked on that host; 0 and why, where none comes."""
+        words = self.command(host, sys.executable, "-I", "-S", "-c", GET, self.addresses[host], str(port), path)
+        answer = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
+        status, _, body = answer.stdout.partition(" ")
+        return (int(status), body) if answer.returncode == 0 else (0, answer.stderr)
 
     def cut(self) -> None:
         """Both ends fall silent: packets vanish, no reset is sent."""

@@ -23,6 +23,8 @@ from phalanx.tune.cli import app, main
 from phalanx.tune.sweep import GEMM_ALL_REDUCE
 from tests.support.tune_benchmarks import LAYERS, NVLINK2, SMALL, folder_of
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ from tests.support.kernels_variants import NUM_SMS, SM, Variant, recorded
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 SLOTS, BLOCK, LONGEST, TOKENS = 37, 16, 2048, 4095
 """Odd, so that what lies behind a row of facts lies on no 16 bytes."""
+
+STEPS = int(os.environ.get("PHALANX_FUZZ_STEPS", "50"))
+"""At random, after each start; `make fuzz` makes more."""
 
 GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 0.7}
 PARAMS_OF_REQUESTS: list[list[dict[str, Any]]] = [
@@ -214,7 +218,7 @@ def later(case: Case, steps: int) -> tuple[set[Variant], set[Variant]]:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_steps_ask_for_no_kernel_that_the_start_has_not_compiled(name: str) -> None:
-    first, new = later(CASES[name], 50 if name.startswith("deepseek") else 150)
+    first, new = later(CASES[name], STEPS)
     kernels = {variant.kernel for variant in first}
     assert {"_packed_argmax_keys", "_gumbel_max", "_filter_thresholds", "_decode_keys"} <= kernels
     if name.startswith("deepseek"):
