@@ -83,6 +83,28 @@ def _k_step(
 
 
 @triton.jit
+def _sums(
+    total, x_row, valid, weight, scale, selectors, shift, weight_row, first, end, inputs, row_blocks, row_scales,
+    MXFP4: tl.constexpr, FULL: tl.constexpr, APART: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """total + all steps first .. end - 1. APART: the last columns, where they are fewer, are a step of their own: with their masks
+    in the loop, a step takes a tenth more instructions, and ptxas waits for each product of warpgroups before the next."""
+    full = inputs // BLOCK_COLUMNS
+    for block in range(first, tl.minimum(end, full) if APART else end):
+        total = _k_step(
+            total, x_row, valid, weight, scale, selectors, shift, weight_row, block, inputs, row_blocks, row_scales, MXFP4,
+            FULL or APART, SM,
+        )  # fmt: skip
+    if APART:  # noqa: SIM102 (known when compiled)
+        if end > full:
+            total = _k_step(
+                total, x_row, valid, weight, scale, selectors, shift, weight_row, full, inputs, row_blocks, row_scales, MXFP4,
+                False, SM,
+            )  # fmt: skip
+    return total
+
+
+@triton.jit
 def _swiglu(gate, up, alpha, limit, CLAMPED: tl.constexpr):
     """See `ClampedSwiGlu`; else silu(gate) * up."""
     if CLAMPED:
@@ -149,21 +171,12 @@ def _biased_gemm(
         total = tl.zeros([ROWS, TOKENS], tl.float32)
     selectors = tl.load(selector_table + tl.arange(0, 32)) if MXFP4 else None
     shift = tl.load(selector_table + 32 + tl.arange(0, 1)) if MXFP4 else None
-    # The last columns, where they are fewer, are a step of their own: with their masks in the loop, a step takes a tenth more
-    # instructions, and ptxas waits for each product of warpgroups before it issues the next. Large tiles lack the registers.
+    # Large tiles lack the registers for a step apart.
     APART: tl.constexpr = not FULL and (TOKENS <= 64 or (GATED and SM >= 90))
-    end, full = tl.minimum((part + 1) * part_blocks, blocks), inputs // BLOCK_COLUMNS
-    for block in range(part * part_blocks, tl.minimum(end, full) if APART else end):
-        total = _k_step(
-            total, x_row, valid, weight, scale, selectors, shift, weight_row, block, inputs, row_blocks, row_scales, MXFP4,
-            FULL or APART, SM,
-        )  # fmt: skip
-    if APART:  # noqa: SIM102 (known when compiled)
-        if end > full:
-            total = _k_step(
-                total, x_row, valid, weight, scale, selectors, shift, weight_row, full, inputs, row_blocks, row_scales, MXFP4,
-                False, SM,
-            )  # fmt: skip
+    total = _sums(
+        total, x_row, valid, weight, scale, selectors, shift, weight_row, part * part_blocks,
+        tl.minimum((part + 1) * part_blocks, blocks), inputs, row_blocks, row_scales, MXFP4, FULL, APART, SM,
+    )  # fmt: skip
     total = _with_bias(total, bias, weight_row, part)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS // 8, 2, 8, TOKENS]), [0, 2, 3, 1]))
