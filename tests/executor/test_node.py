@@ -115,7 +115,8 @@ def formed(
     finally:
         executor.shutdown()
         for child in psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []:
-            child.kill()
+            with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+                child.kill()
         node.kill()
         node.communicate()
 

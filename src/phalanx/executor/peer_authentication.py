@@ -28,6 +28,7 @@ log = get_logger(__name__)
 HANDSHAKE_SECONDS = 5.0
 """How long a handshake may take; a peer that was let in and sends nothing for as long holds its identity no longer."""
 _LOG_SECONDS = 10.0  # between two log lines on refused peers
+_UNKNOWN = "an unknown address"  # of a connection that closed before it was asked for
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _CRYPTOGRAPHIC = int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -60,7 +61,7 @@ class PeerAuthenticator:
         self._dropped: set[str] = set()
         self._addresses: dict[int, str] = {}  # by descriptor, of accepted TCP connections
         self._refusals: list[str] = []  # descriptions of failed handshakes whose connections are about to close
-        self._refused, self._last_log = 0, -_LOG_SECONDS
+        self._refused, self._last_logs = 0, {True: -_LOG_SECONDS, False: -_LOG_SECONDS}  # by whether the address is known
 
     def listen(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
         """Take the connections of `router` from now on. Raises nothing that a peer could cause."""
@@ -143,7 +144,7 @@ class PeerAuthenticator:
             wrong = "wrong cluster token" if value == _CRYPTOGRAPHIC else "it does not use the cluster token as this engine does"
             self._refusals.append(wrong)
         elif event == zmq.EVENT_DISCONNECTED:
-            address = self._addresses.pop(value, "an unknown address")
+            address = self._addresses.pop(value, _UNKNOWN)
             with self._lock:
                 known = any(connection.descriptor == value for connection in self._connections.values())
                 for name, connection in self._connections.items():
@@ -158,10 +159,11 @@ class PeerAuthenticator:
     def _log_refusal(self, address: str, why: str) -> None:
         self._refused += 1
         now = time.monotonic()
-        if now - self._last_log >= _LOG_SECONDS:
+        known = address != _UNKNOWN  # a line without an address must not hold back the first one with it
+        if now - self._last_logs[known] >= _LOG_SECONDS:
             more = f" ({self._refused} since the last such line)" if self._refused > 1 else ""
             log.warning("a peer at %s was refused: %s%s", address, why, more)
-            self._refused, self._last_log = 0, now
+            self._refused, self._last_logs[known] = 0, now
 
     def _decide(self, request: list[bytes]) -> list[bytes]:
         """The answer to a ZAP request: whether the key that asks belongs to a peer, and no other connection holds its identity."""
@@ -189,7 +191,7 @@ def _peer_address(descriptor: int) -> str:
         with sockets.socket(fileno=os.dup(descriptor)) as connection:
             return _without_prefix(str(connection.getpeername()[0]))
     except (OSError, IndexError):
-        return "an unknown address"
+        return _UNKNOWN
 
 
 def _without_prefix(address: str) -> str:
