@@ -139,7 +139,7 @@ class Costs:
             labels.append(self._all_reduce().label)
         experts = self.shape.experts
         if self.shape.latent is not None or (experts is not None and (experts.mxfp4 or self.split.ep > 1)):
-            labels.append("estimated")  # no figure of the kind is in the fit
+            labels.append("estimated")  # figures of one model or layout of the kind alone are in the fit
         if self.split.pp > 1 and self.machine.network is not None and self._spans_nodes(self.split.world):
             labels.append("estimated")
         return collectives.worst(*labels)

@@ -33,6 +33,7 @@ from phalanx.serve.openai.stream import (
     DONE,
     CancellableResponse,
     EventStream,
+    LastEvent,
     chunks,
     encode_json,
     encode_small,
@@ -101,21 +102,17 @@ class ChatHandler:
         continuous = bool(options and options.continuous_usage_stats)
         head = self._head("chat.completion.chunk")
         as_event = chunks({**head, "usage": None} if with_usage else head)
-        running, last = self._params.n, b""
+        last = LastEvent(self._params.n)
         async with aclosing(self.deltas()) as deltas:
             async for choice in deltas:
                 if continuous:
                     data = event({**head, "choices": [choice], "usage": self._usage_body()})
                 else:  # an event without logprobs has a few short lists: counting their entries takes longer than encoding them
                     data = as_event(choice, encode_small if choice["logprobs"] is None else encode_json)
-                if choice["finish_reason"] is not None:
-                    running -= 1
-                if running:
+                if not last.holds(choice, data):
                     yield data
-                else:  # nothing follows but the end, which is written with it
-                    last = data
         usage = event({**head, "choices": [], "usage": self._usage_body()}) if with_usage else b""
-        yield last + usage + DONE
+        yield last.data + usage + DONE
 
     def _usage_body(self) -> dict[str, Any] | None:
         return None if self.usage is None else self.usage.body()

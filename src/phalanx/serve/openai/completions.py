@@ -32,6 +32,7 @@ from phalanx.serve.openai.stream import (
     PART,
     CancellableResponse,
     EventStream,
+    LastEvent,
     chunks,
     encode_small,
     entries_of,
@@ -94,7 +95,7 @@ class CompletionHandler:
         continuous = bool(options and options.continuous_usage_stats)
         as_event = chunks({**self._head, "usage": None} if with_usage else self._head)
         texts_only = self._request.logprobs is None and self._request.prompt_logprobs is None
-        running, last = len(self._prompts) * self._params.n, b""
+        last = LastEvent(len(self._prompts) * self._params.n)
         async with aclosing(self._choices()) as choice_deltas:
             async for choice in choice_deltas:
                 if continuous:
@@ -103,14 +104,10 @@ class CompletionHandler:
                     data = as_event(choice, encode_small)
                 else:
                     data = await off_loop(as_event, choice, entries=entries)
-                if choice["finish_reason"] is not None:
-                    running -= 1
-                if running:
+                if not last.holds(choice, data):
                     yield data
-                else:  # nothing follows but the end, which is written with it
-                    last = data
         usage = event({**self._head, "choices": [], "usage": self._usage_body()}) if with_usage else b""
-        yield last + usage + DONE
+        yield last.data + usage + DONE
 
     def _usage_body(self) -> dict[str, Any] | None:
         if self._usage is None:

@@ -43,6 +43,24 @@ _HEADERS = [
 ]
 
 
+class LastEvent:
+    """Holds back the event in which the last choice of a response ends: nothing follows but the end, which is written with it.
+
+    data: that event; empty before. choices: of the response."""
+
+    def __init__(self, choices: int) -> None:
+        self.data, self._running = b"", choices
+
+    def holds(self, choice: Mapping[str, Any], data: bytes) -> bool:
+        """Whether `data`, the event of `choice`, is kept rather than to be written now."""
+        if choice["finish_reason"] is not None:
+            self._running -= 1
+        if self._running:
+            return False
+        self.data = data
+        return True
+
+
 async def off_loop(work: Callable[..., Result], *args: Any, entries: int) -> Result:
     """`work(*args)`, on a thread if it is about many entries."""
     if entries <= PART:
