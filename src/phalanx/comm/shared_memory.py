@@ -38,7 +38,7 @@ _LINE = 64  # bytes of a cache line: one counter on each
 _OUTPUTS = 3  # chunks that the outputs of a fusion may take: norm, its quantization, scales, residual
 _ROUNDS_BEFORE_YIELD, _NAP = 50, 50e-6
 _ROUNDS_BEFORE_NAP, _ROUNDS_ON_FEW_CORES = 2000, 100
-"""About a millisecond, and what a nap takes at least: where ranks share cores, a rank that looks on keeps others from their part."""
+"""About a millisecond, and about what a nap takes: where ranks share cores, a rank that looks on keeps others from their part."""
 
 
 def chunk_bytes(message_bytes: int) -> int:
