@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import DecodeTiling
 from tests.support.kernels_attention import SCALES, sinks_of
-from tests.support.kernels_compiled import compiled_as
+from tests.support.kernels_compiled import by_generation, compiled_as
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
@@ -225,20 +225,21 @@ SIGNATURE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "fp8", "rows", "short"),
-    [
-        (128, "*bf16", False, 64, False), (128, "*bf16", True, 64, False), (128, "*bf16", True, 1, False),
-        (128, "*bf16", False, 1, True), (128, "*bf16", True, 1, True), (80, "*fp16", False, 1, True),
-        (128, "*bf16", True, 512, False), (64, "*bf16", False, 1, True), (64, "*bf16", True, 64, False),
-    ],
-)  # fmt: skip
-def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, short: bool, arch: int) -> None:
+SINKS, SHORT_ROW, UNSPLIT = (64, "*bf16", True, 64, False), (128, "*bf16", False, 1, True), (128, "*bf16", True, 512, False)
+VARIANTS = [
+    (128, "*bf16", False, 64, False), (128, "*bf16", True, 64, False), (128, "*bf16", True, 1, False), SHORT_ROW,
+    (128, "*bf16", True, 1, True), (80, "*fp16", False, 1, True), UNSPLIT, (64, "*bf16", False, 1, True), SINKS,
+]  # fmt: skip
+"""head_dim, dtype, whether the cache is e4m3, rows, whether they are short."""
+
+
+@pytest.mark.parametrize(("variant", "arch"), by_generation(VARIANTS, {SINKS, SHORT_ROW, UNSPLIT}))
+def test_compiles(variant: tuple[int, str, bool, int, bool], arch: int) -> None:
     """Down to machine code, as it is launched for so many rows: on tensor cores, with reads of 16 bytes under way. With a head_dim
     of 64, there are sinks."""
     from phalanx.kernels.attention.heuristics import select_decode
 
+    head_dim, dtype, fp8, rows, short = variant
     tiling = select_decode(rows, 8, 4, head_dim, 1 if fp8 else 2, 132, short=short)
     compiled = compiled_kernel(tiling, dtype, fp8=fp8, group=4, head_dim=head_dim, early=fp8 or short, arch=arch)
     assert len(compiled.asm["cubin"]) > 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import PrefillTiling, count_prefill_tiles, max_prefill_tiles, select_prefill, tile_tokens
 from tests.support.kernels_attention import SCALES, sinks_of
-from tests.support.kernels_compiled import compiled_as, spilled
+from tests.support.kernels_compiled import by_generation, compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
@@ -207,21 +207,18 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may have."""
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "fp8", "window"),
-    [
-        (128, "*bf16", False, False),
-        (128, "*bf16", True, False),
-        (64, "*bf16", False, True),
-        (64, "*bf16", True, False),
-        (80, "*fp16", False, True),
-        (256, "*bf16", True, True),
-        (192, "*bf16", False, False),
-    ],
-)
-def test_compiles(head_dim: int, dtype: str, fp8: bool, window: bool, arch: int) -> None:
+PLAIN, SINKS, WIDE = (128, "*bf16", False, False), (64, "*bf16", True, False), (256, "*bf16", True, True)
+VARIANTS = [
+    PLAIN, (128, "*bf16", True, False), (64, "*bf16", False, True), SINKS, (80, "*fp16", False, True), WIDE,
+    (192, "*bf16", False, False),
+]  # fmt: skip
+"""head_dim, dtype, whether the cache is e4m3, whether there is a window."""
+
+
+@pytest.mark.parametrize(("variant", "arch"), by_generation(VARIANTS, {PLAIN, SINKS, WIDE}))
+def test_compiles(variant: tuple[int, str, bool, bool], arch: int) -> None:
     """Down to machine code that fits a multiprocessor: on tensor cores, with loads of 16 bytes in flight."""
+    head_dim, dtype, fp8, window = variant
     tiling = select_prefill(head_dim, 2)
     compiled = compiled_kernel(tiling, dtype, fp8=fp8, head_dim=head_dim, window=window, arch=arch)
     ptx = compiled.asm["ptx"]
