@@ -61,7 +61,7 @@ _READ_SECONDS = 120.0
 """Of one body. The largest takes a second of a core, and a machine may be busy."""
 
 Accepted = Callable[[str], None]
-Lookup = Callable[[WantedItem | WantedConversation], Stored]
+StoredLookup = Callable[[WantedItem | WantedConversation], Stored]
 
 
 class LargeBodies:
@@ -70,8 +70,8 @@ class LargeBodies:
     def __init__(self, setup: Callable[[], Setup], *, refused: Callable[[str], None], accepted: Accepted) -> None:
         self._setup, self._accepted = setup, accepted
         self._threads = Threads("large bodies", PROCESSES, max_tasks=MAX_WAITING, refused=refused)
-        self._idle: list[_Process] = []
-        self._busy: set[_Process] = set()
+        self._idle: list[_ReaderProcess] = []
+        self._busy: set[_ReaderProcess] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -83,7 +83,7 @@ class LargeBodies:
         """A request of /v1/chat/completions."""
         return await self._run("chat", body, lambda reply: chat_of(_prepared(reply), _prepared(reply).request))
 
-    async def response(self, body: bytes, lookup: Lookup) -> PreparedResponse:
+    async def response(self, body: bytes, lookup: StoredLookup) -> PreparedResponse:
         """A request of /v1/responses. lookup: finds what is stored; called on the event loop."""
         return await self._run("response", body, lambda reply: response_of(_prepared(reply)), lookup)
 
@@ -96,7 +96,7 @@ class LargeBodies:
         await asyncio.gather(*(self._threads.run(self._start) for _ in range(count)))
 
     def _start(self) -> None:
-        self._keep(_Process(messages.encode(self._setup())))
+        self._keep(_ReaderProcess(messages.encode(self._setup())))
 
     def close(self) -> None:
         """End the processes. Threads that wait for one of them end with it, or the interpreter would wait for these."""
@@ -109,7 +109,7 @@ class LargeBodies:
             process.end()
 
     async def _run(
-        self, route: str, body: bytes, convert: Callable[[Answer | Prepared], T], lookup: Lookup | None = None
+        self, route: str, body: bytes, convert: Callable[[Answer | Prepared], T], lookup: StoredLookup | None = None
     ) -> T:  # fmt: skip
         loop = asyncio.get_running_loop()
 
@@ -129,7 +129,7 @@ class LargeBodies:
             self._accepted(field)
         return result
 
-    def _read(self, route: str, body: bytes, convert: Callable[[Answer | Prepared], T], ask: Lookup) -> tuple[list[str], T]:
+    def _read(self, route: str, body: bytes, convert: Callable[[Answer | Prepared], T], ask: StoredLookup) -> tuple[list[str], T]:
         process = self._process()
         with self._lock:
             self._busy.add(process)
@@ -149,16 +149,16 @@ class LargeBodies:
             raise reply.error()
         return reply.accepted, convert(reply)
 
-    def _process(self) -> _Process:
+    def _process(self) -> _ReaderProcess:
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
                 if process.alive:
                     return process
                 process.end()
-        return _Process(messages.encode(self._setup()))
+        return _ReaderProcess(messages.encode(self._setup()))
 
-    def _keep(self, process: _Process) -> None:
+    def _keep(self, process: _ReaderProcess) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(process)
@@ -166,7 +166,7 @@ class LargeBodies:
         process.end()
 
 
-class _Process:
+class _ReaderProcess:
     """One process. setup: what it is told first."""
 
     def __init__(self, setup: bytes) -> None:
@@ -205,7 +205,7 @@ class _Process:
     def alive(self) -> bool:
         return self._child.alive
 
-    def read(self, route: str, body: bytes, ask: Lookup) -> Answer | Prepared | Refused:
+    def read(self, route: str, body: bytes, ask: StoredLookup) -> Answer | Prepared | Refused:
         """What it makes of a body. Raises EngineError if it ends, or takes too long; then it must be ended."""
         problem = "failed"
         try:
