@@ -207,15 +207,15 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may have."""
 
 
-PLAIN, SINKS, WIDE = (128, "*bf16", False, False), (64, "*bf16", True, False), (256, "*bf16", True, True)
+PLAIN, SINKS, WIDE_HEADS = (128, "*bf16", False, False), (64, "*bf16", True, False), (256, "*bf16", True, True)
 VARIANTS = [
-    PLAIN, (128, "*bf16", True, False), (64, "*bf16", False, True), SINKS, (80, "*fp16", False, True), WIDE,
+    PLAIN, (128, "*bf16", True, False), (64, "*bf16", False, True), SINKS, (80, "*fp16", False, True), WIDE_HEADS,
     (192, "*bf16", False, False),
 ]  # fmt: skip
 """head_dim, dtype, whether the cache is e4m3, whether there is a window."""
 
 
-@pytest.mark.parametrize(("variant", "arch"), by_generation(VARIANTS, {PLAIN, SINKS, WIDE}))
+@pytest.mark.parametrize(("variant", "arch"), by_generation(VARIANTS, {PLAIN, SINKS, WIDE_HEADS}))
 def test_compiles(variant: tuple[int, str, bool, bool], arch: int) -> None:
     """Down to machine code that fits a multiprocessor: on tensor cores, with loads of 16 bytes in flight."""
     head_dim, dtype, fp8, window = variant
