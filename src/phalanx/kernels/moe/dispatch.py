@@ -12,6 +12,7 @@ from phalanx.config.experts import Scoring
 from phalanx.kernels.capabilities import gpu, has_triton
 from phalanx.kernels.gemm.block_gemm import per_token_group_quant_fp8
 from phalanx.kernels.moe import heuristics, reference
+from phalanx.kernels.moe.heuristics import TileSize
 from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
 from phalanx.kernels.scaled_tensors import Quantized
 
@@ -52,9 +53,9 @@ def routed_experts(
         first=experts.first, local_experts=experts.count, pattern=pattern, load=load if len(x) == 1 else None,
         kv_slots=kv_slots, physical=physical, scoring=scoring, bias=bias,
     )  # fmt: skip
-    size = heuristics.tokens_of_tile(x.shape[0], top_k, num_experts)
+    size = _tile_size(experts, x, top_k, num_experts)
     if tiles is None and len(x):
-        tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, tokens=size, load=load)
+        tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, **size._asdict(), load=load)
     out = x.new_empty(x.shape) if out is None else out
     if tiles is None:
         return out, routing
@@ -96,8 +97,8 @@ def experts_of(x: Tensor, experts: ExpertTensors, routing: Routing, *, num_exper
 
     if not len(x):
         return x.new_empty(x.shape)
-    size = heuristics.tokens_of_tile(x.shape[0], routing.top_k, num_experts)
-    tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, tokens=size, load=load)
+    size = _tile_size(experts, x, routing.top_k, num_experts)
+    tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, **size._asdict(), load=load)
     return run(x.contiguous(), experts, routing, tiles, size, num_experts, x.new_empty(x.shape))
 
 
@@ -106,13 +107,13 @@ def launched(x: Tensor, experts: ExpertTensors, routing: Routing, num_experts: i
     from phalanx.kernels.moe.sort_by_expert import sort_by_expert
 
     total = num_experts or experts.count
-    size = heuristics.tokens_of_tile(x.shape[0], routing.top_k, total)
-    tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, tokens=size)
+    size = _tile_size(experts, x, routing.top_k, total)
+    tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, **size._asdict())
     return run(x, experts, routing, tiles, size, total, x.new_empty(x.shape))
 
 
 def run(
-    x: Tensor, experts: ExpertTensors, routing: Routing, tiles: tuple[object, ...], size: int, num_experts: int, out: Tensor,
+    x: Tensor, experts: ExpertTensors, routing: Routing, tiles: tuple[object, ...], size: TileSize, num_experts: int, out: Tensor,
     quantized: Quantized | None = None, plus: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     from phalanx.kernels.moe.combine import combine
@@ -123,7 +124,7 @@ def run(
     if experts.gate_up_bias is not None:
         from phalanx.kernels.moe.biased_gemm import biased_experts
 
-        sums = biased_experts(x, experts, tiles, size, routing.top_k, num_experts)
+        sums = biased_experts(x, experts, tiles, size.tokens, routing.top_k, num_experts)
         return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus)
     pairs, itemsize, num_sms = routing.ids.numel(), experts.gate_up.element_size(), gpu(x.device).num_sms
     busy = min(num_experts, pairs) * experts.count // num_experts or 1  # of this rank's experts, where all are alike
@@ -138,6 +139,12 @@ def run(
         values, scale, experts.down, experts.down_scale, tiles, second, gated=False, begin=experts.begin, **common,  # type: ignore[arg-type]
     )  # fmt: skip
     return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus)
+
+
+def _tile_size(experts: ExpertTensors, x: Tensor, top_k: int, num_experts: int) -> TileSize:
+    if experts.gate_up_bias is not None:
+        return TileSize(heuristics.tokens_of_tile(len(x), top_k, num_experts))
+    return heuristics.tile_size(len(x), top_k, num_experts, gpu(x.device).sm)
 
 
 def _quantized(x: Tensor, experts: ExpertTensors, static: Tensor | None, begin: int) -> tuple[Tensor, Tensor | None]:
