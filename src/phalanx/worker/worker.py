@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     import torch
 
     from phalanx.comm.group import Group
+    from phalanx.comm.one_sided import OneSided
     from phalanx.comm.torch_group import Groups
     from phalanx.models.registry import Model
     from phalanx.plan.memory import KvSpec
@@ -213,9 +214,28 @@ class Worker:
             shape, group=self._groups.tp, layers=layers, dtype=TORCH_DTYPES[name], device=device, fp8=fp8,
             fp8_cache=self.options.kv_cache_dtype == "fp8", moe_ep=self.options.moe_expert_parallel_size,
             traffic=self.options.expert_traffic, dp=self._groups.dp, expert_exchange=self.options.expert_exchange,
-            redundant_experts=self.options.redundant_experts,
+            one_sided=self._form_exchange(self._groups.dp, shape, device), redundant_experts=self.options.redundant_experts,
         )  # fmt: skip
         return model, layers
+
+    def _form_exchange(self, dp: Group, shape: ModelShape, device: torch.device) -> OneSided | None:
+        """What tokens go to their experts through, where that is to be one-sided. Collective over dp."""
+        from phalanx.comm import one_sided
+        from phalanx.kernels.dtypes import TORCH_DTYPES
+
+        options = self.options
+        if options.expert_exchange != "ONE_SIDED" or shape.experts is None:
+            return None
+        exchange, reason = one_sided.form(
+            dp, device, hidden=shape.hidden_size, top_k=shape.experts.per_token,
+            dtype=TORCH_DTYPES[compute_dtype(options.dtype, shape, device.type)],
+            rows=options.index_num_tokens or options.max_seq_len or shape.max_positions, timeout=options.step_timeout,
+        )  # fmt: skip
+        if exchange is None:
+            logger.warning("expert_exchange ONE_SIDED is not used: %s; ALL_GATHER is", reason)
+        else:
+            logger.info("expert_exchange ONE_SIDED: %s; ALL_GATHER for more", reason)
+        return exchange
 
     def _prepare_experts(self, model: Model, device: torch.device) -> None:
         """Count their tokens, and get ready to move them. Collective where they can move."""

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.comm import one_sided
 from phalanx.comm.group import Group, Solo
 from phalanx.comm.local import LocalWorld
+from phalanx.comm.one_sided import OneSided
 from phalanx.config.model import ModelShape
 from phalanx.kernels.moe.tensors import Routing
 from phalanx.models import registry, weights
@@ -22,16 +24,25 @@ from phalanx.models.layers.moe import SparseMoe
 from tests.support.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
+EXCHANGES = ["ALL_GATHER", "ALL_TO_ALL", "ONE_SIDED"]
 COUNTS = [(3, 3), (0, 5), (7, 0), (1, 0), (2, 9), (1, 1)]
 
 
 def block_of(folder: Path, dp: Group, **options: Any) -> SparseMoe:
     shape = ModelShape.from_folder(folder)
+    if options.get("expert_exchange") == "ONE_SIDED":
+        options["one_sided"] = one_sided_of(dp, shape.hidden_size, shape.experts.per_token)
     model = registry.build(shape, group=Solo(), layers=range(1), dtype=torch.float32, device=CPU, dp=dp, **options)
     weights.load(model, folder)
     block = model.layers[0].mlp
     assert isinstance(block, SparseMoe)
     return block
+
+
+def one_sided_of(dp: Group, hidden: int, top_k: int, dtype: torch.dtype = torch.float32) -> OneSided:
+    exchange, reason = one_sided.form(dp, CPU, hidden=hidden, top_k=top_k, dtype=dtype, rows=64, timeout=60)
+    assert exchange is not None, reason
+    return exchange
 
 
 @pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
@@ -45,7 +56,7 @@ def tokens_of(folder: Path, count: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("exchange", ["ALL_GATHER", "ALL_TO_ALL"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_equal_to_one_rank(folder: Path, size: int, exchange: str) -> None:
     alone, world = block_of(folder, Solo()), LocalWorld(size)
     blocks = world.run(lambda group: block_of(folder, group, expert_exchange=exchange))
@@ -67,10 +78,11 @@ def _exchanged(blocks: Sequence[SparseMoe], group: Group, x: Sequence[Tensor], t
     return blocks[group.rank].exchanged(x[group.rank], tokens)
 
 
-def test_padding_of_a_graph_reaches_no_expert(folder: Path) -> None:
+@pytest.mark.parametrize("exchange", ["ALL_GATHER", "ONE_SIDED"])
+def test_padding_of_a_graph_reaches_no_expert(folder: Path, exchange: str) -> None:
     """A captured graph sends as many rows as it has; which are tokens lies on the device."""
     alone, world, rows = block_of(folder, Solo()), LocalWorld(2), 8
-    blocks = world.run(lambda group: block_of(folder, group))
+    blocks = world.run(lambda group: block_of(folder, group, expert_exchange=exchange))
     for seed, counts in enumerate(COUNTS[:4]):
         padding = torch.cat([torch.arange(rows) < count for count in counts]).long() - 1
         padded = [tokens_of(folder, rows, seed + 50 * index) for index in range(2)]
@@ -82,7 +94,7 @@ def test_padding_of_a_graph_reaches_no_expert(folder: Path) -> None:
     assert sum(int(block.load.sum()) for block in blocks) == sum(map(sum, COUNTS[:4])) * alone.config.per_token
 
 
-@pytest.mark.parametrize("exchange", ["ALL_GATHER", "ALL_TO_ALL"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("reached", ["nothing", "one token", "everything"])
 def test_an_index_whose_experts_get_nothing_and_one_whose_get_all(tmp_path: Path, reached: str, exchange: str) -> None:
     folder = write_checkpoint(tmp_path, "mixtral")
