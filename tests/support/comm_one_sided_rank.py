@@ -69,14 +69,14 @@ def graph(group: TorchGroup) -> None:
         absent = (torch.arange(rows, device="cuda") + step) % 4 == 0  # padding of the graph
         now = now.masked_fill(absent.unsqueeze(1), -1).int()
         routing = Routing(torch.ones(rows, top_k, device="cuda"), now)
-        mine = x[rows] + (step % 3).to(torch.bfloat16)
-        received, its = exchange.dispatch(mine, routing, rows, EXPERTS)
+        own = x[rows] + (step % 3).to(torch.bfloat16)
+        received, its = exchange.dispatch(own, routing, rows, EXPERTS)
         assert isinstance(received, Tensor)
         local = (its.ids >= 0) & (its.ids // (EXPERTS // world) == rank)
         factor = (its.weights * (its.ids + 1) * local).sum(1, keepdim=True)
         sums = torch.where(local.any(1, keepdim=True), received.float() * factor, 0.0).to(torch.bfloat16)
         out = exchange.combine(sums, routing, its, EXPERTS)
-        wanted = mine.float() * torch.where(now >= 0, now + 1, 0).sum(1, keepdim=True)
+        wanted = own.float() * torch.where(now >= 0, now + 1, 0).sum(1, keepdim=True)
         wrong.add_((out.float() != wanted.to(torch.bfloat16).float()).sum())
 
     def body() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that every rank of a group maps: the workspace of the strategies on GPUs, the buffer of GEMM_RS, into which a GEMM writes
-other ranks' rows, and the region of the one-sided all-to-all.
+other ranks' rows, and the region of the one-sided exchange.
 
 The only file that imports torch's private symmetric memory. Multicast is not used.
 """

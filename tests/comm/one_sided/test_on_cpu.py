@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-sided all-to-all between CPU ranks: processes over shared memory, against plain indexing."""
+"""The one-sided exchange between CPU ranks: processes over shared memory, against plain indexing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.comm import one_sided, shared_memory
-from phalanx.comm.group import Solo
+from phalanx.comm import one_sided
+from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
 from phalanx.errors import RankStalled
-from phalanx.hardware.fingerprint import Fingerprint
 from tests.support import comm_cpu_ranks
 from tests.support.one_sided_cases import Case
 
@@ -38,14 +37,14 @@ for case, first in zip(cases, once):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_routing(world: int, tmp_path: Path) -> None:
     """Also from ranks without tokens, of one token, and to one rank alone; the same bits again."""
-    for found in comm_cpu_ranks.run(world, _BODY, tmp_path):
-        assert found["reason"] == "for up to 4000 tokens of each index"
+    for results in comm_cpu_ranks.run(world, _BODY, tmp_path):
+        assert results["reason"] == "for up to 4000 tokens of each index"
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     world, case = LocalWorld(2), Case((1, 1), 1, torch.float32)
 
-    def act(group: one_sided.Group) -> None:
+    def act(group: Group) -> None:
         exchange, _ = one_sided.form(
             group, torch.device("cpu"), hidden=48, top_k=3, dtype=torch.float32, rows=1, timeout=0.2 if group.rank == 0 else 60
         )  # fmt: skip
@@ -55,31 +54,3 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
     with pytest.raises(RankStalled, match=r"^rank 1 did not join an exchange of tokens within 0 s"):
         world.run(act)
-
-
-@pytest.mark.parametrize(
-    ("link", "hidden", "dtype", "why"),
-    [
-        ("nvlink", 4096, torch.bfloat16, None),
-        ("pcie_p2p", 4096, torch.float16, None),
-        ("shm", 48, torch.float32, None),
-        ("pcie", 4096, torch.bfloat16, "ranks on sm90.pcie.tp2 do not reach each other's memory"),
-        ("nodes", 4096, torch.bfloat16, "ranks on sm90.nodes.tp2 do not reach each other's memory"),
-        ("nvlink", 4104, torch.bfloat16, "rows of 4104 features are no multiple of 16 bytes in FP8"),
-        ("nvlink", 4096, torch.float64, "it has no sums in torch.float64"),
-    ],
-)
-def test_who_can(link: str, hidden: int, dtype: torch.dtype, why: str | None) -> None:
-    assert one_sided.refusal(Fingerprint(0 if link == "shm" else 90, link, 2), hidden, dtype) == why
-
-
-def test_one_rank_needs_none() -> None:
-    assert one_sided.form(Solo(), torch.device("cpu"), hidden=48, top_k=2, dtype=torch.float32, rows=8)[0] is None
-
-
-def test_without_shared_memory_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_memory, "refusal", lambda *_: "the host has none")
-    made = LocalWorld(2).run(
-        lambda group: one_sided.form(group, torch.device("cpu"), hidden=48, top_k=2, dtype=torch.float32, rows=8)
-    )
-    assert made == [(None, "rank 0: the host has none")] * 2

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launches of the one-sided all-to-all: how large its memory is, and that its kernels compile. That they are right,
-`tests.kernels.one_sided` shows in the interpreter and `test_one_sided_gpu` on GPUs."""
+"""The launches of the one-sided exchange: how large its memory is, and that its kernels compile. That they are right,
+`tests.kernels.one_sided` shows in the interpreter and `test_exchange_gpu` on GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.one_sided.on_gpu import LIMIT_BYTES, GpuOneSided, Sizes, header_vectors
+from phalanx.comm.one_sided.on_gpu import LIMIT_BYTES, GpuOneSided, RegionSizes, header_vectors
 from phalanx.comm.symmetric import SymmetricRegion
 from phalanx.kernels.moe.tensors import Routing
 from phalanx.kernels.scaled_tensors import FP8, Quantized
@@ -19,19 +19,19 @@ NUM_SMS = 132
 
 @given(st.integers(2, 8), st.integers(1, 1 << 20), st.sampled_from([4096, 8192, 14336, 32768]), st.integers(1, 16))
 def test_memory_stays_within_its_limit(world: int, rows: int, row_bytes: int, top_k: int) -> None:
-    sizes = Sizes.of(world, rows, row_bytes, top_k)
+    sizes = RegionSizes.of(world, rows, row_bytes, top_k)
     assert 0 < sizes.rows <= rows
     assert sizes.total <= LIMIT_BYTES
     assert sizes.half >= (world - 1) * sizes.rows * (16 * header_vectors(top_k) + row_bytes)
     assert sizes.sums >= (world - 1) * sizes.rows * row_bytes
     assert sizes.half % 16 == sizes.sums % 16 == 0
-    assert sizes.rows == rows or Sizes.of(world, sizes.rows + 1, row_bytes, top_k, 1 << 40).total > LIMIT_BYTES
+    assert sizes.rows == rows or RegionSizes.of(world, sizes.rows + 1, row_bytes, top_k, 1 << 40).total > LIMIT_BYTES
 
 
 def exchange(world: int, capability: int, hidden: int, top_k: int, itemsize: int) -> GpuOneSided:
     addresses = tuple(0x7F00_0000_0000 + rank * (1 << 32) for rank in range(world))
     region = SymmetricRegion(world - 1, world, addresses, torch.zeros(2, dtype=torch.int32), NUM_SMS, capability)
-    return GpuOneSided(region, Sizes.of(world, 256, hidden * itemsize, top_k))
+    return GpuOneSided(region, RegionSizes.of(world, 256, hidden * itemsize, top_k))
 
 
 @pytest.mark.parametrize(

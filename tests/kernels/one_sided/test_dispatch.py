@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine in Triton's interpreter, with the launches of `comm`: against plain indexing, for every kind of payload.
 
-As in `tests.kernels.allreduce.test_oneshot` nobody can wait there: words are read and written by plain loads and stores, and every
-rank runs each call twice, of which the second finds what the others have sent. That ranks wait as they should,
-`tests.comm.one_sided.test_one_sided_gpu` shows.
+Nobody can wait there (`tests.support.kernels_signals`): every rank runs each call twice, of which the second finds what the others
+have sent. That ranks wait as they should, `tests.comm.one_sided.test_exchange_gpu` shows.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.comm.one_sided.on_gpu import GpuOneSided, Sizes
+from phalanx.comm.one_sided.on_gpu import GpuOneSided, RegionSizes
 from phalanx.comm.symmetric import SymmetricRegion
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 from tests.support.one_sided_cases import EXPERTS, Case
@@ -25,16 +24,13 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 
 def without_waiting() -> None:
     from phalanx.kernels.one_sided import combine, dispatch
-    from tests.kernels.allreduce import test_oneshot as plain
+    from tests.support.kernels_signals import replace_signals
 
-    for module in (dispatch, combine):
-        for name in ("dependents", "enter", "draw_ticket", "leave", "clear", "push", "poll"):
-            if hasattr(module, name):
-                setattr(module, name, getattr(plain, name))
+    replace_signals(dispatch, combine)
 
 
 def ranks(world: int, rows: int, row_bytes: int, top_k: int, num_sms: int) -> list[GpuOneSided]:
-    sizes = Sizes.of(world, rows, row_bytes, top_k)
+    sizes = RegionSizes.of(world, rows, row_bytes, top_k)
     memory = [torch.full((sizes.total // 4,), -1, dtype=torch.int32) for _ in range(world)]
     addresses, epoch = tuple(part.data_ptr() for part in memory), torch.zeros(2, dtype=torch.int32)
     return [GpuOneSided(SymmetricRegion(rank, world, addresses, epoch, num_sms, 0, tuple(memory)), sizes) for rank in range(world)]

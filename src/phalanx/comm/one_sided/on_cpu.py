@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-sided all-to-all between CPU ranks of one host, over the memory of `comm.shared_memory`.
+"""The one-sided exchange between CPU ranks of one host, over the memory of `comm.shared_memory`.
 
 A rank posts its tokens with their routing, and reads those tokens of the others that have one of its experts; then it posts the
 sums that its experts give, and reads those of its own tokens. Steps of many rows go in posts of some of them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-sided all-to-all on GPUs: the launches of `kernels.one_sided` over symmetric memory.
+"""The one-sided exchange on GPUs: the launches of `kernels.one_sided` over symmetric memory.
 
 Each rank's memory: two halves, of dispatches in turn, with a header for each row of every other rank, and a payload; then a region
 of sums, one row for each of this rank's rows and every other rank.
@@ -29,11 +29,11 @@ _PER_SM = 2
 """Programs of a multiprocessor: all programs of a grid must run at once."""
 _FEW_ROWS = 64
 """Rows up to which a combine splits them over many programs. A power of 2, which a warm-up meets."""
-_SPLIT, _WHOLE = 128, 512
+_FEW_VECTORS, _MANY_VECTORS = 128, 512
 """Vectors of a row that a program of a combine handles at once: of few rows, and of many."""
 
 
-class Sizes(NamedTuple):
+class RegionSizes(NamedTuple):
     """Bytes of the memory of one rank of `world`, for `rows` rows of a rank: of a half, and of the region of sums."""
 
     rows: int
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
         return 2 * self.half + self.sums
 
     @classmethod
-    def of(cls, world: int, rows: int, row_bytes: int, top_k: int, limit: int = LIMIT_BYTES) -> Sizes:
+    def of(cls, world: int, rows: int, row_bytes: int, top_k: int, limit: int = LIMIT_BYTES) -> RegionSizes:
         """For rows of `row_bytes` in the dtype of sums, which a payload does not exceed. Fewer rows where they would exceed the
         limit."""
         each = (world - 1) * (header_vectors(top_k) * _VECTOR + row_bytes)
@@ -71,7 +71,7 @@ class GpuOneSided:
     """`OneSided` of one group."""
 
     region: SymmetricRegion
-    sizes: Sizes
+    sizes: RegionSizes
 
     @property
     def max_rows(self) -> int:
@@ -117,7 +117,7 @@ class GpuOneSided:
         region, top_k = self.region, sent.top_k
         rows, count = len(sums) // region.world, len(sent.ids)
         pitch = sums.shape[1] * sums.element_size() // _VECTOR
-        block = max(_SPLIT if rows <= _FEW_ROWS else _WHOLE, 32 * (warps := 4 if rows <= _FEW_ROWS else _WARPS))
+        block = max(_FEW_VECTORS if rows <= _FEW_ROWS else _MANY_VECTORS, 32 * (warps := 4 if rows <= _FEW_ROWS else _WARPS))
         out = sums.new_empty((count, sums.shape[1]))
         programs = min(rows * -(-pitch // block), _PER_SM * (_WARPS // warps) * region.num_sms)
         combine[(programs,)](
@@ -139,6 +139,6 @@ class GpuOneSided:
 
 def form(group: TorchGroup, *, hidden: int, top_k: int, dtype: torch.dtype, rows: int) -> GpuOneSided | str:
     """See `one_sided.form`."""
-    sizes = Sizes.of(group.size, rows, hidden * dtype.itemsize, top_k)
+    sizes = RegionSizes.of(group.size, rows, hidden * dtype.itemsize, top_k)
     region = formed(group, partial(form_region, group.process_group, group.device, sizes.total))
     return region if isinstance(region, str) else GpuOneSided(region, sizes)
