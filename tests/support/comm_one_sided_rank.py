@@ -113,6 +113,9 @@ def _layers(group: TorchGroup, *, fp8: bool) -> None:
     rank, world = group.rank, group.size
     alone, blocks = block_of(Solo(), fp8=fp8), {name: block_of(group, fp8=fp8, exchange=name) for name in EXCHANGES}
     hidden = alone.tensors().hidden
+    x = torch.randn(20, hidden, device="cuda", dtype=torch.bfloat16)
+    routing = alone.route(x)
+    assert torch.equal(alone.routed(alone.payload(x), routing), alone.routed(x, routing)), "quantized by its own rank or another"
     for rows, count in ((1, 1), (8, 5 * (rank != 0)), (64, 64 - rank)):
         x = torch.randn(count, hidden, device="cuda", generator=torch.Generator("cuda").manual_seed(7 + rank)).to(torch.bfloat16)
         counts = torch.zeros(world, dtype=torch.int64, device="cuda")

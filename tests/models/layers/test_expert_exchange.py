@@ -17,9 +17,10 @@ from phalanx.comm.local import LocalWorld
 from phalanx.comm.one_sided import OneSided
 from phalanx.config.model import ModelShape
 from phalanx.kernels.moe.tensors import Routing
+from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models import registry, weights
 from phalanx.models.batch import DpTokens
-from phalanx.models.layers.expert_exchange import dispatched_experts
+from phalanx.models.layers.expert_exchange import dispatched_experts, one_sided_experts
 from phalanx.models.layers.moe import SparseMoe
 from tests.support.checkpoints import write_checkpoint
 
@@ -119,20 +120,26 @@ class Oracle:
         self.ids, self.weights, self.first, self.count = ids, weights, first, count
         self.received: list[Tensor] = []
 
-    def route(self, x: Tensor) -> Routing:
+    def route(self, x: Tensor, padding: Tensor | None = None) -> Routing:
         return Routing(self.weights, self.ids)
 
-    def routed(self, x: Tensor, routing: Routing) -> Tensor:
-        self.received.append(x)
+    def payload(self, x: Tensor) -> Tensor:
+        return x
+
+    def routed(self, x: Tensor | Quantized, routing: Routing) -> Tensor:
+        assert isinstance(x, Tensor)
         local = (routing.ids >= self.first) & (routing.ids < self.first + self.count)
+        self.received.append(x[local.any(1)])
         return x * (routing.weights * (routing.ids + 1.0) * local).sum(1, keepdim=True).to(x.dtype)
 
 
-def test_dispatch_and_combine_under_random_routing() -> None:
+@pytest.mark.parametrize("exchange", ["ALL_TO_ALL", "ONE_SIDED"])
+def test_dispatch_and_combine_under_random_routing(exchange: str) -> None:
     """1,000 steps with random routing, also to one expert and from empty indices, in bf16 and fp32: equal to the oracle, the same
     bits each time, and no token twice at an index."""
-    size, count, hidden, top_k = 4, 3, 8, 3
+    size, count, hidden, top_k = 4, 3, 16, 3
     world, generator = LocalWorld(size), torch.Generator().manual_seed(5)
+    spaces = world.run(lambda group: one_sided_of(group, hidden, top_k))
     for step in range(125):
         tokens = [int(torch.randint(0, 6, (), generator=generator)) * (step % 5 != index) for index in range(size)]
         dtype = torch.bfloat16 if step % 2 else torch.float32
@@ -141,10 +148,15 @@ def test_dispatch_and_combine_under_random_routing() -> None:
         ids = [torch.multinomial(shares.expand(max(n, 1), -1), top_k, generator=generator)[:n].int() for n in tokens]
         weights = [torch.rand(n, top_k, generator=generator) for n in tokens]
         oracles = [Oracle(ids[index], weights[index], index * count, count) for index in range(size)]
-        run = [
-            world.run(lambda group, x=x, o=oracles: dispatched_experts(x[group.rank], group, size * count, o[group.rank]))
-            for _ in range(8)
-        ]
+        tokens_of_all = DpTokens.of(tokens)
+
+        def act(group: Group, x: Any = x, o: Any = oracles, tokens: DpTokens = tokens_of_all) -> Tensor:
+            rank = group.rank
+            if exchange == "ALL_TO_ALL" or not tokens.rows:
+                return dispatched_experts(x[rank], group, size * count, o[rank])
+            return one_sided_experts(x[rank], None, tokens, rank, spaces[rank], size * count, o[rank])
+
+        run = [world.run(act) for _ in range(8)]
         for index, total in enumerate(run[0]):
             expected = x[index].float() * (weights[index] * (ids[index] + 1.0)).sum(1, keepdim=True)
             torch.testing.assert_close(total.float(), expected, rtol=3e-2 if step % 2 else 1e-5, atol=1e-2 if step % 2 else 1e-5)
