@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks import harness
 from benchmarks.comm.allreduce import CALLS, REPLAYS, measure, verdict
 from phalanx.comm import one_sided
+from phalanx.comm.detect import detect_fingerprint
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.kernels import quantize_fp8
 from phalanx.kernels.moe.tensors import Routing
@@ -125,6 +126,7 @@ def run(options: argparse.Namespace) -> None:
     device, world = torch.device("cuda", torch.cuda.current_device()), dist.group.WORLD
     assert world is not None
     group, rows, reasons = TorchGroup(world, device), [], {}
+    machine = str(detect_fingerprint(device, group.size, group))
     for hidden, (_, top_k) in LAYERS.items():
         exchange, reasons[hidden] = one_sided.form(
             group, device, hidden=hidden, top_k=top_k, dtype=torch.bfloat16, rows=max(TOKENS)
@@ -139,7 +141,7 @@ def run(options: argparse.Namespace) -> None:
     if group.rank == 0 and options.out:
         major, minor = torch.cuda.get_device_capability(device)
         stem = f"comm_expert_exchange.ep{group.size}.sm{10 * major + minor}"
-        print(harness.write(stem, {"one_sided": reasons, "rows": rows}, options.out))
+        print(harness.write(stem, {"machine": machine, "one_sided": reasons, "rows": rows}, options.out))
 
 
 def main() -> None:

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from phalanx.comm import one_sided, shared_memory
 from phalanx.comm.group import Solo
 from phalanx.comm.local import LocalWorld
+from phalanx.comm.one_sided import exchange
+from phalanx.errors import EngineError
 from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables.exchange import ExchangeRow, ExchangeSpan, ExchangeTable
 
 
 @pytest.mark.parametrize(
@@ -26,6 +31,18 @@ from phalanx.hardware.fingerprint import Fingerprint
 )
 def test_who_can(link: str, hidden: int, dtype: torch.dtype, why: str | None) -> None:
     assert one_sided.refusal(Fingerprint(0 if link == "shm" else 90, link, 2), hidden, dtype) == why
+
+
+def test_ranks_compare_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, world = torch.device("cpu"), LocalWorld(2)
+    assert world.run(lambda group: one_sided.agreed_table(group, cpu)) == [ExchangeTable(Fingerprint(0, "shm", 2))] * 2
+    measured = ExchangeRow("16 bit", 1, 99, (ExchangeSpan(1, 9, "ALL_GATHER"),))
+    monkeypatch.setattr(
+        exchange, "table_for",
+        lambda fingerprint: ExchangeTable(fingerprint, (measured,) if threading.current_thread().name.endswith("_1") else ()),
+    )  # fmt: skip
+    with pytest.raises(EngineError, match=r"^the ranks differ in expert exchange table"):
+        world.run(lambda group: one_sided.agreed_table(group, cpu))
 
 
 def test_one_rank_needs_none() -> None:

@@ -16,12 +16,14 @@ from phalanx.comm.group import Group, Solo
 from phalanx.comm.local import LocalWorld
 from phalanx.comm.one_sided import OneSided
 from phalanx.config.model import ModelShape
+from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.moe.tensors import Routing
 from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models import registry, weights
 from phalanx.models.batch import DpTokens
 from phalanx.models.layers.expert_exchange import dispatched_experts, one_sided_experts
 from phalanx.models.layers.moe import SparseMoe
+from phalanx.tables.exchange import ExchangeRow, ExchangeSpan, ExchangeTable
 from tests.support.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
@@ -111,6 +113,49 @@ def test_an_index_whose_experts_get_nothing_and_one_whose_get_all(tmp_path: Path
         torch.testing.assert_close(total, alone.partial_sum(own), rtol=1e-5, atol=1e-5)
     assert blocks[0].load.tolist() == [sum(counts), sum(counts)]
     assert blocks[1].load.tolist() == [0, 0]
+
+
+class Counting:
+    """A one-sided exchange that counts its dispatches."""
+
+    def __init__(self, base: OneSided, max_rows: int) -> None:
+        self.base, self.max_rows, self.rows = base, max_rows, list[int]()
+
+    def dispatch(self, x: Any, routing: Routing, rows: int, experts: int) -> Any:
+        self.rows.append(rows)
+        return self.base.dispatch(x, routing, rows, experts)
+
+    def combine(self, sums: Tensor, sent: Routing, received: Routing, experts: int) -> Tensor:
+        return self.base.combine(sums, sent, received, experts)
+
+
+@pytest.mark.parametrize(
+    ("spans", "max_rows", "one_sided_rows"),
+    [
+        (None, 64, [1, 4, 7, 12]),
+        (None, 7, [1, 4, 7]),
+        ((ExchangeSpan(1, 4, "ALL_GATHER"), ExchangeSpan(5, 9, "ONE_SIDED")), 64, [7, 12]),  # 12 is estimated
+        ((ExchangeSpan(1, 99, "ALL_GATHER"),), 64, []),
+    ],
+)
+def test_the_table_and_the_room_decide(
+    tmp_path: Path, spans: tuple[ExchangeSpan, ...] | None, max_rows: int, one_sided_rows: list[int]
+) -> None:  # fmt: skip
+    folder, world = write_checkpoint(tmp_path, "mixtral"), LocalWorld(2)
+    alone, table = block_of(folder, Solo()), None
+    if spans is not None:
+        table = ExchangeTable(Fingerprint(0, "shm", 2), (ExchangeRow("16 bit", 1, 99, spans),))
+    shape = ModelShape.from_folder(folder)
+    assert shape.experts is not None
+    top_k = shape.experts.per_token
+    counting = [Counting(each, max_rows) for each in world.run(lambda group: one_sided_of(group, shape.hidden_size, top_k))]
+    blocks = world.run(lambda group: block_of(folder, group, one_sided=counting[group.rank], exchange_table=table))
+    for rows in (1, 4, 7, 12):
+        x = [tokens_of(folder, rows - index, index) for index in range(2)]
+        totals = world.run(lambda group, x=x: _exchanged(blocks, group, x, DpTokens.of([len(part) for part in x])))
+        for own, total in zip(x, totals, strict=True):
+            torch.testing.assert_close(total, alone.partial_sum(own), rtol=1e-5, atol=1e-5)
+    assert [each.rows for each in counting] == [one_sided_rows] * 2
 
 
 class Oracle:

@@ -2,6 +2,6 @@
 """The one-sided exchange of expert parallel: tokens go straight into the memory of the ranks that have their experts, and sums
 straight back."""
 
-from phalanx.comm.one_sided.exchange import OneSided, form, refusal
+from phalanx.comm.one_sided.exchange import OneSided, agreed_table, form, refusal
 
-__all__ = ["OneSided", "form", "refusal"]
+__all__ = ["OneSided", "agreed_table", "form", "refusal"]

@@ -9,12 +9,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from phalanx.comm.agreement import difference
 from phalanx.comm.detect import detect_fingerprint
 from phalanx.comm.group import Group
+from phalanx.comm.shared_memory import share_text
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.moe.tensors import Routing
 from phalanx.kernels.scaled_tensors import Quantized
+from phalanx.tables.exchange import ExchangeTable, table_for
 
 
 class OneSided(Protocol):
@@ -63,6 +66,15 @@ def form(
     if isinstance(exchange, str):
         return None, exchange
     return exchange, f"for up to {exchange.max_rows} tokens of each index"
+
+
+def agreed_table(group: Group, device: torch.device) -> ExchangeTable:
+    """The machine's table of exchanges, the same on every rank; collective. Raises EngineError where ranks hold different ones."""
+    table = table_for(detect_fingerprint(device, group.size, group))
+    error = difference([{"expert exchange table": digest} for digest in share_text(group, table.digest, device)])
+    if error is not None:
+        raise error
+    return table
 
 
 def refusal(fingerprint: Fingerprint, hidden: int, dtype: torch.dtype) -> str | None:

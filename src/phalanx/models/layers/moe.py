@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import kernels
+from phalanx.comm.one_sided import OneSided
 from phalanx.comm.sequence_parallel import unshard
 from phalanx.config.experts import Experts
 from phalanx.errors import ModelError
@@ -229,11 +230,18 @@ class SparseMoe(nn.Module):
         """x [T, hidden] (and the same quantized), the tokens of this dp index -> what the experts of all indices give to them
         [T, hidden], of this rank's slice. Collective over dp: an index without tokens calls it, too."""
         dp, one_sided = self.context.dp, self.context.one_sided
-        if one_sided is not None and dp_tokens.rows <= one_sided.max_rows:
+        if one_sided is not None and self._goes_one_sided(dp_tokens.rows, one_sided):
             return one_sided_experts(x, quantized, dp_tokens, dp.rank, one_sided, self.config.count, self)
         if self.context.expert_exchange == "ALL_TO_ALL" and dp_tokens.padding is None:
             return dispatched_experts(x, dp, self.config.count, self)
         return gathered_experts(x, dp_tokens, dp, lambda rows, padding: self.partial_sum(rows, kv_slots=padding))
+
+    def _goes_one_sided(self, rows: int, one_sided: OneSided) -> bool:
+        """Whether a step in which each index sends `rows` rows takes the one-sided exchange: the same on all ranks."""
+        table, experts = self.context.exchange_table, self.tensors()
+        if rows > one_sided.max_rows or table is None:
+            return rows <= one_sided.max_rows
+        return table.lookup("e4m3" if experts.fp8_gemm else "16 bit", rows, experts.hidden).exchange == "ONE_SIDED"
 
     def router_logits(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, experts], by the router, which has the checkpoint's name."""
