@@ -11,7 +11,7 @@ from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import exchange as tables
 from phalanx.tune import cli, exchange
-from phalanx.tune.exchange import Cell
+from phalanx.tune.exchange import MeasuredSize
 
 HERE = Fingerprint(90, "nvlink", 2)
 
@@ -29,17 +29,17 @@ ROWS = [
 
 
 @pytest.fixture
-def measured(tmp_path: Path) -> Path:
+def times_file(tmp_path: Path) -> Path:
     path = tmp_path / "comm_expert_exchange.ep2.sm90.json"
     path.write_text(json.dumps({"about": {"commit": "abc"}, "machine": str(HERE), "one_sided": {}, "rows": ROWS}))
     return path
 
 
-def test_the_challenger_must_win_by_more_than_the_noise(measured: Path) -> None:
-    fingerprint, times, facts = exchange.read(measured)
+def test_the_challenger_must_win_by_more_than_the_noise(times_file: Path) -> None:
+    fingerprint, times, facts = exchange.read(times_file)
     assert fingerprint == HERE
     assert facts == {"commit": "abc"}
-    assert times[Cell("e4m3", 4096, 8)] == {"ALL_GATHER": 40.0, "ONE_SIDED": 8.0}
+    assert times[MeasuredSize("e4m3", 4096, 8)] == {"ALL_GATHER": 40.0, "ONE_SIDED": 8.0}
     table = exchange.decide(times, fingerprint, facts)
     wide, narrow = table.rows
     assert [(span.first, span.last, span.exchange) for span in wide.spans] == [
@@ -50,11 +50,11 @@ def test_the_challenger_must_win_by_more_than_the_noise(measured: Path) -> None:
     assert narrow.spans[0].gain == pytest.approx((5.0 * 2.5) ** 0.5, abs=1e-3)
 
 
-def test_import_installs_it_and_explain_prints_it(measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["import", str(measured), "--folder", str(tmp_path / "tables")]) == 0
+def test_import_installs_it_and_explain_prints_it(times_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["import", str(times_file), "--folder", str(tmp_path / "tables")]) == 0
     path = tmp_path / "tables" / "exchange" / "sm90.nvlink.ep2.json"
     assert capsys.readouterr().out == f"installed {path}\n"
-    assert tables.table_for(HERE, tmp_path / "tables") == exchange.decide(*exchange.read(measured)[:2][::-1])
+    assert tables.table_for(HERE, tmp_path / "tables") == exchange.decide(*exchange.read(times_file)[:2][::-1])
     assert cli.main(["explain", "--exchange", "--table", str(path), "--hidden", "4096"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("sm90.nvlink.ep2: ")

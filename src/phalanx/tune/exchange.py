@@ -33,7 +33,7 @@ _BRIDGED_TOKENS, _BRIDGED_HIDDEN = 16, 4
 _MAX_TOKENS = 32_768
 
 
-class Cell(NamedTuple):
+class MeasuredSize(NamedTuple):
     """What was measured: tokens of each index, sent by ONE_SIDED as `payload` says."""
 
     payload: str
@@ -45,39 +45,41 @@ Times = Mapping[str, float]
 """Exchange -> microseconds of a dispatch and a combine."""
 
 
-def read(path: Path) -> tuple[Fingerprint, dict[Cell, Times], dict[str, str]]:
+def read(path: Path) -> tuple[Fingerprint, dict[MeasuredSize, Times], dict[str, str]]:
     """(machine, times, facts for people) of a file of `benchmarks.comm.expert_exchange`. Raises TableError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         fingerprint, about = Fingerprint.parse(data["machine"]), data["about"]
-        times: dict[Cell, dict[str, float]] = {}
+        times: dict[MeasuredSize, dict[str, float]] = {}
         for row in data["rows"]:
             if not row["cuda_graph"] or row["exchange"] not in (INCUMBENT, CHALLENGER):
                 continue
             # ALL_GATHER sends 16 bit, whatever ONE_SIDED would send.
             for payload in PAYLOADS if row["exchange"] == INCUMBENT else (_PAYLOAD_OF[row["payload"]],):
-                times.setdefault(Cell(payload, row["hidden"], row["tokens"]), {})[row["exchange"]] = float(row["us"])
+                times.setdefault(MeasuredSize(payload, row["hidden"], row["tokens"]), {})[row["exchange"]] = float(row["us"])
         facts = {key: str(about[key]) for key in ("date", "commit", "command") if key in about}
     except OSError as error:
         raise TableError(f"{path} cannot be read", why=str(error), next="check the path") from None
     except (KeyError, TypeError, ValueError, OptionError) as error:
         cure = "give a file that `benchmarks.comm.expert_exchange --out` wrote"
         raise TableError(f"{path} holds no times of exchanges", why=f"{type(error).__name__}: {error}", next=cure) from None
-    return fingerprint, {cell: each for cell, each in times.items() if INCUMBENT in each and CHALLENGER in each}, facts
+    return fingerprint, {size: each for size, each in times.items() if INCUMBENT in each and CHALLENGER in each}, facts
 
 
 _PAYLOAD_OF = {"bf16": "16 bit", "e4m3": "e4m3"}
 
 
-def decide(times: Mapping[Cell, Times], fingerprint: Fingerprint, provenance: dict[str, str] | None = None) -> ExchangeTable:
+def decide(
+    times: Mapping[MeasuredSize, Times], fingerprint: Fingerprint, provenance: dict[str, str] | None = None
+) -> ExchangeTable:
     """The table of one machine. Raises TableError where no time is left."""
     if not times:
         raise TableError(f"no times of {machine_name(fingerprint)} to decide by", next="measure ALL_GATHER and ONE_SIDED")
     rows = []
-    for payload in sorted({cell.payload for cell in times}, key=PAYLOADS.index):
-        sizes = sorted({cell.hidden for cell in times if cell.payload == payload})
+    for payload in sorted({size.payload for size in times}, key=PAYLOADS.index):
+        sizes = sorted({size.hidden for size in times if size.payload == payload})
         for (first, last), hidden in zip(ranges(sizes, _BRIDGED_HIDDEN, _middle), sizes, strict=True):
-            own = {cell.tokens: each for cell, each in times.items() if (cell.payload, cell.hidden) == (payload, hidden)}
+            own = {size.tokens: each for size, each in times.items() if (size.payload, size.hidden) == (payload, hidden)}
             rows.append(ExchangeRow(payload, first, last, _spans(own)))
     return ExchangeTable(fingerprint, tuple(rows), provenance or {})
 
