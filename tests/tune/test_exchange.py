@@ -41,13 +41,13 @@ def test_the_challenger_must_win_by_more_than_the_noise(times_file: Path) -> Non
     assert facts == {"commit": "abc"}
     assert times[MeasuredSize("e4m3", 4096, 8)] == {"ALL_GATHER": 40.0, "ONE_SIDED": 8.0}
     table = exchange.decide(times, fingerprint, facts)
-    wide, narrow = table.rows
-    assert [(span.first, span.last, span.exchange) for span in wide.spans] == [
+    in_16_bit, in_e4m3 = table.rows
+    assert [(span.first, span.last, span.exchange) for span in in_16_bit.spans] == [
         (8, 22, "ONE_SIDED"), (23, 64, "ALL_GATHER"), (8192, 8192, "ONE_SIDED"),
     ]  # fmt: skip
-    assert [span.gain for span in wide.spans] == [4.0, 1.0, 4.0]
-    assert [(span.first, span.last, span.exchange) for span in narrow.spans] == [(8, 64, "ONE_SIDED")]
-    assert narrow.spans[0].gain == pytest.approx((5.0 * 2.5) ** 0.5, abs=1e-3)
+    assert [span.gain for span in in_16_bit.spans] == [4.0, 1.0, 4.0]
+    assert [(span.first, span.last, span.exchange) for span in in_e4m3.spans] == [(8, 64, "ONE_SIDED")]
+    assert in_e4m3.spans[0].gain == pytest.approx((5.0 * 2.5) ** 0.5, abs=1e-3)
 
 
 def test_import_installs_it_and_explain_prints_it(times_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
