@@ -144,9 +144,11 @@ def test_what_data_parallel_attention_cannot_be(values, message):
 )
 def test_an_exchange_needs_groups_that_exchange(values, experts):
     shape = replace(SHAPE, architecture="MixtralForCausalLM", experts=experts)
-    message = "^expert_exchange='ALL_TO_ALL' has no effect with expert_parallel_size=1; .*raise expert_parallel_size"
-    with pytest.raises(LayoutError, match=message):
-        resolve(options(device="cpu", expert_exchange="ALL_TO_ALL", **values), shape, gpus=0)
+    for exchange in ("ALL_TO_ALL", "ONE_SIDED"):
+        message = f"^expert_exchange='{exchange}' has no effect with expert_parallel_size=1; .*raise expert_parallel_size"
+        with pytest.raises(LayoutError, match=message):
+            resolve(options(device="cpu", expert_exchange=exchange, **values), shape, gpus=0)
+    resolve(options(device="cpu", expert_exchange="AUTO", **values), shape, gpus=0)
 
 
 def test_each_data_parallel_index_has_its_part_of_a_step():

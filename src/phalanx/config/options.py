@@ -67,11 +67,12 @@ class EngineOptions(BaseModel):
         description="Number of groups of tensor_parallel_size ranks that a layer's experts are split over. Attention is "
         "data-parallel over them: each request runs on one group, and all of them exchange tokens for their experts.",
     )
-    expert_exchange: Literal["ALL_GATHER", "ALL_TO_ALL"] = Field(
+    expert_exchange: Literal["AUTO", "ALL_GATHER", "ALL_TO_ALL", "ONE_SIDED"] = Field(
         "ALL_GATHER",
         description="How tokens reach the experts of other groups, with expert_parallel_size above 1. ALL_GATHER: all tokens go to "
         "all groups. ALL_TO_ALL: each token goes once to each group that has one of its experts; steps that run as CUDA graphs use "
-        "ALL_GATHER.",
+        "ALL_GATHER. ONE_SIDED: the same, also in graphs, by writing into the memory of the other groups' ranks. Where that is not "
+        "reached, and for more tokens than it holds: ALL_GATHER. AUTO: ALL_GATHER or ONE_SIDED, by the table of this machine.",
     )
     moe_expert_parallel_size: int = Field(
         1,

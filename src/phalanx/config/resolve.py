@@ -175,7 +175,7 @@ def _check_layout(options: EngineOptions, shape: ModelShape, gpus: int | None) -
             next="leave expert_traffic out",
         )  # fmt: skip
     _check_experts(options.tensor_parallel_size, moe_ep, ep, shape.experts)
-    if options.expert_exchange == "ALL_TO_ALL" and ep == 1:
+    if options.expert_exchange in ("ALL_TO_ALL", "ONE_SIDED") and ep == 1:
         raise LayoutError(
             f"expert_exchange={options.expert_exchange!r} has no effect with expert_parallel_size=1",
             why="there are no other groups to exchange tokens with", next="leave it out, or raise expert_parallel_size",

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from phalanx import kernels
 from phalanx.comm.group import Group, Solo
+from phalanx.comm.one_sided import OneSided
 from phalanx.config.quantization import Quantization
+from phalanx.tables.exchange import ExchangeTable
 
 _CHUNK_ROWS = 4096  # quantized together, so that their copy in fp32 stays small
 
@@ -91,10 +93,11 @@ class LayerContext:
     """What a layer is built for: the ranks that split it, the dtype of weights and arithmetic, the device.
 
     dp: the ranks that hold the same slices for other requests; experts are split over them, too. expert_exchange: how tokens get
-    there, see `EngineOptions`. moe_ep: ranks of the group that experts are split over. redundant_experts: copies beside a layer's
-    experts, on all ranks together. traffic: experts are drawn by a power law with this exponent, instead of computed by the router;
-    None: they are not. quantization: which linear layers are in FP8 instead, and how. fp8_gemm: their activations are FP8 too; else
-    their weights are dequantized for each GEMM. fp8_cache: keys and values are stored in FP8.
+    there, see `EngineOptions`. one_sided: over dp, where they may go that way; exchange_table: when, None for always. moe_ep: ranks
+    of the group that experts are split over. redundant_experts: copies beside a layer's experts, on all ranks together. traffic:
+    experts are drawn by a power law with this exponent, instead of computed by the router; None: they are not. quantization: which
+    linear layers are in FP8 instead, and how. fp8_gemm: their activations are FP8 too; else their weights are dequantized for each
+    GEMM. fp8_cache: keys and values are stored in FP8.
     """
 
     group: Group
@@ -107,6 +110,8 @@ class LayerContext:
     traffic: float | None = None
     dp: Group = field(default_factory=Solo)
     expert_exchange: str = "ALL_GATHER"
+    one_sided: OneSided | None = None
+    exchange_table: ExchangeTable | None = None
     redundant_experts: int = 0
 
     @property

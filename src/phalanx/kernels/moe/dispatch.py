@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx import kernels
@@ -65,19 +66,22 @@ def routed_experts(
 def route(
     x: Tensor, logits: Tensor | None, experts: ExpertTensors, *, top_k: int, num_experts: int, renormalize: bool,
     pattern: TrafficPattern | None = None, scoring: Scoring | None = None, bias: Tensor | None = None,
+    kv_slots: Tensor | None = None,
 ) -> Routing:  # fmt: skip
     """The routing of `routed_experts` alone."""
     if not (x.is_cuda and has_triton()):
         if pattern is not None:
-            return reference.drawn_topk(x, pattern, top_k)
-        assert logits is not None
-        return _chosen(logits, top_k, renormalize, scoring, bias)
+            routing = reference.drawn_topk(x, pattern, top_k)
+        else:
+            assert logits is not None
+            routing = _chosen(logits, top_k, renormalize, scoring, bias)
+        return Routing(routing.weights, reference.physical_ids(routing.ids, None, kv_slots))
     from phalanx.kernels.moe.topk_softmax import topk_softmax
 
     logits = None if logits is None else logits.contiguous()
     return topk_softmax(
         logits, x.contiguous(), top_k, experts=num_experts, renormalize=renormalize, first=experts.first,
-        local_experts=experts.count, pattern=pattern, scoring=scoring, bias=bias,
+        local_experts=experts.count, pattern=pattern, scoring=scoring, bias=bias, kv_slots=kv_slots,
     )[0]  # fmt: skip
 
 
@@ -87,9 +91,27 @@ def _chosen(logits: Tensor, top_k: int, renormalize: bool, scoring: Scoring | No
     return reference.grouped_topk(logits, bias, scoring, top_k, renormalize)
 
 
-def experts_of(x: Tensor, experts: ExpertTensors, routing: Routing, *, num_experts: int, load: Tensor | None = None) -> Tensor:
-    """x [T, H] and its routing -> the sum of `routed_experts` [T, H]."""
+def quantized_input(x: Tensor, experts: ExpertTensors) -> Tensor | Quantized:
+    """x [T, H] as the experts' first GEMM reads it: in e4m3 where that one takes e4m3; else as it is, as on a CPU. `experts_of`
+    gives the same bits for either."""
+    if not (x.is_cuda and has_triton() and experts.fp8_gemm):
+        return x
+    values, scale = _quantized(x.contiguous(), experts, experts.input_scale, 0)
+    assert scale is not None
+    return Quantized(values, scale)
+
+
+def experts_of(
+    x: Tensor | Quantized, experts: ExpertTensors, routing: Routing, *, num_experts: int, dtype: torch.dtype | None = None,
+    load: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x [T, H] and its routing -> the sum of `routed_experts` [T, H]. x may be the output of `quantized_input`; the sum is then in
+    `dtype`."""
+    quantized = x if isinstance(x, Quantized) else None
+    if isinstance(x, Quantized):
+        x = torch.empty(x.values.shape, dtype=dtype, device=x.values.device)  # gives size and dtype, and is not read
     if not (x.is_cuda and has_triton()):
+        assert quantized is None
         if load is not None:
             reference.count_load(load, routing, experts.first)
         return reference.fused_experts(x, experts, routing)
@@ -99,7 +121,7 @@ def experts_of(x: Tensor, experts: ExpertTensors, routing: Routing, *, num_exper
         return x.new_empty(x.shape)
     size = _tile_size(experts, x, routing.top_k, num_experts)
     tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, **size._asdict(), load=load)
-    return run(x.contiguous(), experts, routing, tiles, size, num_experts, x.new_empty(x.shape))
+    return run(x.contiguous(), experts, routing, tiles, size, num_experts, x.new_empty(x.shape), quantized)
 
 
 def launched(x: Tensor, experts: ExpertTensors, routing: Routing, num_experts: int | None = None) -> Tensor:
