@@ -174,7 +174,7 @@ OTHERS = [(7, 1), (16, 1), (0, 9), (5, 1), (11, 50)]
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("through_rows", [False, True])
 @pytest.mark.parametrize(("own", "fp8", "taken"), [
-    ("none", False, False), ("none", True, False), ("e4m3", False, False), ("e4m3", True, True), ("all", False, True),
+    ("none", False, False), ("none", True, False), ("quantized", False, False), ("quantized", True, True), ("all", False, True),
     ("all", True, True),
 ])  # fmt: skip
 def test_who_attends_to_prefill_rows(
@@ -205,7 +205,7 @@ def test_a_fixed_batch_of_any_rows_is_planned_once(
     """At most 20 decode rows and 5 prefill rows; each replay has other rows."""
     tokens, decodes, prompts, others = 200, 20, 5, Watched()
     rows = decodes + prompts
-    triton_backend = TritonBackend(others, CPU, "e4m3")
+    triton_backend = TritonBackend(others, CPU, "quantized")
     assert triton_backend.captures_prefill
     assert not TritonBackend(others, CPU).captures_prefill
     batch, _, _, _ = made_batch([(0, 1)], None)
@@ -296,7 +296,7 @@ def test_which_back_end_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (selected.name, selected.own_prefill) == ("triton+sdpa", "none")
     assert select.select_backend(CPU, torch.float32, 72).name == "sdpa"
     monkeypatch.setattr(select.kernels, "supports_prefill", lambda device, dtype, head_dim: True)
-    for name, own in (("sdpa", "all"), ("flashinfer", "e4m3")):
+    for name, own in (("sdpa", "all"), ("flashinfer", "quantized")):
         monkeypatch.setattr(Watched, "name", name)
         monkeypatch.setattr(select, "_fallback", lambda *arguments: Watched())
         selected = select.select_backend(CPU, torch.float32, 64)
