@@ -159,6 +159,34 @@ def test_compiles(kv: str, unscaled: bool, arch: int) -> None:
         assert "min.NaN." in ptx, "clipped to +-448, and NaN stays NaN"
 
 
+@pytest.mark.gpu1
+@pytest.mark.parametrize("block_size", [16, 5])
+@pytest.mark.parametrize("kind", list(DTYPES))
+def test_int8_on_a_gpu(kind: str, block_size: int) -> None:
+    """What is not rotated has the reference's bits; what is has its scales, and values within a step of its."""
+    from phalanx.kernels import reference
+    from phalanx.kernels.ops import rope_kv_cache
+
+    dtype, device, generator = DTYPES[kind], torch.device("cuda"), torch.Generator().manual_seed(1)
+    sizes = 10.0 ** torch.randint(-6, 5, (200, 1, 1), generator=generator)
+    qkv = (torch.randn(200, 4 + 2 * 2, 128, generator=generator) * sizes).to(dtype).to(device)
+    qkv[3], qkv[4, :, 0] = 0.0, float("nan")
+    slots = torch.randperm(60 * block_size, generator=generator)[:200].to(device)
+    slots[7] = -1
+    angles = (torch.rand(200, 64, generator=generator) * 7).to(device)
+    caches = [torch.zeros(60, block_size, 2, 128, dtype=torch.int8, device=device) for _ in range(4)]
+    scales = [torch.ones(60, 2, block_size, 2, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    wanted = reference.rope_store(qkv, angles.cos(), angles.sin(), *caches[:2], slots, 4, token_scales=scales[0])
+    query = rope_kv_cache.rope_store(qkv, angles.cos(), angles.sin(), *caches[2:], slots, 4, token_scales=scales[1])
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(query, wanted, rtol=2 * step, atol=step, equal_nan=True)
+    torch.testing.assert_close(scales[1][..., 1], scales[0][..., 1], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(scales[1], scales[0], rtol=0.01, atol=0, equal_nan=True)
+    finite = scales[0].transpose(1, 2).isfinite()
+    assert torch.equal(caches[3][finite[..., 1]], caches[1][finite[..., 1]])
+    assert int((caches[2].int() - caches[0].int())[finite[..., 0]].abs().max()) <= 1
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     for check in CHECKS:

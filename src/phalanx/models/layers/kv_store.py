@@ -44,8 +44,9 @@ class KvStore(Sliced):
     def fused_with_gemv(
         self, x: Activation, qkv_proj: QkvParallelLinear, cos_sin: tuple[Tensor, Tensor], cache: KvCache, slots: Tensor
     ) -> Tensor | None:
-        """forward(qkv_proj(x)) in one kernel, for x of one token where a kernel takes it; else None, and nothing is stored. None for
-        int8, too: its scales depend on complete heads, of which the GEMV's programs have parts."""
+        """forward(qkv_proj(x)) in one kernel, for x of one token where a kernel takes it; else None, and nothing is stored.
+
+        None for a cache in int8, too: its scales depend on complete heads, of which the GEMV's programs have parts."""
         gemv_args, q_heads = qkv_proj.gemv_args(x), len(qkv_proj.heads.q)
         if gemv_args is None or cache.token_scales is not None:
             return None
