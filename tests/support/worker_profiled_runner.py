@@ -23,8 +23,8 @@ SLOTS, BLOCK, LONGEST = 24, 16, 2048
 
 
 def made_runner(
-    folder: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool = True, tokens: int = 0, fp8_cache: bool = False, int8_cache: bool = False,
-    attention: AttentionBackend | None = None,
+    folder: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool = True, tokens: int = 0, fp8_cache: bool = False,
+    int8_cache: bool = False, attention: AttentionBackend | None = None,
 ) -> ModelRunner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
     model = registry.build(

@@ -23,7 +23,7 @@ from phalanx.models.batch import Batch, count_leading_decodes
 from phalanx.models.layers.attention import select, triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend
-from tests.support.models_attention import as_read, in_fp8, made_batch, naive
+from tests.support.models_attention import as_read, as_read_int8, in_fp8, in_int8, made_batch, naive
 
 CPU = torch.device("cpu")
 
@@ -146,6 +146,17 @@ def test_a_cache_in_fp8() -> None:
     )
     read = [[as_read(each, scale) for each in kept] for kept, scale in zip((keys, values), scales, strict=True)]
     compare(out, query, batch, rows, *read, None)
+
+
+def test_a_cache_in_int8(prefilled: list[tuple[int, int | None]]) -> None:
+    """Of which our kernel takes the prefill rows, too, where others would take those in 16 bit."""
+    rows = [(7, 1), (0, 9)]
+    batch, cache, keys, values = made_batch(rows, None)
+    query, others = torch.randn(10, 6, 8), Watched()
+    out = TritonBackend(others, CPU, "quantized").plan(batch).forward(query, in_int8(cache), window=None, scale=0.3)
+    compare(out, query, batch, rows, list(map(as_read_int8, keys)), list(map(as_read_int8, values)), None)
+    assert not others.planned
+    assert len(prefilled) == 1
 
 
 def test_a_fixed_batch_is_planned_once_for_all_replays(launched: list[int]) -> None:
