@@ -62,11 +62,11 @@ in the fit."""
 def predicted(case: Case) -> dict[str, Any]:
     """KV tokens, and each workload's figure with its interval: ms per token, or output tokens per second."""
     shape, machine = subject.shape_for(case.model), subject.machine_for(case.gpu)[0]
-    kv_size = footprint.kv_itemsize(case.kv, case.dtype)
+    kv = footprint.kv_format(case.kv, case.dtype)
     longest = max(parse(name).seq_len for name in case.workloads)
     request = PlanRequest(dtype=case.dtype, kv_cache_dtype=case.kv, max_seq_len=max(4096, longest))
-    _, kv_tokens, _ = search.memory(shape, machine, request, case.layout.split, case.max_batch_size, kv_size)
-    costs = Costs(shape, case.dtype, kv_size, case.layout.split, machine)
+    _, kv_tokens, _ = search.memory(shape, machine, request, case.layout.split, case.max_batch_size, kv)
+    costs = Costs(shape, case.dtype, kv, case.layout.split, machine)
     figures = {}
     for name in case.workloads:
         work = parse(name)

@@ -54,7 +54,7 @@ from phalanx.hardware.catalogue import GpuSpec
 from phalanx.plan import subject
 from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.cost import Costs, MachineModel
-from phalanx.plan.footprint import Split, kv_itemsize
+from phalanx.plan.footprint import Split, kv_format
 
 GOALS = {50: 0.10, 90: 0.10, 99: 0.20}
 """By percentile: the part of the served figure by which the simulated one may differ."""
@@ -224,8 +224,8 @@ def simulated_again(facts: dict[str, Any], trace: Sequence[Arrival]) -> list[Ser
     else:
         gpu = GpuSpec(**facts["gpu"])
         machine = MachineModel(gpu, gpu.link, 1, 1, None, Coefficients.from_json(facts["coefficients"]), "measured")
-    kv_size = kv_itemsize(facts["kv_cache_dtype"], facts["dtype"])
-    costs = Costs(subject.shape_for(facts["model"]), facts["dtype"], kv_size, Split(), machine)
+    kv = kv_format(facts["kv_cache_dtype"], facts["dtype"])
+    costs = Costs(subject.shape_for(facts["model"]), facts["dtype"], kv, Split(), machine)
     names = {field.name for field in fields(SchedulerOptions)}  # a text for errors has had another name
     limits = SchedulerOptions(**{name: value for name, value in facts["limits"].items() if name in names})
     return simulate.run(costs, limits, trace, frontend=Frontend(**facts["frontend"])).served

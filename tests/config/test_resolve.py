@@ -7,9 +7,10 @@ import pytest
 
 from phalanx.config import EngineOptions
 from phalanx.config.experts import Experts
+from phalanx.config.latent import Latent
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
-from phalanx.config.resolve import compute_dtype, resolve
+from phalanx.config.resolve import compute_dtype, concrete_kv_cache_dtype, resolve
 from phalanx.errors import LayoutError, OptionError
 
 SHAPE = ModelShape(
@@ -76,6 +77,17 @@ def test_the_cache_is_fp8_where_the_checkpoint_was_made_for_it(kv):
     shape = replace(SHAPE, quantization=replace(ON_LOAD, kv=kv))
     assert resolve(options(), shape, gpus=1).options.kv_cache_dtype == ("fp8" if kv else "model")
     assert resolve(options(kv_cache_dtype="model"), shape, gpus=1).options.kv_cache_dtype == "model"
+
+
+def test_a_cache_of_latents_is_not_in_int8():
+    """The engine's options and the planner's alike."""
+    assert resolve(options(kv_cache_dtype="int8"), SHAPE, gpus=1).options.kv_cache_dtype == "int8"
+    latent = replace(SHAPE, latent=Latent(None, 64, 32, 16, 32, 1.0, False))
+    with pytest.raises(OptionError, match=r"^kv_cache_dtype='int8' does not work with latent attention"):
+        resolve(options(kv_cache_dtype="int8"), latent, gpus=1)
+    with pytest.raises(OptionError, match="use kv_cache_dtype='fp8' or 'model'"):
+        concrete_kv_cache_dtype("int8", latent)
+    assert concrete_kv_cache_dtype("fp8", latent) == "fp8"
 
 
 def test_longer_than_the_model_names_both_numbers():

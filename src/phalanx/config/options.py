@@ -36,10 +36,11 @@ class EngineOptions(BaseModel):
         description="Compute dtype. auto: the checkpoint's (fp32 on CPU). fp8: quantize the linear layers of a 16-bit checkpoint "
         "to FP8 while loading; everything else as with auto. FP8 checkpoints always run in FP8.",
     )
-    kv_cache_dtype: Literal["auto", "model", "fp8"] = Field(
+    kv_cache_dtype: Literal["auto", "model", "fp8", "int8"] = Field(
         "auto",
         description="Dtype of the KV cache. auto: FP8 if the checkpoint has KV scales, else model. model: the compute dtype. "
-        "fp8: half the memory of 16 bit.",
+        "fp8: half the memory of 16 bit. int8: nearly that, and closer to 16 bit than FP8: each token's key and value has a scale "
+        "for each head. Not for models with latent attention.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto", description="auto, safetensors: read the checkpoint. dummy: make seeded random weights on the device."

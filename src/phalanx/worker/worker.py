@@ -214,9 +214,10 @@ class Worker:
         layers = stages(per_layer, self._layout.pp, first_bytes=embedding, last_bytes=head)[self._place.pp_index]
         model = registry.build(
             shape, group=self._groups.tp, layers=layers, dtype=TORCH_DTYPES[name], device=device, fp8=fp8,
-            fp8_cache=self.options.kv_cache_dtype == "fp8", moe_ep=self.options.moe_expert_parallel_size,
-            traffic=self.options.expert_traffic, dp=self._groups.dp, expert_exchange=self.options.expert_exchange,
-            one_sided=one_sided, exchange_table=table, redundant_experts=self.options.redundant_experts,
+            fp8_cache=self.options.kv_cache_dtype == "fp8", int8_cache=self.options.kv_cache_dtype == "int8",
+            moe_ep=self.options.moe_expert_parallel_size, traffic=self.options.expert_traffic, dp=self._groups.dp,
+            expert_exchange=self.options.expert_exchange, one_sided=one_sided, exchange_table=table,
+            redundant_experts=self.options.redundant_experts,
         )  # fmt: skip
         return model, layers
 
