@@ -179,7 +179,9 @@ def test_int8_on_a_gpu(kind: str, block_size: int) -> None:
     wanted = reference.rope_store(qkv, angles.cos(), angles.sin(), *caches[:2], slots, 4, token_scales=scales[0])
     query = rope_kv_cache.rope_store(qkv, angles.cos(), angles.sin(), *caches[2:], slots, 4, token_scales=scales[1])
     step = torch.finfo(dtype).eps
-    torch.testing.assert_close(query, wanted, rtol=2 * step, atol=step, equal_nan=True)
+    # Of a rotated pair, sums of products that cancel: errors are relative to the largest of a head.
+    largest = wanted.nan_to_num().abs().amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
+    torch.testing.assert_close(query / largest, wanted / largest, rtol=2 * step, atol=2 * step, equal_nan=True)
     torch.testing.assert_close(scales[1][..., 1], scales[0][..., 1], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(scales[1], scales[0], rtol=0.01, atol=0, equal_nan=True)
     finite = scales[0].transpose(1, 2).isfinite()
