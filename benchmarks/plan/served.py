@@ -109,7 +109,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help="demo, or a shape of `phalanx bench`, with dummy weights")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="fp32")
-    parser.add_argument("--kv_cache_dtype", default="model", choices=("model", "fp8"))
+    parser.add_argument("--kv_cache_dtype", default="model", choices=("model", "fp8", "int8"))
     parser.add_argument("--trace", default="poisson:8", help="as `phalanx plan simulate` takes it")
     parser.add_argument("--speed", type=float, default=1.0, help="times as fast as the trace")
     parser.add_argument("--shrink", type=int, default=1, help="lengths of the trace are divided by this")

@@ -210,7 +210,7 @@ def _write(part: Tensor, cache: Tensor, slots: Tensor) -> None:
     target = torch.where(padding, slots[last].clamp(min=0), slots)
     flat = cache.view(-1, *cache.shape[2:])
     repeated = torch.where(padding[last, None, None], flat[:1], part[last])
-    flat[target] = torch.where(padding[:, None, None], repeated, part)
+    flat[target] = torch.where(padding[:, None, None], repeated, part).to(flat.dtype)
 
 
 def _write_token_scales(scales: Tensor, token_scales: Tensor, slots: Tensor) -> None:

@@ -365,7 +365,7 @@ def nearest(shape: Shape, machine: MachineModel, request: PlanRequest, rejected:
     choices: list[tuple[str, PlanRequest]] = [("", request)]
     if request.dtype != "fp8" and shape.quantization is None and machine.gpu.fp8_flops:
         choices.append(("--dtype fp8", replace(request, dtype="fp8")))
-    if request.kv_cache_dtype != "fp8":
+    if request.kv_cache_dtype not in ("fp8", "int8"):
         choices += [(f"{name} --kv_cache_dtype fp8".strip(), replace(other, kv_cache_dtype="fp8")) for name, other in choices[:]]
     fewest = math.inf
     for name, other in choices:
