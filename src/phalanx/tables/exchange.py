@@ -28,6 +28,7 @@ PAYLOADS = ("16 bit", "e4m3")
 _FORMAT, _VERSION = "phalanx-expert-exchange-table", 1
 _SHIPPED = Path(__file__).parent / "data" / "exchange"
 ESTIMATE = f"not measured: {CHALLENGER} is expected to be faster, as it sends fewer bytes in two kernels of its own"
+NO_ESTIMATE = f"not measured: {CHALLENGER} was measured over NVLink alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,18 @@ class ExchangeTable:
                 for span in row.spans:
                     if span.first <= tokens <= span.last:
                         return ExchangeEntry(span.exchange, "table", self._reason(span))
-        return ExchangeEntry(CHALLENGER, "estimated", ESTIMATE)
+        if self._expects_challenger:
+            return ExchangeEntry(CHALLENGER, "estimated", ESTIMATE)
+        return ExchangeEntry(INCUMBENT, "estimated", NO_ESTIMATE)
+
+    @property
+    def _expects_challenger(self) -> bool:
+        return self.fingerprint.link in ("nvlink", "nvlink_multicast")
+
+    @property
+    def has_one_sided(self) -> bool:
+        """Whether ONE_SIDED is the answer for any size."""
+        return self._expects_challenger or any(span.exchange == CHALLENGER for row in self.rows for span in row.spans)
 
     def _reason(self, span: ExchangeSpan) -> str:
         gain = "nothing is faster by more than the noise"

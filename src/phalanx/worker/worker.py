@@ -231,15 +231,18 @@ class Worker:
         options = self.options
         if options.expert_exchange not in ("ONE_SIDED", "AUTO") or shape.experts is None or dp.size == 1:
             return None, None
+        table = one_sided.agreed_table(dp, device) if options.expert_exchange == "AUTO" else None
+        if table is not None and not table.has_one_sided:
+            return None, None
         exchange, reason = one_sided.form(
             dp, device, hidden=shape.hidden_size, top_k=shape.experts.per_token,
             dtype=TORCH_DTYPES[compute_dtype(options.dtype, shape, device.type)],
             rows=options.index_num_tokens or options.max_seq_len or shape.max_positions, timeout=options.step_timeout,
         )  # fmt: skip
         if exchange is None:
-            logger.warning("expert_exchange ONE_SIDED is not used: %s; ALL_GATHER is", reason)
+            say = logger.warning if table is None else logger.info  # asked for by name, or one of two
+            say("expert_exchange ONE_SIDED is not used: %s; ALL_GATHER is", reason)
             return None, None
-        table = one_sided.agreed_table(dp, device) if options.expert_exchange == "AUTO" else None
         decides = "" if table is None else ", where the table says so" if table.rows else " (no table: estimated)"
         logger.info("expert_exchange ONE_SIDED %s%s; else ALL_GATHER", reason, decides)
         return exchange, table
