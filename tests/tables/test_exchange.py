@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import TableError
-from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.hardware.fingerprint import LINKS, Fingerprint
 from phalanx.tables import exchange
 from phalanx.tables.exchange import ExchangeRow, ExchangeSpan, ExchangeTable
 
@@ -45,6 +45,21 @@ def test_a_size_is_answered_by_its_range_or_an_estimate(
     entry = TABLE.lookup(payload, tokens, hidden)
     assert (entry.exchange, entry.source) == (answer, source)
     assert entry.reason.startswith("table of sm90.nvlink.ep2, " if source == "table" else "not measured: ")
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_what_was_not_measured_is_one_sided_over_nvlink_alone(link: str) -> None:
+    table = ExchangeTable(Fingerprint(90, link, 4))
+    entry = table.lookup("e4m3", 64, 4096)
+    assert (entry.exchange, entry.source) == ("ONE_SIDED" if "nvlink" in link else "ALL_GATHER", "estimated")
+    assert table.has_one_sided == ("nvlink" in link)
+    assert replace(TABLE, fingerprint=table.fingerprint).has_one_sided
+
+
+def test_the_package_has_a_table_of_two_gpus_over_nvlink() -> None:
+    table = exchange.table_for(HERE, Path("none"))
+    for payload in exchange.PAYLOADS:
+        assert table.lookup(payload, 64, 4096).source == "table"
 
 
 def test_a_reason_tells_the_gain() -> None:
