@@ -68,7 +68,7 @@ class EngineOptions(BaseModel):
         "data-parallel over them: each request runs on one group, and all of them exchange tokens for their experts.",
     )
     expert_exchange: Literal["AUTO", "ALL_GATHER", "ALL_TO_ALL", "ONE_SIDED"] = Field(
-        "ALL_GATHER",
+        "AUTO",
         description="How tokens reach the experts of other groups, with expert_parallel_size above 1. ALL_GATHER: all tokens go to "
         "all groups. ALL_TO_ALL: each token goes once to each group that has one of its experts; steps that run as CUDA graphs use "
         "ALL_GATHER. ONE_SIDED: the same, also in graphs, by writing into the memory of the other groups' ranks. Where that is not "

@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -236,7 +237,8 @@ class Worker:
             rows=options.index_num_tokens or options.max_seq_len or shape.max_positions, timeout=options.step_timeout,
         )  # fmt: skip
         if exchange is None:
-            logger.warning("expert_exchange ONE_SIDED is not used: %s; ALL_GATHER is", reason)
+            level = logging.WARNING if options.expert_exchange == "ONE_SIDED" else logging.INFO
+            logger.log(level, "expert_exchange ONE_SIDED is not used: %s; ALL_GATHER is", reason)
             return None, None
         table = one_sided.agreed_table(dp, device) if options.expert_exchange == "AUTO" else None
         decides = "" if table is None else ", where the table says so" if table.rows else " (no table: estimated)"
