@@ -33,6 +33,11 @@ def test_who_can(link: str, hidden: int, dtype: torch.dtype, why: str | None) ->
     assert one_sided.refusal(Fingerprint(0 if link == "shm" else 90, link, 2), hidden, dtype) == why
 
 
+def test_of_more_ranks_than_a_host_has() -> None:
+    assert one_sided.refusal(Fingerprint(90, "nvlink", 8), 4096, torch.bfloat16) is None
+    assert one_sided.refusal(Fingerprint(90, "nvlink", 9), 4096, torch.bfloat16) == "it is between 2 to 8 ranks, not 9"
+
+
 def test_ranks_compare_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, world = torch.device("cpu"), LocalWorld(2)
     assert world.run(lambda group: one_sided.agreed_table(group, cpu)) == [ExchangeTable(Fingerprint(0, "shm", 2))] * 2

@@ -17,6 +17,7 @@ from phalanx.comm.torch_group import TorchGroup
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.moe.tensors import Routing
 from phalanx.kernels.scaled_tensors import Quantized
+from phalanx.tables.admit import MAX_WORLD
 from phalanx.tables.exchange import ExchangeTable, table_for
 
 
@@ -81,6 +82,8 @@ def refusal(fingerprint: Fingerprint, hidden: int, dtype: torch.dtype) -> str | 
     """Why ranks on such a machine cannot write tokens of `hidden` features into each other's memory; None where they can. Pure."""
     if not fingerprint.peers_reach:
         return f"ranks on {fingerprint} do not reach each other's memory"
+    if fingerprint.world > MAX_WORLD:
+        return f"it is between 2 to {MAX_WORLD} ranks, not {fingerprint.world}"
     if hidden % _VECTOR_BYTES:
         return f"rows of {hidden} features are no multiple of {_VECTOR_BYTES} bytes in FP8"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):

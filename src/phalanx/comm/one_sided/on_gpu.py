@@ -14,9 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.comm.shared_memory import share_text
 from phalanx.comm.strategies import formed
 from phalanx.comm.symmetric import SymmetricRegion, form_region
 from phalanx.comm.torch_group import TorchGroup
+from phalanx.kernels.capabilities import has_triton
 from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.moe.tensors import Routing
 from phalanx.kernels.scaled_tensors import Quantized
@@ -139,6 +141,8 @@ class GpuOneSided:
 
 def form(group: TorchGroup, *, hidden: int, top_k: int, dtype: torch.dtype, rows: int) -> GpuOneSided | str:
     """See `one_sided.form`."""
+    if any(share_text(group, "" if has_triton() else "no", group.device)):
+        return "Triton is not installed"
     sizes = RegionSizes.of(group.size, rows, hidden * dtype.itemsize, top_k)
     region = formed(group, partial(form_region, group.process_group, group.device, sizes.total))
     return region if isinstance(region, str) else GpuOneSided(region, sizes)
