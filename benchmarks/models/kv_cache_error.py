@@ -84,10 +84,10 @@ def from_gguf(file: Path, folder: Path) -> Path:
 
     unpacked = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=unpacked
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=unpacked, trust_remote_code=False
     )
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False).save_pretrained(folder)
     return folder
 
 

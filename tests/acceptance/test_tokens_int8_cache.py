@@ -104,8 +104,7 @@ def test_tokens_equal_those_of_an_emulation(reference: Reference, tp: int, pp: i
             outputs = llm.generate(reference.prompts[again], params, use_tqdm=False)
             for output, tokens, logprobs in zip(outputs, reference.tokens[again], reference.logprobs[again], strict=True):
                 assert output.outputs[0].token_ids == tokens
-                found = [entry.logprob for entry in output.outputs[0].logprobs]
-                assert found == pytest.approx(logprobs, abs=OFF)
+                assert [entry.logprob for entry in output.outputs[0].logprobs] == pytest.approx(logprobs, abs=OFF)
         stats = llm.stats()
     assert stats.preemptions > 0 or shape.windows[0] is not None  # with a window no request keeps many blocks
     assert stats.prefix_hits > 0

@@ -60,8 +60,10 @@ def e4m3_value(code):
 
 @triton.jit
 def widened(code, like, SM: tl.constexpr):
-    """e4m3 bytes (uint8) in the dtype of `like`, exactly; NaN stays NaN."""
-    if SM >= 89:
+    """e4m3 bytes (uint8), where NaN stays NaN, or int8 in the dtype of `like`, exactly."""
+    if code.dtype == tl.int8:
+        value = int8_widened(code, like, SM)
+    elif SM >= 89:
         value = code.to(tl.float8e4nv, bitcast=True).to(like.dtype)
     else:
         bits = code.to(tl.int32)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -64,3 +66,12 @@ def test_in_int8() -> None:
             assert bool(((entries[block, offset] * scale - vectors[token]).abs() <= 0.51 * step + 1e-12).all())
     assert bool((cache.token_scales[0] == 1).all())
     assert cache.nbytes == 2 * 3 * 4 * 2 * (8 + 2)
+
+
+def test_a_gemv_is_not_fused_with_a_store_in_int8() -> None:
+    """Its programs have parts of heads, and a scale depends on all of one. It must not even be asked."""
+    store = KvStore("a", context=replace(CONTEXT, int8_cache=True))
+    cache = LayerCache.zeros(3, 4, 2, 8, torch.int8, CPU)
+    qkv_proj: Any = SimpleNamespace(gemv_args=lambda x: x, heads=SimpleNamespace(q=range(4)))
+    cos_sin = torch.ones(1, 4), torch.zeros(1, 4)
+    assert store.fused_with_gemv(torch.ones(1, 64), qkv_proj, cos_sin, cache, torch.tensor([0])) is None

@@ -27,7 +27,7 @@ from phalanx.kernels.attention.heuristics import DecodeTiling, SplitKvWorkspace
 from phalanx.kernels.attention.split_kv import load_split, plan, visible_range
 from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, split_reduce
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.quantize import int8_widened, widened
+from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
 
 MAX_HEADS = 16
@@ -41,7 +41,7 @@ ONES = tl.constexpr(0x3F803F80)
 @triton.jit
 def _half(pairs, like, INT8: tl.constexpr, ODD: tl.constexpr, SM: tl.constexpr):
     """The first or (ODD) the second of the two bytes in each element of 16 bits, e4m3 or int8, in the dtype of `like`, exactly.
-    int8 as `int8_widened` does it."""
+    int8 as `int8_widened` does it. 16 bits are the smallest element that a tensor core's transposing read knows."""
     if INT8 and SM > 0:
         if ODD:
             value = tl.inline_asm_elementwise(
@@ -167,6 +167,23 @@ def _inverse(value, SM: tl.constexpr):
 
 
 @triton.jit
+def _with_token_scales(
+    score, AXIS: tl.constexpr, token_scales, block, at, head, visible, APART: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, COPIES: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """score: of int8 keys, whose tokens lie along AXIS -> the same with their scales and their values'; the inverses of the latter.
+
+    A score gets its key's scale as a factor. Its weight 2^score gets its value's: the logarithm is added to the score, so that the
+    largest weight is 1, and no weight that counts is too small for fp16. Weights times the inverses add up to the softmax's sum."""
+    key_scale, log2_scale, inverse = _token_scales(
+        token_scales, block, at, head, visible, APART, TILE, RUN, BLOCK_SIZE, KV_HEADS, COPIES, SM
+    )  # fmt: skip
+    OTHER: tl.constexpr = 1 - AXIS if len(score.shape) == 2 else 2
+    score = score * tl.expand_dims(key_scale, OTHER) + tl.expand_dims(log2_scale, OTHER)
+    return score, tl.expand_dims(inverse, OTHER)
+
+
+@triton.jit
 def _joined(top, total, out, odd, APART: tl.constexpr, PAIRS: tl.constexpr):
     """Merge the results of APART groups of tokens; and interleave even and odd dims."""
     if APART > 1:
@@ -188,15 +205,10 @@ def _part(
 ):  # fmt: skip
     """query [HEADS, WIDTH] over tokens low .. end - 1 of a row, begin <= low a multiple of RUN -> (maximum [HEADS], sum [HEADS],
     output [WIDTH, HEADS], yet to be divided by the sum). scales [HEADS]: of the scores, log2(e) among them; block: of tile one.
-
-    PAIRS: two quantized values are read as one element of 16 bits, the smallest that a tensor core's transposing read knows, and
-    even and odd dims are outputs of their own.
-
-    In int8 the scores get their keys' scales; and the weights 2^score those of their values, whose logarithms are added to the
-    scores, so that the largest weight is 1 and no weight that counts is too small for fp16. The sum divides them out again."""
+    PAIRS: two values are read as one element (see `_half`), and even and odd dims are outputs of their own."""
     HEADS: tl.constexpr = query.shape[0]
-    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
     INT8: tl.constexpr = key_cache.dtype.element_ty == tl.int8
+    QUANTIZED: tl.constexpr = INT8 or key_cache.dtype.element_ty == tl.uint8
     AXIS: tl.constexpr = 1 if APART > 1 else 0
     GROUPS: tl.constexpr = [APART] if APART > 1 else []
     EACH: tl.constexpr = 2 if PAIRS else 1
@@ -219,22 +231,17 @@ def _part(
         # Keys that are not visible may be read, from any block, as their scores are replaced.
         there = tl.expand_dims(place, AXIS + 1) + key_dim
         key = tl.load(key_cache + there) if DIM == WIDTH else tl.load(key_cache + there, key_dim < DIM, 0)
-        if FP8:
+        if QUANTIZED:
             key = widened(key, query, SM)
-        if INT8:
-            key = int8_widened(key, query, SM)
-            key_scale, log2_scale, inverse = _token_scales(
-                token_scales, block, at, head, visible, APART, TILE, RUN, BLOCK_SIZE, KV_HEADS, 1, SM
-            )  # fmt: skip
         score = _dot(key, queries, tl.zeros(GROUPS + [TILE // APART, HEADS], tl.float32), SM) * scales
         if INT8:
-            score = score * tl.expand_dims(key_scale, AXIS + 1) + tl.expand_dims(log2_scale, AXIS + 1)
+            each = token_scales, block, at, head, visible
+            score, inverse = _with_token_scales(score, AXIS, *each, APART, TILE, RUN, BLOCK_SIZE, KV_HEADS, 1, SM)
         score = tl.where(tl.expand_dims(visible, AXIS + 1), score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, AXIS))
         weight = tl.exp2(score - tl.expand_dims(higher, AXIS))
         fade = tl.exp2(top - higher)
-        summand = weight * tl.expand_dims(inverse, AXIS + 1) if INT8 else weight
-        total = total * fade + tl.sum(summand, AXIS)
+        total = total * fade + tl.sum(weight * inverse if INT8 else weight, AXIS)
         # Values that are not visible are not read: stale memory may contain NaN, which a factor of 0 does not remove.
         read = tl.expand_dims(visible, AXIS) & (value_dim < DIM // EACH)
         operand, fade = nearest(weight, query, SM), tl.expand_dims(fade, AXIS)
@@ -246,10 +253,8 @@ def _part(
             odd = _dot(_half(pair, query, INT8, True, SM), operand, odd * fade, SM)
         else:
             value = tl.load(value_cache + tl.expand_dims(place, AXIS) + value_dim, read, 0)
-            if FP8:
+            if QUANTIZED:
                 value = widened(value, query, SM)
-            if INT8:
-                value = int8_widened(value, query, SM)
             out = _dot(value, operand, out * fade, SM)
         top, block = higher, next_block
     return _joined(top, total, out, odd, APART, PAIRS)

@@ -22,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.decode import _blocks, _dot, _in_fp16, _places, _token_scales
+from phalanx.kernels.attention.decode import _blocks, _dot, _in_fp16, _places, _with_token_scales
 from phalanx.kernels.attention.heuristics import PrefillTiling, max_prefill_tiles, tile_tokens
 from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, with_sinks
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.quantize import int8_widened, widened
+from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
 
 
@@ -59,12 +59,12 @@ def _attended(
 ):  # fmt: skip
     """query [ROWS, WIDTH] over keys low .. end - 1 of a row, begin <= low a multiple of RUN -> (maximum [ROWS], sum [ROWS], output
     [ROWS, WIDTH], yet to be divided by the sum). scales [ROWS]: of the scores, above 0, log2(e) among them; last [ROWS]: the last
-    visible key of each; keys before `full` are visible to all, but for the window. block: of the first KEYS. The scales of int8 as
-    in `decode._part`."""
+    visible key of each; keys before `full` are visible to all, but for the window. block: of the first KEYS. The scales of int8:
+    see `_with_token_scales`."""
     ROWS: tl.constexpr = query.shape[0]
     WIDTH: tl.constexpr = query.shape[1]
-    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
     INT8: tl.constexpr = key_cache.dtype.element_ty == tl.int8
+    QUANTIZED: tl.constexpr = INT8 or key_cache.dtype.element_ty == tl.uint8
     dim = tl.arange(0, WIDTH)[None, :]
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -77,16 +77,13 @@ def _attended(
         key = tl.load(key_cache + place) if DIM == WIDTH else tl.load(key_cache + place, dim < DIM, 0)
         # Values that no token attends to are not read: stale memory may contain NaN, which a factor of 0 does not remove.
         read = (token >= low) & (token < end)
-        if FP8:
+        if QUANTIZED:
             key = widened(key, query, SM)
-        if INT8:
-            key = int8_widened(key, query, SM)
-            key_scale, log2_scale, inverse = _token_scales(
-                token_scales, block, at, head, read, 1, KEYS, RUN, BLOCK_SIZE, KV_HEADS, COPIES, SM
-            )  # fmt: skip
         score = _dot(query, tl.trans(key), tl.zeros([ROWS, KEYS], tl.float32), SM)
         if INT8:
-            score = score * scales[:, None] * key_scale[None, :] + log2_scale[None, :]
+            score, inverse = _with_token_scales(
+                score * scales[:, None], 1, token_scales, block, at, head, read, 1, KEYS, RUN, BLOCK_SIZE, KV_HEADS, COPIES, SM
+            )  # fmt: skip
         if WINDOWED:
             visible = (token[None, :] <= last[:, None]) & (token[None, :] > last[:, None] - window)
             score = tl.where(visible, score, float("-inf"))
@@ -95,7 +92,7 @@ def _attended(
         if INT8:
             higher = tl.maximum(top, tl.max(score, 1))
             weight = tl.exp2(score - higher[:, None])
-            summand = weight * inverse[None, :]
+            summand = weight * inverse
         else:
             higher = tl.maximum(top, tl.max(score, 1) * scales)
             weight = tl.exp2(score * scales[:, None] - higher[:, None])
@@ -103,10 +100,8 @@ def _attended(
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(summand, 1)
         value = tl.load(value_cache + place, read[:, None] & (dim < DIM) if DIM != WIDTH else read[:, None], 0)
-        if FP8:
+        if QUANTIZED:
             value = widened(value, query, SM)
-        if INT8:
-            value = int8_widened(value, query, SM)
         out = _dot(nearest(weight, query, SM), value, out * fade[:, None], SM)
         top, block = higher, next_block
     return top, total, out
