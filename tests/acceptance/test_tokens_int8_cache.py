@@ -39,8 +39,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 13},
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 12},
 }
-OFF = 2e-3
-"""Of log probabilities: where ours and transformers' keys differ in the last bit, one may be rounded to the next integer."""
+OFF = 0.2
+"""Of the mean distance of log probabilities from those over a cache in fp32: where ours and transformers' keys differ in the last
+bit, one or its scale may be rounded to the next number."""
 
 
 class Int8Cache(DynamicCache):
@@ -58,6 +59,7 @@ class Reference:
     prompts: list[list[int]]
     tokens: list[list[int]]
     logprobs: list[list[float]]
+    apart: float  # mean distance of the log probabilities from those over a cache in fp32
 
 
 @pytest.fixture(scope="module", params=list(CHECKPOINTS))
@@ -65,18 +67,17 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     family = request.param
     folder = write_checkpoint(tmp_path_factory.mktemp(family), family, num_hidden_layers=3, **CHECKPOINTS[family])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompts, tokens, logprobs, apart = prompts_of_all_lengths(), [], [], 0.0
+    prompts, tokens, logprobs, distances = prompts_of_all_lengths(), [], [], list[Tensor]()
     for prompt in prompts:
         sequence = torch.tensor([prompt])
         for _ in range(NEW_TOKENS):
             sequence = torch.cat([sequence, scores(model, sequence, Int8Cache())[-1:].argmax(-1, keepdim=True)], dim=1)
         new, first = sequence[0, len(prompt) :], len(prompt) - 1
         read = scores(model, sequence, Int8Cache())[first:-1].gather(1, new[:, None])
-        apart = max(apart, float((read - scores(model, sequence, DynamicCache())[first:-1].gather(1, new[:, None])).abs().max()))
+        distances.append((read - scores(model, sequence, DynamicCache())[first:-1].gather(1, new[:, None])).abs())
         tokens.append(new.tolist())
         logprobs.append(read.squeeze(1).tolist())
-    assert apart > 2 * OFF, "the test tells a cache in int8 from one in fp32"
-    return Reference(folder, prompts, tokens, logprobs)
+    return Reference(folder, prompts, tokens, logprobs, float(torch.cat(distances).mean()))
 
 
 @torch.inference_mode()
@@ -100,11 +101,13 @@ def test_tokens_equal_those_of_an_emulation(reference: Reference, tp: int, pp: i
     ) as llm:  # fmt: skip
         assert llm.facts.num_blocks == blocks
         assert {rank.bytes["kv"] for rank in llm.facts.ranks} == {each * BLOCK * blocks for each in per_token}
+        off: list[float] = []
         for again in ALL, SHARED:  # the second time, prompts hit blocks that the first left behind
             outputs = llm.generate(reference.prompts[again], params, use_tqdm=False)
             for output, tokens, logprobs in zip(outputs, reference.tokens[again], reference.logprobs[again], strict=True):
                 assert output.outputs[0].token_ids == tokens
-                assert [entry.logprob for entry in output.outputs[0].logprobs] == pytest.approx(logprobs, abs=OFF)
+                off += [abs(each.logprob - expected) for each, expected in zip(output.outputs[0].logprobs, logprobs, strict=True)]
+        assert sum(off) / len(off) < OFF * reference.apart
         stats = llm.stats()
     assert stats.preemptions > 0 or shape.windows[0] is not None  # with a window no request keeps many blocks
     assert stats.prefix_hits > 0
