@@ -27,7 +27,7 @@ from phalanx import kernels
 from phalanx.kernels.gemm.block_gemm import per_token_group_quant_fp8
 from phalanx.kernels.moe import dispatch, heuristics
 from phalanx.kernels.moe.grouped_gemm import grouped_gemm
-from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
+from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling, TileSize
 from phalanx.kernels.moe.sort_by_expert import sort_by_expert
 from phalanx.kernels.moe.tensors import ExpertTensors, TrafficPattern
 from phalanx.kernels.scaled_tensors import FP8
@@ -108,21 +108,23 @@ def layer_rows(shape: ExpertShape, weights: str, routing: str, counts: list[int]
 # ---- tilings ---------------------------------------------------------------------------------------------------------
 
 
-def tile_sizes(shape: ExpertShape, count: int) -> set[int]:
-    """The rule's size of a tile, and its neighbours."""
+def tile_sizes(shape: ExpertShape, count: int) -> set[TileSize]:
+    """The rule's size of a tile and its neighbours, with more pairs in the last tile and without."""
     size = heuristics.tokens_of_tile(count, shape.top_k, shape.experts)
-    return {size, min(128, 2 * size), max(16, size // 2)}
+    sizes = {size, min(128, 2 * size), max(16, size // 2)}
+    return {TileSize(each, extra) for each in sizes for extra in (0, 16, 32) if extra <= each // 2}
 
 
-def candidates(tokens: int, gated: bool) -> Iterator[ExpertTiling]:
+def candidates(size: TileSize, gated: bool) -> Iterator[ExpertTiling]:
+    tokens, extra = size
     known = set()
     for rows, warps, programs in itertools.product((32, 64, 128), (4, 8), (1, 2, 3)):
-        stages = min(8, 208 * 1024 // (programs * ((2 if gated else 1) * rows + tokens) * BLOCK_K))
+        stages = min(8, 208 * 1024 // (programs * ((2 if gated else 1) * rows + tokens + extra) * BLOCK_K))
         spills = gated and rows == 128 and warps == 4 and tokens >= 64
         if stages < 2 or spills or rows * tokens < 128 * warps * 2:
             continue
         for parts in (1,) if gated or tokens > 32 else (1, 2, 4):
-            tiling = ExpertTiling(rows, tokens, warps, stages, 4 if tokens <= 32 else 8, parts)
+            tiling = ExpertTiling(rows, tokens, warps, stages, 4 if tokens <= 32 else 8, parts, extra)
             if tiling not in known:
                 known.add(tiling)
                 yield tiling
@@ -138,7 +140,7 @@ def operands(experts: int, rows: int, columns: int, gated: bool) -> tuple[Tensor
 def one_gemm(shape: ExpertShape, weight: tuple[Tensor, Tensor], ids: Tensor, tiling: ExpertTiling, gated: bool) -> partial[Tensor]:
     rows = ids.shape[0] if gated else ids.numel()
     x = torch.randn(rows, weight[0].shape[1], device="cuda").to(FP8)
-    tiles = sort_by_expert(ids, first=0, experts=shape.experts, tokens=tiling.tokens)
+    tiles = sort_by_expert(ids, first=0, experts=shape.experts, tokens=tiling.tokens, extra=tiling.extra)
     return partial(
         grouped_gemm, x, torch.rand(rows, 1, device="cuda"), *weight, tiles, tiling, top_k=shape.top_k, experts=shape.experts,
         gated=gated, dtype=torch.bfloat16,
@@ -161,7 +163,7 @@ def small_calls(shapes: list[str], counts: list[int]) -> Iterator[Callable[[], A
 
 
 def sweep(shape: ExpertShape, count: int, gated: bool) -> list[list[Any]]:
-    """[us, rows, tokens, warps, stages, beside, parts] of one GEMM, the fastest first; uniform routing."""
+    """[us, rows, tokens, warps, stages, beside, parts, extra] of one GEMM, the fastest first; uniform routing."""
     rows, columns = (shape.inner, shape.hidden) if gated else (shape.hidden, shape.inner)
     weights = [operands(shape.experts, rows, columns, gated) for _ in range(4)]
     ids = [

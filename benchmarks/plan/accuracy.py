@@ -25,6 +25,7 @@ from phalanx.plan import coefficients as coefficients_file
 from phalanx.plan import cost, search
 from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.families import known, shape_of
+from phalanx.plan.memory import KvFormat
 
 GATES = {
     "decode rows, mean": 0.04,
@@ -127,8 +128,8 @@ def promised(start: Start) -> int:
         max_num_tokens=start.max_num_tokens,
         fraction=start.fraction,
     )
-    kv_size = 1 if start.kv_fp8 else 2
-    return search.memory(shape, machine, request, start.split, start.max_batch_size, kv_size)[1]
+    kv = KvFormat(1 if start.kv_fp8 else 2)
+    return search.memory(shape, machine, request, start.split, start.max_batch_size, kv)[1]
 
 
 def _start_name(start: Start) -> str:

@@ -33,6 +33,7 @@ from phalanx.plan.collectives import all_reduce_points
 from phalanx.plan.cost import Costs, MachineModel, Work
 from phalanx.plan.families import known, shape_of
 from phalanx.plan.footprint import Split
+from phalanx.plan.memory import KvFormat
 
 DATA = Path(__file__).resolve().parents[2] / "src/phalanx/plan/data"
 FITTED = {
@@ -170,7 +171,7 @@ def attention_errors(coefficients: Coefficients) -> list[float]:
             continue
         rows_of, context = int(size[4]), int(size[5])
         shape = dataclasses.replace(shape_of(known("llama-3-8b") or {}), num_heads=int(size[2]), num_kv_heads=int(size[3]))
-        costs = Costs(shape, "bf16", 1 if size[1] == "e4m3" else 2, Split(), machine(coefficients))
+        costs = Costs(shape, "bf16", KvFormat(1 if size[1] == "e4m3" else 2), Split(), machine(coefficients))
         with_rows, without = (
             costs.seconds(Work(rows_of, rows_of, rows_of * float(length), longest=length)) for length in (context, 0)
         )
@@ -241,7 +242,9 @@ def costs_of(
 ) -> Costs:  # fmt: skip
     config = known(model)
     assert config is not None
-    return Costs(shape_of(config), dtype, 1 if kv_fp8 else 2, Split(tp, pp, ep, moe_ep), machine(coefficients, bandwidth), strategy)
+    return Costs(
+        shape_of(config), dtype, KvFormat(1 if kv_fp8 else 2), Split(tp, pp, ep, moe_ep), machine(coefficients, bandwidth), strategy
+    )
 
 
 def fit(

@@ -21,9 +21,10 @@ from phalanx.plan.burst import Limits
 from phalanx.plan.cost import Costs
 from phalanx.plan.search import Figure, PlannedLayout, PlanRequest
 
-NAMES = ("plan_predictions", "plan_predictions_2026_11_24")
+NAMES = ("plan_predictions", "plan_predictions_2026_11_24", "plan_predictions_2026_11_25")
 """Results with predictions, the oldest first. The first was made by 852df57 with cases of its own: H100, which no coefficient was
-fitted to; contexts of 2k to 32k and mixtures of experts, which were not in the fit then."""
+fitted to; contexts of 2k to 32k and mixtures of experts, which were not in the fit then. The second was made by f5d9ba6: long
+contexts, 405B, mixtures on two GPUs, MXFP4 and latent attention."""
 
 
 @dataclass(frozen=True)
@@ -37,39 +38,35 @@ class Case:
     kv: str
     layout: PlannedLayout
     workloads: tuple[str, ...]
+    max_batch_size: int = 512
 
 
 ONE = PlannedLayout(1, 1, 1, 1)
 TP2 = PlannedLayout(2, 1, 1, 1)
-TP4 = PlannedLayout(4, 1, 1, 1)
-LONG = ("decode-1x2048x32", "decode-1x8192x32", "decode-1x32768x32", "decode-16x8192x32", "decode-8x32768x32")
 FRACTION = PlanRequest.fraction
 """Of the free memory, the KV cache's part in every prediction: KV tokens of a start with another one are not compared."""
-SERVED = ("decode-1", "decode-64", "batch-512x1000x1000")
 CASES = (
-    Case("contexts", "H200", "llama-3.1-8b", "bf16", "model", ONE, ("decode-8x32768x32",)),
-    Case("contexts", "H200", "llama-3.1-8b", "bf16", "fp8", ONE, ("decode-8x32768x32",)),
-    Case("contexts", "H200", "llama-3.1-70b", "fp8", "fp8", TP2, LONG),
-    Case("dense", "H200", "llama-3.1-405b", "fp8", "fp8", TP4, ("decode-256", "batch-512x1000x1000")),
-    Case("dense", "H200", "llama-3.1-405b", "fp8", "fp8", PlannedLayout(8, 1, 1, 1), SERVED),
-    Case("experts", "H200", "mixtral-8x22b", "fp8", "model", TP2, SERVED),
-    Case("experts", "H200", "mixtral-8x22b", "fp8", "fp8", TP2, ("batch-512x1000x1000",)),
-    Case("experts", "H200", "qwen3-235b-a22b", "fp8", "fp8", TP2, ("batch-512x1000x1000",)),
-    Case("mxfp4", "H200", "gpt-oss-120b", "bf16", "model", ONE, SERVED),
-    Case("latent", "H200", "deepseek-v2-lite", "fp8", "model", ONE, ("decode-16", "decode-256")),
-    Case("latent", "H200", "deepseek-v2-lite", "bf16", "model", ONE, SERVED),
+    Case("dense", "H200", "llama-3.1-8b", "bf16", "model", ONE, ("decode-4", "decode-16", "decode-128", "batch-256x1000x250")),
+    Case("dense", "H200", "llama-3.1-8b", "bf16", "model", TP2, ("decode-16", "decode-256", "batch-512x1000x1000")),
+    Case("dense", "H200", "llama-3.1-70b", "fp8", "fp8", TP2, ("decode-8", "decode-32", "decode-128", "batch-128x1000x250")),
+    Case("experts", "H200", "mixtral-8x7b", "fp8", "fp8", TP2, ("decode-8", "decode-256", "batch-1024x1000x1000"), 1024),
+    Case("experts", "H200", "mixtral-8x22b", "fp8", "fp8", TP2, ("decode-8", "decode-256")),
+    Case("experts", "H200", "qwen3-235b-a22b", "fp8", "fp8", TP2, ("decode-8", "decode-256")),
+    Case("experts", "H200", "qwen3-30b-a3b", "fp8", "fp8", ONE, ("decode-8", "decode-256")),
+    Case("experts", "H200", "qwen3-30b-a3b", "fp8", "fp8", TP2, ("decode-1", "decode-64", "batch-512x1000x1000")),
 )
-"""No row of these is measured; of gpt-oss only rows of an older MXFP4 GEMM are."""
+"""No row of these is measured: batch sizes, slots and layouts between and beside those that are, of models that are
+in the fit."""
 
 
 def predicted(case: Case) -> dict[str, Any]:
     """KV tokens, and each workload's figure with its interval: ms per token, or output tokens per second."""
     shape, machine = subject.shape_for(case.model), subject.machine_for(case.gpu)[0]
-    kv_size = footprint.kv_itemsize(case.kv, case.dtype)
+    kv = footprint.kv_format(case.kv, case.dtype)
     longest = max(parse(name).seq_len for name in case.workloads)
     request = PlanRequest(dtype=case.dtype, kv_cache_dtype=case.kv, max_seq_len=max(4096, longest))
-    _, kv_tokens, _ = search.memory(shape, machine, request, case.layout.split, 512, kv_size)
-    costs = Costs(shape, case.dtype, kv_size, case.layout.split, machine)
+    _, kv_tokens, _ = search.memory(shape, machine, request, case.layout.split, case.max_batch_size, kv)
+    costs = Costs(shape, case.dtype, kv, case.layout.split, machine)
     figures = {}
     for name in case.workloads:
         work = parse(name)
@@ -78,12 +75,12 @@ def predicted(case: Case) -> dict[str, Any]:
             value = 1e3 * burst.decode_round(costs, work.requests, work.input_len + work.output_len / 2)
         else:
             value = burst.run(
-                costs, work.requests, work.input_len, work.output_len, Limits(512, 8192, kv_tokens)
+                costs, work.requests, work.input_len, work.output_len, Limits(case.max_batch_size, 8192, kv_tokens)
             ).output_tokens_per_second
         figures[name] = Figure.of(value, half, costs.label).as_json()
     return {
         "group": case.group, "gpu": case.gpu, "model": case.model, "dtype": case.dtype, "kv_cache_dtype": case.kv,
-        "layout": case.layout.as_json(), "kv_tokens": kv_tokens, "figures": figures,
+        "layout": case.layout.as_json(), "max_batch_size": case.max_batch_size, "kv_tokens": kv_tokens, "figures": figures,
     }  # fmt: skip
 
 
@@ -103,6 +100,7 @@ def same_engine(row: dict[str, Any], report: dict[str, Any]) -> bool:
         and layout["ep"] == options.get("expert_parallel_size", 1)
         and layout["moe_ep"] == options.get("moe_expert_parallel_size", 1)
         and layout["replicas"] == options.get("replicas", 1)
+        and row.get("max_batch_size", 512) == options["max_batch_size"]
     )
 
 

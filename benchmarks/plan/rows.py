@@ -131,7 +131,11 @@ def rows() -> list[Row]:
     which the cost model does not know."""
     all_rows = []
     for name, options, engine, strategy, figures, bandwidth in engines():
-        if options.get("replicas", 1) > 1 or options.get("expert_traffic") or options.get("expert_exchange") == "ALL_TO_ALL":
+        if (
+            options.get("replicas", 1) > 1
+            or options.get("expert_traffic")
+            or options.get("expert_exchange", "ALL_GATHER") != "ALL_GATHER"
+        ):
             continue
         shape = {"shape_8b_http": "llama-3-8b"}.get(options["model"], options["model"])
         for figure in figures:

@@ -54,7 +54,7 @@ from phalanx.hardware.catalogue import GpuSpec
 from phalanx.plan import subject
 from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.cost import Costs, MachineModel
-from phalanx.plan.footprint import Split, kv_itemsize
+from phalanx.plan.footprint import Split, kv_format
 
 GOALS = {50: 0.10, 90: 0.10, 99: 0.20}
 """By percentile: the part of the served figure by which the simulated one may differ."""
@@ -109,7 +109,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help="demo, or a shape of `phalanx bench`, with dummy weights")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="fp32")
-    parser.add_argument("--kv_cache_dtype", default="model", choices=("model", "fp8"))
+    parser.add_argument("--kv_cache_dtype", default="model", choices=("model", "fp8", "int8"))
     parser.add_argument("--trace", default="poisson:8", help="as `phalanx plan simulate` takes it")
     parser.add_argument("--speed", type=float, default=1.0, help="times as fast as the trace")
     parser.add_argument("--shrink", type=int, default=1, help="lengths of the trace are divided by this")
@@ -224,8 +224,8 @@ def simulated_again(facts: dict[str, Any], trace: Sequence[Arrival]) -> list[Ser
     else:
         gpu = GpuSpec(**facts["gpu"])
         machine = MachineModel(gpu, gpu.link, 1, 1, None, Coefficients.from_json(facts["coefficients"]), "measured")
-    kv_size = kv_itemsize(facts["kv_cache_dtype"], facts["dtype"])
-    costs = Costs(subject.shape_for(facts["model"]), facts["dtype"], kv_size, Split(), machine)
+    kv = kv_format(facts["kv_cache_dtype"], facts["dtype"])
+    costs = Costs(subject.shape_for(facts["model"]), facts["dtype"], kv, Split(), machine)
     names = {field.name for field in fields(SchedulerOptions)}  # a text for errors has had another name
     limits = SchedulerOptions(**{name: value for name, value in facts["limits"].items() if name in names})
     return simulate.run(costs, limits, trace, frontend=Frontend(**facts["frontend"])).served

@@ -80,6 +80,8 @@ def test_tokens_equal_transformers(references, family, layout):
         ("skewed", 2, 2, "ALL_GATHER"),
         ("skewed", 1, 2, "ALL_TO_ALL"),
         ("qwen3_moe", 2, 4, "ALL_TO_ALL"),
+        ("skewed", 1, 2, "ONE_SIDED"),
+        ("qwen3_moe", 1, 4, "AUTO"),
         ("deepseek_v3", 2, 2, "ALL_GATHER"),  # latent attention, dense layers and shared experts, of each index's own tokens
     ],
 )

@@ -36,6 +36,18 @@ def test_a_folder_that_lives_as_long_as_it_is_needed():
         assert folder == "demo"
 
 
+def test_a_shape_cut_to_its_first_layers():
+    with shapes.folder_of("deepseek-v3:5") as folder:
+        cut, whole = ModelShape.from_folder(Path(folder)), ModelShape.from_config(shapes.SHAPES["deepseek-v3"])
+        assert (cut.num_layers, whole.num_layers) == (5, 61)
+        layers = {name.split(".")[2] for name in tensors(cut) if name.startswith("model.layers.")}
+        assert layers == {"0", "1", "2", "3", "4"}
+        assert {"model.embed_tokens.weight", "lm_head.weight"} < tensors(cut).keys()
+    for layers in ("0", "62", "x", "-1", ""):
+        with pytest.raises(OptionError, match=r"is no number of layers of deepseek-v3; use deepseek-v3:1 to deepseek-v3:61"):
+            shapes.write(f"deepseek-v3:{layers}", Path("unused"))
+
+
 def test_every_id_has_a_text(tmp_path):
     tokenizer = Tokenizer.load(shapes.write("llama-3-8b", tmp_path / "new"))
     assert tokenizer.vocab_size == 128256

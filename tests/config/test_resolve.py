@@ -7,9 +7,10 @@ import pytest
 
 from phalanx.config import EngineOptions
 from phalanx.config.experts import Experts
+from phalanx.config.latent import Latent
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
-from phalanx.config.resolve import compute_dtype, resolve
+from phalanx.config.resolve import compute_dtype, concrete_kv_cache_dtype, resolve
 from phalanx.errors import LayoutError, OptionError
 
 SHAPE = ModelShape(
@@ -78,6 +79,17 @@ def test_the_cache_is_fp8_where_the_checkpoint_was_made_for_it(kv):
     assert resolve(options(kv_cache_dtype="model"), shape, gpus=1).options.kv_cache_dtype == "model"
 
 
+def test_a_cache_of_latents_is_not_in_int8():
+    """The engine's options and the planner's alike."""
+    assert resolve(options(kv_cache_dtype="int8"), SHAPE, gpus=1).options.kv_cache_dtype == "int8"
+    latent = replace(SHAPE, latent=Latent(None, 64, 32, 16, 32, 1.0, False))
+    with pytest.raises(OptionError, match=r"^kv_cache_dtype='int8' does not work with latent attention"):
+        resolve(options(kv_cache_dtype="int8"), latent, gpus=1)
+    with pytest.raises(OptionError, match="use kv_cache_dtype='fp8' or 'model'"):
+        concrete_kv_cache_dtype("int8", latent)
+    assert concrete_kv_cache_dtype("fp8", latent) == "fp8"
+
+
 def test_longer_than_the_model_names_both_numbers():
     with pytest.raises(OptionError, match=r"^max_seq_len=16385 exceeds the model's limit of 16384"):
         resolve(options(max_seq_len=16385), SHAPE, gpus=0)
@@ -144,9 +156,11 @@ def test_what_data_parallel_attention_cannot_be(values, message):
 )
 def test_an_exchange_needs_groups_that_exchange(values, experts):
     shape = replace(SHAPE, architecture="MixtralForCausalLM", experts=experts)
-    message = "^expert_exchange='ALL_TO_ALL' has no effect with expert_parallel_size=1; .*raise expert_parallel_size"
-    with pytest.raises(LayoutError, match=message):
-        resolve(options(device="cpu", expert_exchange="ALL_TO_ALL", **values), shape, gpus=0)
+    for exchange in ("ALL_TO_ALL", "ONE_SIDED"):
+        message = f"^expert_exchange='{exchange}' has no effect with expert_parallel_size=1; .*raise expert_parallel_size"
+        with pytest.raises(LayoutError, match=message):
+            resolve(options(device="cpu", expert_exchange=exchange, **values), shape, gpus=0)
+    resolve(options(device="cpu", expert_exchange="AUTO", **values), shape, gpus=0)
 
 
 def test_each_data_parallel_index_has_its_part_of_a_step():

@@ -104,10 +104,10 @@ def test_a_rank_killed_in_mid_step_is_named_and_takes_all_along(make_executor: M
     assert executor.waitables() == []
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_within_an_exchange_is_named(make_executor: Make, tmp_path: Path, victim: int) -> None:
+@pytest.mark.parametrize(("victim", "exchange"), [(0, "ALL_GATHER"), (1, "ALL_GATHER"), (0, "ONE_SIDED"), (1, "ONE_SIDED")])
+def test_a_rank_killed_within_an_exchange_is_named(make_executor: Make, tmp_path: Path, victim: int, exchange: str) -> None:
     """Data-parallel index 0 has a prompt and index 1 has nothing but experts: either waits for the other in each layer."""
-    executor = make_executor(write_checkpoint(tmp_path, "mixtral"), expert_parallel_size=2)
+    executor = make_executor(write_checkpoint(tmp_path, "mixtral"), expert_parallel_size=2, expert_exchange=exchange)
     executor.start()
     ranks = pids(executor)
     batches = [FIRST, StepBatch()]
@@ -117,7 +117,7 @@ def test_a_rank_killed_within_an_exchange_is_named(make_executor: Make, tmp_path
     assert result.batches[0][0].token is not None
     os.kill(ranks[victim], signal.SIGSTOP)
     batches = [StepBatch(rows=[StepRow(0, 3, 1, [], samples=True)]), StepBatch()]
-    executor.submit(Step(2, batches, StepExtent.of(batches)))  # the other rank now waits in an all-gather
+    executor.submit(Step(2, batches, StepExtent.of(batches)))  # the other rank now waits in the exchange
     time.sleep(0.5)
     begin = time.monotonic()
     os.kill(ranks[victim], signal.SIGKILL)

@@ -16,13 +16,14 @@ from phalanx.plan.burst import Limits
 from phalanx.plan.cost import Costs
 from phalanx.plan.footprint import Split
 from phalanx.plan.graphs import graph_sizes
+from phalanx.plan.memory import KvFormat
 
 MACHINE, _ = subject.machine_for("H200")
 SHAPE = subject.shape_for("llama-3-70b")
 
 
 def costs(tp=4, pp=1):
-    return Costs(SHAPE, "fp8", 1, Split(tp, pp), MACHINE)
+    return Costs(SHAPE, "fp8", KvFormat(1), Split(tp, pp), MACHINE)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ from phalanx.plan import coefficients, cost, subject
 from phalanx.plan.cost import Costs, Work
 from phalanx.plan.families import known, shape_of
 from phalanx.plan.footprint import Split
+from phalanx.plan.memory import KvFormat
 
 MACHINE, _ = subject.machine_for("H200")
 
 
 def costs(model="llama-3-70b", tp=4, pp=1, ep=1, machine=MACHINE, dtype="fp8"):
-    return Costs(shape_of(known(model)), dtype, 1, Split(tp, pp, ep), machine)
+    return Costs(shape_of(known(model)), dtype, KvFormat(1), Split(tp, pp, ep), machine)
 
 
 def test_decode_rows_are_predicted_within_the_gates():
@@ -105,7 +106,7 @@ def test_tokens_spread_over_copies_of_experts():
 
 def test_at_full_clocks_only_arithmetic_is_faster():
     shape = subject.shape_for("llama-3-8b")
-    limited = Costs(shape, "bf16", 2, Split(), subject.machine_for("H200")[0])
+    limited = Costs(shape, "bf16", KvFormat(2), Split(), subject.machine_for("H200")[0])
     free = limited.without_power_limit
     assert free.seconds(Work(1, 1, 100.0)) == pytest.approx(limited.seconds(Work(1, 1, 100.0)), rel=0.001)
     assert free.seconds(Work(1280, 1, 0.0, 1280 * 640)) < 0.9 * limited.seconds(Work(1280, 1, 0.0, 1280 * 640))

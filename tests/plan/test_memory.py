@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import CapacityError
 from phalanx.models.batch import LayerCache
-from phalanx.plan.memory import KvSpec, block_bytes, blocks_in
+from phalanx.plan.memory import INT8_KV, KvSpec, block_bytes, blocks_in
 
 SPECS = st.lists(
     st.builds(KvSpec, st.integers(1, 4), st.sampled_from([8, 10, 64]), st.sampled_from([2, 4])), min_size=1, max_size=4
@@ -22,6 +22,13 @@ def test_a_block_takes_what_its_cache_takes(specs: list[KvSpec], block_size: int
     dtypes = {2: torch.bfloat16, 4: torch.float32}
     caches = [LayerCache.zeros(3, block_size, s.heads, s.head_dim, dtypes[s.itemsize], torch.device("cpu")) for s in specs]
     assert 3 * block_bytes(specs, block_size) == sum(cache.key.nbytes + cache.value.nbytes for cache in caches)
+
+
+@given(st.integers(1, 4), st.sampled_from([8, 10, 64]), st.integers(1, 32))
+def test_a_block_in_int8_takes_what_its_values_and_scales_take(heads: int, head_dim: int, block_size: int) -> None:
+    cache = LayerCache.zeros(3, block_size, heads, head_dim, torch.int8, torch.device("cpu"))
+    spec = KvSpec(heads, head_dim, INT8_KV.itemsize, scale_bytes=INT8_KV.scale_bytes)
+    assert 3 * block_bytes([spec], block_size) == cache.nbytes
 
 
 @given(SPECS, st.integers(1, 32), st.integers(1, 50), st.integers(0, 100))

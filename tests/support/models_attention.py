@@ -9,7 +9,9 @@ import random
 import torch
 from torch import Tensor
 
+from phalanx.kernels.reference import quantize_int8
 from phalanx.models.batch import Batch, LayerCache
+from tests.support.kernels_attention import in_int8 as kernels_in_int8
 
 CPU = torch.device("cpu")
 
@@ -55,6 +57,17 @@ def in_fp8(cache: LayerCache, scales: tuple[float, float]) -> LayerCache:
     return LayerCache(
         (cache.key / scales[0]).to(torch.float8_e4m3fn), (cache.value / scales[1]).to(torch.float8_e4m3fn)
     )  # fmt: skip
+
+
+def in_int8(cache: LayerCache) -> LayerCache:
+    """The cache in int8."""
+    return LayerCache(*kernels_in_int8(cache.key, cache.value))
+
+
+def as_read_int8(values: Tensor) -> Tensor:
+    """The values as read from a cache in int8."""
+    stored, scale = quantize_int8(values)
+    return stored * scale.float()
 
 
 def as_read(values: Tensor, scale: float) -> Tensor:

@@ -184,7 +184,7 @@ class Steps(Counting):
 
 
 def kernels_backend() -> TritonBackend:
-    return TritonBackend(SdpaBackend(), CPU, "e4m3")
+    return TritonBackend(SdpaBackend(), CPU, "quantized")
 
 
 def step_runner(

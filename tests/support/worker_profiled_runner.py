@@ -24,11 +24,12 @@ SLOTS, BLOCK, LONGEST = 24, 16, 2048
 
 def made_runner(
     folder: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool = True, tokens: int = 0, fp8_cache: bool = False,
-    attention: AttentionBackend | None = None,
+    int8_cache: bool = False, attention: AttentionBackend | None = None,
 ) -> ModelRunner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
     model = registry.build(
-        shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8_cache=fp8_cache
+        shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8_cache=fp8_cache,
+        int8_cache=int8_cache,
     )  # fmt: skip
     weights.load(model, folder)
     on_gpu = device.type == "cuda"

@@ -94,18 +94,21 @@ def compare(
     assert apart.mean() < off / 10
 
 
-@pytest.mark.parametrize("fp8_cache", [False, True])
-def test_on_cpu(tmp_path: Path, fp8_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+CACHES = pytest.mark.parametrize("cache", [{}, {"fp8_cache": True}, {"int8_cache": True}], ids=["model", "fp8", "int8"])
+
+
+@CACHES
+def test_on_cpu(tmp_path: Path, cache: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     put_references(monkeypatch)
     folder = write_checkpoint(tmp_path / "mistral", "mistral", sliding_window=40, num_hidden_layers=1)
-    compare(folder, CPU, torch.float32, 0.05 if fp8_cache else 1e-4, count=12, backend_of=kernels_backend, fp8_cache=fp8_cache)
+    compare(folder, CPU, torch.float32, 0.05 if cache else 1e-4, count=12, backend_of=kernels_backend, **cache)
 
 
 @pytest.mark.gpu1
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("fp8_cache", [False, True])
+@CACHES
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_on_gpu(tmp_path: Path, family: str, fp8_cache: bool) -> None:
+def test_on_gpu(tmp_path: Path, family: str, cache: dict[str, bool]) -> None:
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "std": 0.05}
     folder = write_checkpoint(tmp_path / family, family, **sizes, **({"sliding_window": 40} if family == "mistral" else {}))
-    compare(folder, torch.device("cuda", 0), torch.bfloat16, 0.2, count=60, fp8_cache=fp8_cache)
+    compare(folder, torch.device("cuda", 0), torch.bfloat16, 0.2, count=60, **cache)

@@ -260,7 +260,7 @@ def test_memory_is_measured_by_the_largest_of_each_kind(folders: dict[str, Path]
     assert [*runner.capture()] == [*capturer.of.values()]  # of each kind the largest first
 
 
-@pytest.mark.parametrize(("own", "tokens"), [("none", TOKENS), ("e4m3", 0), ("e4m3", 1)])
+@pytest.mark.parametrize(("own", "tokens"), [("none", TOKENS), ("quantized", 0), ("quantized", 1)])
 def test_only_rows_of_one_token_have_graphs(folders: dict[str, Path], own: Any, tokens: int) -> None:
     """Where there is no kernel for the others, or nobody asked."""
     capturer = Steps(tokens=0)

@@ -65,7 +65,8 @@ def run_all(
 ) -> None:
     """Run all workloads through one engine: decode-1, -64, -256, -512 and batch-512x1000x1000, or those of --workload.
 
-    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
+    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download. A colon and a
+    number cut it to its first layers: deepseek-v3:20.
     """
     from phalanx.bench import all_workloads as bench
     from phalanx.bench import offline, report, workloads
@@ -85,7 +86,8 @@ def run_all(
 def latency(raw_options: RawOptions, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
     """Measure the time per token while a fixed number of requests decode: decode-1 and decode-64, or those of --workload.
 
-    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
+    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download. A colon and a
+    number cut it to its first layers: deepseek-v3:20.
     """
     from phalanx.bench import latency as bench
     from phalanx.bench import offline, report, workloads
@@ -100,7 +102,8 @@ def latency(raw_options: RawOptions, workload: Workloads = None, json: Json = No
 def throughput(raw_options: RawOptions, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
     """Measure tokens per second with all requests queued at once: batch-512x1000x1000, or those of --workload.
 
-    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
+    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download. A colon and a
+    number cut it to its first layers: deepseek-v3:20.
     """
     from phalanx.bench import offline, report, workloads
     from phalanx.bench import throughput as bench
@@ -193,7 +196,7 @@ def serve(
 
 
 def shape(
-    name: Annotated[str, typer.Argument(help="llama-3-8b, llama-3-70b or llama-3.1-405b.")],
+    name: Annotated[str, typer.Argument(help="Such as llama-3-8b, or deepseek-v3:20 for its first 20 layers.")],
     folder: Annotated[Path, typer.Argument(help="Folder to create.")],
 ) -> None:
     """Write the config.json of a shape and a substitute tokenizer, for `phalanx serve FOLDER --load_format dummy`."""

@@ -14,6 +14,8 @@ from phalanx.bench.workloads import Workload, prompts
 from phalanx.serve.llm import LLM
 
 _WARM_TOKENS = 8
+_FIRST_TOKENS = 3
+"""Runs to the first token for each run to the last: they are short, and vary more, as prompts are at the power limit."""
 
 
 def run(target: BenchmarkTarget, workloads: Sequence[Workload]) -> report.Document:
@@ -31,7 +33,7 @@ def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Ba
     offline.seconds_of(llm, ids, min(_WARM_TOKENS, workload.output_len))
     first, complete = [], []
     for _ in range(workload.repeats):
-        first.append(offline.seconds_of(llm, ids, 1))
+        first += [offline.seconds_of(llm, ids, 1) for _ in range(_FIRST_TOKENS)]
         complete.append(offline.seconds_of(llm, ids, workload.output_len))
     seconds = seconds_per_token(complete, first, workload.output_len)
     least = roofline.decode_seconds(target.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None

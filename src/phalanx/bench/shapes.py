@@ -40,6 +40,22 @@ SHAPES: dict[str, dict[str, Any]] = {name: _config(name) for name in _NAMES}
 """Name -> config.json."""
 
 
+def config_of(name: str) -> dict[str, Any] | None:
+    """config.json of a shape, or None where the name is of none. NAME:LAYERS is the shape cut to its first layers: what a layer
+    costs of a model that is too large for the GPUs at hand.
+
+    Raises OptionError where LAYERS is no number from 1 to the shape's own.
+    """
+    base, colon, layers = name.partition(":")
+    config = SHAPES.get(base)
+    if config is None or not colon:
+        return config
+    most = config["num_hidden_layers"]
+    if not layers.isdecimal() or not 1 <= int(layers) <= most:
+        raise OptionError(f"{name!r}: {layers!r} is no number of layers of {base}", next=f"use {base}:1 to {base}:{most}")
+    return {**config, "num_hidden_layers": int(layers)}
+
+
 def write(name: str, folder: Path) -> Path:
     """Write config.json and a tokenizer of a shape into `folder`, which is created if it is missing; returns the folder.
 
@@ -48,9 +64,9 @@ def write(name: str, folder: Path) -> Path:
     Raises OptionError for an unknown name, where the folder holds a model or a tokenizer already, and where it cannot be written;
     no file is left of a shape that could not be written completely.
     """
-    if name not in SHAPES:
+    config, failure = config_of(name), f"shape {name!r} cannot be written to {folder}"
+    if config is None:
         raise OptionError(f"shape {name!r} is unknown", next=f"use one of {', '.join(SHAPES)}")
-    config, failure = SHAPES[name], f"shape {name!r} cannot be written to {folder}"
     special = {config["bos_token_id"]: "<|begin|>", config["eos_token_id"]: "<|end|>"}
     named = {
         "bos_token": "<|begin|>",
@@ -81,7 +97,7 @@ def write(name: str, folder: Path) -> Path:
 @contextmanager
 def folder_of(model: str) -> Iterator[str]:
     """The model as an engine takes it: for the name of a shape a folder that lives as long as the context, else the name itself."""
-    if model not in SHAPES:
+    if config_of(model) is None:
         yield model
         return
     with tempfile.TemporaryDirectory(prefix="phalanx-shape-") as parent:

@@ -68,8 +68,8 @@ def refusal(world: int, message_bytes: int, folder: Path = FOLDER) -> str | None
 class SharedMemory:
     """The memory of one group, mapped by each of its ranks. Make it with `form`."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, world: int, chunk: int, timeout: float) -> None:
-        self.rank, self.world, self._chunk, self._timeout = rank, world, chunk, timeout
+    def __init__(self, memory: mmap.mmap, rank: int, world: int, chunk: int, timeout: float, what: str = "an all-reduce") -> None:
+        self.rank, self.world, self._chunk, self._timeout, self._what = rank, world, chunk, timeout, what
         # A core for each rank, and one for the engine.
         self._rounds_before_nap = _ROUNDS_BEFORE_NAP if cores() > world else _ROUNDS_ON_FEW_CORES
         self._counters = memoryview(memory).cast("q")
@@ -180,6 +180,10 @@ class SharedMemory:
         self._wait()
         return half
 
+    def posted(self, half: int, count: int, dtype: torch.dtype) -> list[Tensor]:
+        """What each rank has posted in `half`, as `count` values; readable until this rank's next post."""
+        return self._parts(count, dtype)[half]
+
     def _parts(self, count: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """The slot of every rank in both halves, as `count` values."""
         views = self._views.get((count, dtype))
@@ -222,18 +226,20 @@ class SharedMemory:
                 began = began or time.monotonic()
                 if time.monotonic() - began > self._timeout:
                     raise RankStalled(
-                        f"rank {place * 8 // _LINE} did not join an all-reduce within {self._timeout:.0f} s",
+                        f"rank {place * 8 // _LINE} did not join {self._what} within {self._timeout:.0f} s",
                         why=f"rank {self.rank} of this group of {self.world} has waited for it",
                         next="see what that rank last logged",
                     )
                 time.sleep(_NAP)
 
 
-def form(group: Group, message_bytes: int, *, timeout: float = 300.0, folder: Path = FOLDER) -> SharedMemory | str:
+def form(
+    group: Group, message_bytes: int, *, timeout: float = 300.0, folder: Path = FOLDER, what: str = "an all-reduce"
+) -> SharedMemory | str:  # fmt: skip
     """Map the group's memory, or return why that fails; collective, and the same on every rank.
 
     group: the ranks, all on this host. message_bytes: of one rank's longest message. timeout: seconds that one rank may keep the
-    others waiting.
+    others waiting. what: they wait in, for the error.
     """
     chunk, size = chunk_bytes(message_bytes), memory_bytes(group.size, message_bytes)
     why = refusal(group.size, message_bytes, folder)
@@ -263,7 +269,7 @@ def form(group: Group, message_bytes: int, *, timeout: float = 300.0, folder: Pa
     if refused:
         return f"rank {refused[0][0]}: {refused[0][1]}"
     assert memory is not None
-    return SharedMemory(memory, group.rank, group.size, chunk, timeout)
+    return SharedMemory(memory, group.rank, group.size, chunk, timeout, what)
 
 
 def _create(path: Path, size: int) -> tuple[int | None, str | None]:

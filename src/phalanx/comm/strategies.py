@@ -125,10 +125,10 @@ def _on_gpu(
     if any(share_text(base, "" if has_triton() else "no", device)):
         return "Triton is not installed"
     assert isinstance(base, TorchGroup)
-    workspace = _formed(base, partial(form_workspace, base.process_group, device, message_bytes))
+    workspace = formed(base, partial(form_workspace, base.process_group, device, message_bytes))
     if isinstance(workspace, str):
         return workspace
-    buffer = _formed(base, partial(form_reduce_scatter_buffer, base.process_group, device, message_bytes)) if gemm_rs else None
+    buffer = formed(base, partial(form_reduce_scatter_buffer, base.process_group, device, message_bytes)) if gemm_rs else None
     if isinstance(buffer, str):
         if base.rank == 0:
             _log.warning("GEMM_RS is not used: %s", buffer)
@@ -157,7 +157,7 @@ def symmetric_strategies(
     return strategies
 
 
-def _formed(base: TorchGroup, form: Callable[[], T]) -> T | str:
+def formed(base: TorchGroup, form: Callable[[], T]) -> T | str:
     """What `form` returns, or why it failed on one of the ranks."""
     memory, why = None, ""
     try:

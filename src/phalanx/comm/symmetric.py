@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that every rank of a group maps: the workspace of the strategies on GPUs, and the buffer of GEMM_RS, into which a GEMM
-writes other ranks' rows.
+"""Memory that every rank of a group maps: the workspace of the strategies on GPUs, the buffer of GEMM_RS, into which a GEMM writes
+other ranks' rows, and the region of the one-sided exchange.
 
 The only file that imports torch's private symmetric memory. Multicast is not used.
 """
@@ -144,6 +144,31 @@ def form_workspace(process_group: dist.ProcessGroup, device: torch.device, messa
     return SymmetricWorkspace(
         rank, world, tuple(int(address) for address in handle.buffer_ptrs), half // _VECTOR_BYTES, epoch,
         board, properties.multi_processor_count, 10 * properties.major + properties.minor, (buffer, handle),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SymmetricRegion:
+    """Memory of every rank of a group that all of them map, filled with the sentinel of kernels.signals. The fields are those of
+    `SymmetricWorkspace`."""
+
+    rank: int
+    world: int
+    addresses: tuple[int, ...]
+    epoch: Tensor
+    num_sms: int
+    sm: int
+    memory: tuple[object, ...] = ()
+
+
+def form_region(process_group: dist.ProcessGroup, device: torch.device, size: int) -> SymmetricRegion:
+    """Allocate and map `size` bytes of each rank, rounded up to whole pages; collective, as `form_workspace`."""
+    buffer, handle = _shared(process_group, device, -(-size // _ALIGNMENT) * _ALIGNMENT, -1)
+    properties = torch.cuda.get_device_properties(device)
+    return SymmetricRegion(
+        process_group.rank(), process_group.size(), tuple(int(address) for address in handle.buffer_ptrs),
+        torch.zeros(2, dtype=torch.int32, device=device), properties.multi_processor_count,
+        10 * properties.major + properties.minor, (buffer, handle),
     )  # fmt: skip
 
 

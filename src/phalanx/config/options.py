@@ -36,10 +36,11 @@ class EngineOptions(BaseModel):
         description="Compute dtype. auto: the checkpoint's (fp32 on CPU). fp8: quantize the linear layers of a 16-bit checkpoint "
         "to FP8 while loading; everything else as with auto. FP8 checkpoints always run in FP8.",
     )
-    kv_cache_dtype: Literal["auto", "model", "fp8"] = Field(
+    kv_cache_dtype: Literal["auto", "model", "fp8", "int8"] = Field(
         "auto",
         description="Dtype of the KV cache. auto: FP8 if the checkpoint has KV scales, else model. model: the compute dtype. "
-        "fp8: half the memory of 16 bit.",
+        "fp8: half the memory of 16 bit. int8: nearly that, and closer to 16 bit than FP8: each token's key and value has a scale "
+        "for each head. Not for models with latent attention.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto", description="auto, safetensors: read the checkpoint. dummy: make seeded random weights on the device."
@@ -67,11 +68,12 @@ class EngineOptions(BaseModel):
         description="Number of groups of tensor_parallel_size ranks that a layer's experts are split over. Attention is "
         "data-parallel over them: each request runs on one group, and all of them exchange tokens for their experts.",
     )
-    expert_exchange: Literal["ALL_GATHER", "ALL_TO_ALL"] = Field(
-        "ALL_GATHER",
+    expert_exchange: Literal["AUTO", "ALL_GATHER", "ALL_TO_ALL", "ONE_SIDED"] = Field(
+        "AUTO",
         description="How tokens reach the experts of other groups, with expert_parallel_size above 1. ALL_GATHER: all tokens go to "
         "all groups. ALL_TO_ALL: each token goes once to each group that has one of its experts; steps that run as CUDA graphs use "
-        "ALL_GATHER.",
+        "ALL_GATHER. ONE_SIDED: the same, also in graphs, by writing into the memory of the other groups' ranks. Where that is not "
+        "reached, and for more tokens than it holds: ALL_GATHER. AUTO: ALL_GATHER or ONE_SIDED, by the table of this machine.",
     )
     moe_expert_parallel_size: int = Field(
         1,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from phalanx.config.experts import Experts, require_places
+from phalanx.config.latent import Latent
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.quantization import Quantization
@@ -40,8 +41,8 @@ def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> ResolvedOpt
     if options.dtype == "auto":
         why = "the checkpoint's dtype" if device == "cuda" else "fastest and most precise on CPU"
         chosen["dtype"] = concrete_dtype("auto", shape, device), why
+    cache = concrete_kv_cache_dtype(options.kv_cache_dtype, shape)
     if options.kv_cache_dtype == "auto":
-        cache = concrete_kv_cache_dtype("auto", shape)
         chosen["kv_cache_dtype"] = cache, f"the checkpoint has {'no ' if cache == 'model' else ''}KV scales"
     max_seq_len = _max_seq_len(options, shape, chosen)
     _max_num_tokens(options, device, max_seq_len, chosen)
@@ -60,6 +61,10 @@ class CheckpointDtypes(Protocol):
     """What of a checkpoint decides dtypes: `ModelShape` of the engine, and `Shape` of the planner."""
 
     @property
+    def architecture(self) -> str: ...
+    @property
+    def latent(self) -> Latent | None: ...
+    @property
     def dtype(self) -> str: ...
     @property
     def quantization(self) -> Quantization | None: ...
@@ -71,7 +76,14 @@ def concrete_dtype(dtype: str, shape: CheckpointDtypes, device: str) -> str:
 
 
 def concrete_kv_cache_dtype(kv_cache_dtype: str, shape: CheckpointDtypes) -> str:
-    """The option `kv_cache_dtype` with "auto" replaced: "fp8" where the checkpoint has KV scales, else "model"."""
+    """The option `kv_cache_dtype` with "auto" replaced: "fp8" where the checkpoint has KV scales, else "model". Raises OptionError
+    for "int8" where the cache has latents."""
+    if kv_cache_dtype == "int8" and shape.latent is not None:
+        raise OptionError(
+            "kv_cache_dtype='int8' does not work with latent attention", held=f"the model is a {shape.architecture}",
+            why="in int8 each key and each value has a scale, and a cache of latents holds neither",
+            next="use kv_cache_dtype='fp8' or 'model'",
+        )  # fmt: skip
     if kv_cache_dtype != "auto":
         return kv_cache_dtype
     return "fp8" if shape.quantization is not None and shape.quantization.kv else "model"
@@ -175,7 +187,7 @@ def _check_layout(options: EngineOptions, shape: ModelShape, gpus: int | None) -
             next="leave expert_traffic out",
         )  # fmt: skip
     _check_experts(options.tensor_parallel_size, moe_ep, ep, shape.experts)
-    if options.expert_exchange == "ALL_TO_ALL" and ep == 1:
+    if options.expert_exchange in ("ALL_TO_ALL", "ONE_SIDED") and ep == 1:
         raise LayoutError(
             f"expert_exchange={options.expert_exchange!r} has no effect with expert_parallel_size=1",
             why="there are no other groups to exchange tokens with", next="leave it out, or raise expert_parallel_size",

@@ -79,9 +79,9 @@ def budget(options: EngineOptions, shape: ModelShape, total: int = MOST_BYTES, *
     settled = resolve(options.model_copy(update={"device": device}), shape, max(-(-world // options.nnodes), 1)).options
     layout = split(options)
     require_suits(Layout(layout.pp, layout.ep, layout.tp), shape)
-    size = footprint.kv_itemsize(settled.kv_cache_dtype, settled.dtype)
+    kv = footprint.kv_format(settled.kv_cache_dtype, settled.dtype)
     sizes = Sizes(
-        settled.dtype, size, options.index_batch_size, settled.max_num_tokens or 1, options.kv_block_size,
+        settled.dtype, kv, options.index_batch_size, settled.max_num_tokens or 1, options.kv_block_size,
         options.kv_cache_free_gpu_memory_fraction, options.cuda_graphs,
     )  # fmt: skip
     rank = footprint.rank_memory(Shape.of(shape), layout, total, sizes)

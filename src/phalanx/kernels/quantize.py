@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""Device functions in Triton that quantize rows: FP8 (e4m3) with one scale, NVFP4 (e2m1) with a scale per 16 elements.
+"""Device functions in Triton that quantize rows: FP8 (e4m3) and int8 with one scale, NVFP4 (e2m1) with a scale per 16 elements.
 
-The equivalent plain code is `reference.quantize_fp8` and `reference.quantize_nvfp4`; results are equal bit for bit.
+The equivalent plain code is `reference.quantize_fp8`, `quantize_int8` and `quantize_nvfp4`; results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phalanx.kernels.vectors import largest, largest_along, multiply
+from phalanx.kernels.vectors import largest, largest_along, multiply, nearest
 
 FP8_MAX = tl.constexpr(448.0)
 FP4_MAX = tl.constexpr(6.0)
+INT8_MAX = tl.constexpr(127.0)
 SMALLEST_AMAX = tl.constexpr(1e-10)  # a row of zeros gets a scale that divides
 
 
@@ -59,8 +60,10 @@ def e4m3_value(code):
 
 @triton.jit
 def widened(code, like, SM: tl.constexpr):
-    """e4m3 bytes (uint8) in the dtype of `like`, exactly; NaN stays NaN."""
-    if SM >= 89:
+    """e4m3 bytes (uint8), where NaN stays NaN, or int8 in the dtype of `like`, exactly."""
+    if code.dtype == tl.int8:
+        value = int8_widened(code, like, SM)
+    elif SM >= 89:
         value = code.to(tl.float8e4nv, bitcast=True).to(like.dtype)
     else:
         bits = code.to(tl.int32)
@@ -68,6 +71,46 @@ def widened(code, like, SM: tl.constexpr):
         # Exponent and mantissa at fp32's bits: the exponent bias 7 is read as 127, which the factor 2^120 corrects.
         size = tl.where(size == 0x7F, 0x7F800001, size << 20)
         value = ((size | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(like.dtype)
+    return value
+
+
+@triton.jit
+def int8_scale(top, SM: tl.constexpr):
+    """The scale in bf16 of rows whose largest magnitudes are `top` (fp32): 127 steps, rounded to nearest even.
+
+    The values are divided by the rounded scale, so that its rounding, by 2^-8 at most, costs no accuracy: the largest magnitude
+    becomes 127 * (1 +- 2^-8), which still rounds to 127."""
+    return nearest(tl.div_rn(_at_least(top), INT8_MAX), tl.zeros([1], tl.bfloat16), SM)
+
+
+@triton.jit
+def _at_least(top):
+    return tl.where(top < SMALLEST_AMAX, SMALLEST_AMAX, top)
+
+
+@triton.jit
+def int8_code(value, SM: tl.constexpr):
+    """fp32 within +-127.5 rounded to nearest even, in int8."""
+    if SM > 0:
+        code = tl.inline_asm_elementwise("cvt.rni.sat.s8.f32 $0, $1;", "=r,f", [value], tl.int32, is_pure=True, pack=1)
+    else:
+        code = (value + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 x 2^23: the integer is in the low bits of the mantissa
+    return code.to(tl.int8)
+
+
+@triton.jit
+def int8_widened(code, like, SM: tl.constexpr):
+    """int8 in the dtype of `like`, exactly. To fp16 without a conversion: the bits 0x6400 + n stand for 1024 + n, and n is the
+    value + 128, which flips its sign bit."""
+    if SM > 0 and like.dtype == tl.float16:
+        value = tl.inline_asm_elementwise(
+            "{ .reg .b32 code, ones; xor.b32 code, $2, 0x80808080; mov.b32 ones, 0x64646464;"
+            " prmt.b32 $0, code, ones, 0x4140; prmt.b32 $1, code, ones, 0x4342; mov.b32 ones, 0x64806480;"
+            " sub.f16x2 $0, $0, ones; sub.f16x2 $1, $1, ones; }",
+            "=&r,=&r,r", [code], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        value = code.to(like.dtype)
     return value
 
 
@@ -110,7 +153,7 @@ def fp8_vector(lanes, inverse, SM: tl.constexpr):
 @triton.jit
 def scale_of(top):
     """The scale that maps a row's largest magnitude, `top`, to 448 (fp32)."""
-    return tl.div_rn(tl.where(top < SMALLEST_AMAX, SMALLEST_AMAX, top), FP8_MAX)
+    return tl.div_rn(_at_least(top), FP8_MAX)
 
 
 @triton.jit

@@ -210,7 +210,29 @@ def _write(part: Tensor, cache: Tensor, slots: Tensor) -> None:
     target = torch.where(padding, slots[last].clamp(min=0), slots)
     flat = cache.view(-1, *cache.shape[2:])
     repeated = torch.where(padding[last, None, None], flat[:1], part[last])
-    flat[target] = torch.where(padding[:, None, None], repeated, part)
+    flat[target] = torch.where(padding[:, None, None], repeated, part).to(flat.dtype)
+
+
+def _write_token_scales(scales: Tensor, token_scales: Tensor, slots: Tensor) -> None:
+    """scales [T, kv_heads, 2] into token_scales [num_blocks, kv_heads, block_size, 2], as `_write`."""
+    kv_heads, block_size = token_scales.shape[1:3]
+    head = torch.arange(kv_heads, device=slots.device)
+    place = ((slots // block_size)[:, None] * kv_heads + head) * block_size + (slots % block_size)[:, None]
+    place = torch.where(slots[:, None] < 0, slots[:, None], place)
+    _write(scales.view(-1, 1, 2), token_scales.view(-1, block_size, 1, 2), place.view(-1))
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] -> (its rows divided by their scales and rounded to nearest even, int8 [..., D]; the scales, bf16 [..., 1], with
+    which a row's largest magnitude becomes 127).
+
+    bf16 has the range of fp32, and rounding a scale costs no accuracy: the values are divided by the rounded scale, and the largest
+    magnitude becomes 127 * (1 +- 2^-8) before its own rounding. A row of zeros has a scale that divides; one with NaN or infinite
+    values has one that makes all of the row NaN.
+    """
+    x = x.float()
+    scale = (x.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 127.0).to(torch.bfloat16)
+    return (x * (1.0 / scale.float())).round().nan_to_num(0.0).to(torch.int8), scale
 
 
 class HeadNorm(NamedTuple):
@@ -223,11 +245,12 @@ class HeadNorm(NamedTuple):
 
 def rope_store(
     qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
-    kv_scales: tuple[float, float] | None = None, head_norm: HeadNorm | None = None,
+    kv_scales: tuple[float, float] | None = None, head_norm: HeadNorm | None = None, token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """rope of the query and key heads of qkv [T, q_heads + 2 * kv_heads, D], and write_kv of its key and value heads: the queries
     [T, q_heads, D]. cos, sin, caches and slots as there. A cache in e4m3 takes keys and values divided by their kv_scales (None:
-    1) and clipped to +-448. head_norm: queries and keys are normed first."""
+    1) and clipped to +-448; one in int8 those of `quantize_int8`, whose scales go into token_scales [num_blocks, kv_heads,
+    block_size, 2] bf16, a key's before its value's. head_norm: queries and keys are normed first."""
     values, dtype = (qkv.to_fp32(), qkv.values.dtype) if isinstance(qkv, Unscaled) else (qkv, qkv.dtype)
     kv_heads = (values.shape[1] - q_heads) // 2
     if head_norm is not None:
@@ -239,6 +262,10 @@ def rope_store(
     if key_cache.dtype == torch.float8_e4m3fn:
         scaled = [part.float() * (1.0 / scale) for part, scale in zip(parts, kv_scales or (1.0, 1.0), strict=True)]
         parts = [part.clamp(-448.0, 448.0).to(key_cache.dtype) for part in scaled]
+    if token_scales is not None:
+        (key, key_scale), (value, value_scale) = map(quantize_int8, parts)
+        parts = [key, value]
+        _write_token_scales(torch.cat((key_scale, value_scale), dim=-1), token_scales, slots)
     write_kv(parts[0], parts[1], key_cache, value_cache, slots)
     return rotated[:, :q_heads]
 
@@ -276,11 +303,13 @@ def latent_rope_store(
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None, sinks: Tensor | None = None,
+    token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Each decode row's query over the row's cached keys: all, or the last `window` of them.
 
-    query [R, q_heads, head_dim] in bf16, fp16 or fp32; caches [blocks, block_size, kv_heads, head_dim] in its dtype, or in e4m3 to
-    be multiplied by kv_scales (keys', values') when read; q_heads is a multiple of kv_heads, neighbours share a KV head.
+    query [R, q_heads, head_dim] in bf16, fp16 or fp32; caches [blocks, block_size, kv_heads, head_dim] in its dtype, in e4m3 to
+    be multiplied by kv_scales (keys', values') when read, or in int8, to be multiplied by token_scales [blocks, kv_heads,
+    block_size, 2] (a key's, its value's); q_heads is a multiple of kv_heads, neighbours share a KV head.
     block_tables [N, W] int32: row r has its tokens in the blocks of table row table_rows[r] ([R] int32 or int64; None for r
     itself). kv_lengths [R] int32, at least 1. sinks [q_heads]: a logit of each head
     that takes its part of the softmax and has no value. Computed in fp32; returns query's shape and dtype.
@@ -294,9 +323,13 @@ def decode_attention(
         block, offset = table[token // block_size].long(), token % block_size
         key, value = (
             (cache.view(torch.uint8)[block, offset].view(torch.float8_e4m3fn) if cache.dtype == torch.float8_e4m3fn
-             else cache[block, offset]).float().repeat_interleave(group, 1)
+             else cache[block, offset]).float()
             for cache in (key_cache, value_cache)
         )  # fmt: skip
+        if token_scales is not None:
+            by_token = token_scales[block, :, offset].float()
+            key, value = key * by_token[..., :1], value * by_token[..., 1:]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         score = torch.einsum("hd,nhd->hn", query[row].float(), key) * (scale * key_scale)
         if sinks is not None:
             score = torch.cat((score, sinks.float().unsqueeze(-1)), dim=-1)
@@ -330,7 +363,7 @@ def latent_decode_attention(
 def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
-    out: Tensor | None = None, sinks: Tensor | None = None,
+    out: Tensor | None = None, sinks: Tensor | None = None, token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Each prefill row's n tokens, the newest in the cache: token i of n attends to the row's keys 0 .. kv_length - n + i, or to
     the last `window` of them.
@@ -348,7 +381,7 @@ def prefill_attention(
             out[token] = decode_attention(
                 query[token : token + 1], key_cache, value_cache, block_tables[table : table + 1], None,
                 kv_lengths.new_tensor([length - end + token + 1]), scale=scale, window=window, kv_scales=kv_scales,
-                sinks=sinks,
+                sinks=sinks, token_scales=token_scales,
             )[0]  # fmt: skip
     return out
 

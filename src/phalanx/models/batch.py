@@ -85,8 +85,9 @@ def first_block(position: int, window: int | None, block_size: int) -> int:
 
 
 class KvCache(Protocol):
-    """One layer's cache: `key` and `value` [num_blocks, block_size, kv_heads, head_dim]. A latent cache has one head, and its
-    `value` is the beginning of its `key`."""
+    """One layer's cache: `key` and `value` [num_blocks, block_size, kv_heads, head_dim]; in int8 with `token_scales` [num_blocks,
+    kv_heads, block_size, 2] bf16, of each key and its value. A latent cache has one head, and its `value` is the beginning of its
+    `key`."""
 
     @property
     def key(self) -> Tensor: ...
@@ -95,24 +96,33 @@ class KvCache(Protocol):
     def value(self) -> Tensor: ...
 
     @property
+    def token_scales(self) -> Tensor | None: ...
+
+    @property
     def nbytes(self) -> int: ...
 
 
 @dataclass
 class LayerCache:
-    """The plain KvCache. `key` and `value` [num_blocks, block_size, kv_heads, head_dim]."""
+    """The plain KvCache. `key` and `value` [num_blocks, block_size, kv_heads, head_dim]. token_scales: of a cache in int8; those of
+    a block and a head lie side by side, so that attention reads those of 16 tokens in 64 bytes."""
 
     key: Tensor
     value: Tensor
+    token_scales: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.key.nbytes + self.value.nbytes
+        return self.key.nbytes + self.value.nbytes + (0 if self.token_scales is None else self.token_scales.nbytes)
 
     @classmethod
     def zeros(cls, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
+        """A cache that holds zeros, with scales of 1 where it is in int8."""
         shape = (blocks, block_size, heads, head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        scales = None
+        if dtype == torch.int8:
+            scales = torch.ones((blocks, heads, block_size, 2), dtype=torch.bfloat16, device=device)
+        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device), scales)
 
 
 @dataclass
@@ -126,6 +136,10 @@ class LatentCache:
     @property
     def value(self) -> Tensor:
         return self.key[..., : self.rank]
+
+    @property
+    def token_scales(self) -> None:
+        """There are no latents in int8."""
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.llama import Attention, CosSin, Llama
 from phalanx.models.slices import LayerContext
 from phalanx.plan import shard
-from phalanx.plan.memory import KvSpec
+from phalanx.plan.memory import KvFormat, KvSpec
 
 NORM_EPS = 1e-6
 """Of the norms of queries' and keys' latents: the reference implementations do not take it from config.json."""
@@ -57,8 +57,8 @@ class LatentAttention(Attention):
     def set_input_norm(self, norm: RmsNorm) -> None:
         norm.set_consumer(self.qkv_a_proj.fp8)
 
-    def kv_spec(self, itemsize: int) -> KvSpec:
-        return KvSpec(1, self.latent.cached, itemsize, None, latent_rank=self.latent.kv_rank)
+    def kv_spec(self, kv: KvFormat) -> KvSpec:
+        return KvSpec(1, self.latent.cached, kv.itemsize, None, latent_rank=self.latent.kv_rank)
 
     def forward(
         self, x: Activation, cos_sin: CosSin, batch: Batch, cache: KvCache, residual: Tensor, norm: RmsNorm

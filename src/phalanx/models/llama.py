@@ -26,7 +26,7 @@ from phalanx.models.layers.moe import ExpertNames, SparseMoe
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.layers.rope import Rotary
 from phalanx.models.slices import LayerContext
-from phalanx.plan.memory import KvSpec
+from phalanx.plan.memory import KvFormat, KvSpec
 
 CosSin = tuple[Tensor, Tensor]
 """Cosines and sines of the batch's positions, [T, rotary_dim / 2] fp32 each."""
@@ -65,9 +65,9 @@ class Attention(nn.Module):
         """The norm before the block: it quantizes for the block's first layer."""
         norm.set_consumer(self.qkv_proj.fp8)
 
-    def kv_spec(self, itemsize: int) -> KvSpec:
+    def kv_spec(self, kv: KvFormat) -> KvSpec:
         """What the layer stores per token on this rank."""
-        return KvSpec(self.kv_heads, self.head_dim, itemsize, self.window)
+        return KvSpec(self.kv_heads, self.head_dim, kv.itemsize, self.window, scale_bytes=kv.scale_bytes)
 
     def head_sinks(self) -> Tensor | None:
         """The sinks of this rank's heads [q_heads], in families that have them."""
@@ -217,5 +217,4 @@ class Llama(nn.Module):
 
     def kv_specs(self) -> list[KvSpec]:
         """What each layer of this stage stores per token on this rank."""
-        size = torch.empty((), dtype=self.context.cache_dtype, device="cpu").element_size()
-        return [layer.self_attn.kv_spec(size) for layer in self.layers]
+        return [layer.self_attn.kv_spec(self.context.kv_format) for layer in self.layers]

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from phalanx import kernels
 from phalanx.comm.group import Group, Solo
+from phalanx.comm.one_sided import OneSided
 from phalanx.config.quantization import Quantization
+from phalanx.plan.memory import INT8_KV, KvFormat
+from phalanx.tables.exchange import ExchangeTable
 
 _CHUNK_ROWS = 4096  # quantized together, so that their copy in fp32 stays small
 
@@ -91,10 +94,11 @@ class LayerContext:
     """What a layer is built for: the ranks that split it, the dtype of weights and arithmetic, the device.
 
     dp: the ranks that hold the same slices for other requests; experts are split over them, too. expert_exchange: how tokens get
-    there, see `EngineOptions`. moe_ep: ranks of the group that experts are split over. redundant_experts: copies beside a layer's
-    experts, on all ranks together. traffic: experts are drawn by a power law with this exponent, instead of computed by the router;
-    None: they are not. quantization: which linear layers are in FP8 instead, and how. fp8_gemm: their activations are FP8 too; else
-    their weights are dequantized for each GEMM. fp8_cache: keys and values are stored in FP8.
+    there, see `EngineOptions`. one_sided: over dp, where they may go that way; exchange_table: when, None for always. moe_ep: ranks
+    of the group that experts are split over. redundant_experts: copies beside a layer's experts, on all ranks together. traffic:
+    experts are drawn by a power law with this exponent, instead of computed by the router; None: they are not. quantization: which
+    linear layers are in FP8 instead, and how. fp8_gemm: their activations are FP8 too; else their weights are dequantized for each
+    GEMM. fp8_cache: keys and values are stored in FP8; int8_cache: in int8, with a scale for each.
     """
 
     group: Group
@@ -103,10 +107,13 @@ class LayerContext:
     quantization: Quantization | None = None
     fp8_gemm: bool = False
     fp8_cache: bool = False
+    int8_cache: bool = False
     moe_ep: int = 1
     traffic: float | None = None
     dp: Group = field(default_factory=Solo)
     expert_exchange: str = "ALL_GATHER"
+    one_sided: OneSided | None = None
+    exchange_table: ExchangeTable | None = None
     redundant_experts: int = 0
 
     @property
@@ -132,7 +139,14 @@ class LayerContext:
     @property
     def cache_dtype(self) -> torch.dtype:
         """Of keys and values in the cache."""
+        if self.int8_cache:
+            return torch.int8
         return torch.float8_e4m3fn if self.fp8_cache else self.dtype
+
+    @property
+    def kv_format(self) -> KvFormat:
+        """The same as the planner counts it."""
+        return INT8_KV if self.int8_cache else KvFormat(self.cache_dtype.itemsize)
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialized weight, in the context's dtype unless another is given."""

@@ -63,7 +63,7 @@ def choose(options: EngineOptions, shape: Shape, machine: MachineModel) -> Engin
 def _holds(options: EngineOptions, plan: Plan) -> bool:
     """Whether the layout is one for which the options that depend on it have an effect."""
     moves = options.rebalance_experts_every is None or plan.layout.moe_ep > 1
-    return moves and (options.expert_exchange != "ALL_TO_ALL" or plan.layout.ep > 1)
+    return moves and (options.expert_exchange in ("AUTO", "ALL_GATHER") or plan.layout.ep > 1)
 
 
 def request_of(options: EngineOptions, shape: Shape) -> PlanRequest:

@@ -30,6 +30,7 @@ from phalanx.plan.coefficients import Coefficients, document
 from phalanx.plan.collectives import Curve, Label
 from phalanx.plan.families import layer_tensors, outer_tensors
 from phalanx.plan.footprint import Split
+from phalanx.plan.memory import KvFormat
 from phalanx.plan.shape import Experts, Shape
 
 SHORT_ROW, LONG_ROW = 200, 1500
@@ -121,11 +122,11 @@ _Read = tuple[int | None, int, float, float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices steps of one replica: a model in a dtype, split over ranks of a machine. kv_itemsize: bytes of a cached value."""
+    """Prices steps of one replica: a model in a dtype, split over ranks of a machine. kv: how keys and values are cached."""
 
     shape: Shape
     dtype: str
-    kv_itemsize: int
+    kv: KvFormat
     split: Split
     machine: MachineModel
     strategy: str = "AUTO"
@@ -200,7 +201,7 @@ class Costs:
 
     @property
     def _attention_seconds(self) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...]]:
-        return _attention_seconds(self.shape, self.dtype, self.kv_itemsize, self.split, self.machine)
+        return _attention_seconds(self.shape, self.dtype, self.kv, self.split, self.machine)
 
     def _stage(self, stage: int, work: Work) -> float:
         """What does not depend on contexts."""
@@ -312,7 +313,7 @@ def _head(shape: Shape) -> Any:
 
 @cache
 def _attention_seconds(
-    shape: Shape, dtype: str, kv_itemsize: int, split: Split, machine: MachineModel
+    shape: Shape, dtype: str, kv: KvFormat, split: Split, machine: MachineModel
 ) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...]]:
     """Per stage: by window the layers that have it, and a layer's seconds for each cached token read; and for each pair of a
     prompt's token with a key."""
@@ -322,13 +323,13 @@ def _attention_seconds(
         by_window: dict[int | None, int] = {}
         for layer in layers:
             by_window[shape.windows[layer]] = by_window.get(shape.windows[layer], 0) + 1
-        nbytes = shape.kv_elements(0, split.tp) * kv_itemsize
-        near, far = (cs.e_kv_fp8, cs.e_far_fp8) if kv_itemsize == 1 else (cs.e_kv, cs.e_far)
+        nbytes = shape.kv_spec(split.tp, kv).bytes_per_token
+        near, far = (cs.e_kv_fp8, cs.e_far_fp8) if kv.itemsize == 1 else (cs.e_kv, cs.e_far)
         read, read_far = nbytes / near / machine.bandwidth, nbytes / far / machine.bandwidth
         reads.append(tuple((window, count, read, read_far) for window, count in by_window.items()))
         dims = shape.latent.nope + shape.latent.rope + shape.latent.v if shape.latent else 2 * shape.head_dim
         flops = 2.0 * shape.num_heads / split.tp * dims
-        reached = cs.e_prompt_fp8 if kv_itemsize == 1 else cs.e_prompt
+        reached = cs.e_prompt_fp8 if kv.itemsize == 1 else cs.e_prompt
         pairs.append(len(layers) * flops / (reached * gpu.bf16_flops))
     return tuple(reads), tuple(pairs)
 

@@ -14,7 +14,7 @@ from phalanx.plan.families import Tensor, layer_tensors, outer_tensors
 from phalanx.plan.families.declare import MXFP4_BLOCK
 from phalanx.plan.graphs import graph_sizes
 from phalanx.plan.layout import stages
-from phalanx.plan.memory import GRAPH_BYTES, kv_budget
+from phalanx.plan.memory import GRAPH_BYTES, INT8_KV, KvFormat, kv_budget
 from phalanx.plan.shape import Shape
 
 
@@ -39,9 +39,11 @@ def itemsize(dtype: str) -> int:
     return DTYPES["bf16" if dtype == "fp8" else dtype].itemsize
 
 
-def kv_itemsize(kv_cache_dtype: str, dtype: str) -> int:
-    """Bytes of a cached value. kv_cache_dtype: "fp8", or "model" for the model's dtype."""
-    return 1 if kv_cache_dtype == "fp8" else itemsize(dtype)
+def kv_format(kv_cache_dtype: str, dtype: str) -> KvFormat:
+    """How keys and values are cached. kv_cache_dtype: "fp8", "int8", or "model" for the model's dtype."""
+    if kv_cache_dtype == "int8":
+        return INT8_KV
+    return KvFormat(1 if kv_cache_dtype == "fp8" else itemsize(dtype))
 
 
 def tensor_bytes(shape: Shape, tensor: Tensor, dtype: str, split: Split) -> int:
@@ -143,9 +145,9 @@ def weight_bytes(shape: Shape, dtype: str, split: Split) -> tuple[int, ...]:
     return tuple(stage_bytes)
 
 
-def kv_token_bytes(shape: Shape, kv_itemsize: int, dtype: str, split: Split) -> tuple[int, ...]:
+def kv_token_bytes(shape: Shape, kv: KvFormat, dtype: str, split: Split) -> tuple[int, ...]:
     """Bytes of one token's KV cache on one rank of each stage."""
-    per_layer = shape.kv_elements(0, split.tp) * kv_itemsize
+    per_layer = shape.kv_spec(split.tp, kv).bytes_per_token
     return tuple(len(layers) * per_layer for layers in stage_layers(shape, dtype, split.pp))
 
 
@@ -196,11 +198,11 @@ def activation_bytes(shape: Shape, split: Split, max_num_tokens: int, dtype: str
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of the options decides the memory of a rank. kv_itemsize: bytes of one value of the KV cache; slots: max_batch_size;
+    """What of the options decides the memory of a rank. kv: how keys and values are cached; slots: max_batch_size;
     fraction: of the memory left, the KV cache's part; graphs: whether CUDA graphs are captured."""
 
     dtype: str
-    kv_itemsize: int
+    kv: KvFormat
     slots: int
     max_num_tokens: int
     block_size: int = 16
@@ -236,7 +238,7 @@ def rank_memory(shape: Shape, split: Split, total: int, sizes: Sizes) -> RankMem
     captured = graph_bytes(sizes.slots, sizes.max_num_tokens, split.pp)
     beside = overhead_bytes(shape, split, sizes.slots, sizes.max_num_tokens) - captured
     graphs = captured if sizes.graphs else 0
-    per_token = kv_token_bytes(shape, sizes.kv_itemsize, sizes.dtype, split)
+    per_token = kv_token_bytes(shape, sizes.kv, sizes.dtype, split)
     budgets = [kv_budget(sizes.fraction, total - each, beside, graphs) for each in weights]
     blocks = min(max(budget, 0) // (sizes.block_size * size) for budget, size in zip(budgets, per_token, strict=True))
     tightest = min(range(split.pp), key=lambda stage: budgets[stage] / per_token[stage])

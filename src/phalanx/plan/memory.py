@@ -8,8 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from phalanx.errors import CapacityError
+
+
+class KvFormat(NamedTuple):
+    """How the KV cache stores keys and values. itemsize: bytes of one of their elements; scale_bytes: of the scale that each key,
+    and each value, of a head and token has beside them."""
+
+    itemsize: int
+    scale_bytes: int = 0
+
+
+INT8_KV = KvFormat(1, 2)
+"""A scale is in bf16: see `kernels.reference.quantize_int8`."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +31,7 @@ class KvSpec:
 
     heads: KV heads on this rank, replicas included. head_dim: elements. window: tokens that attention covers, None for all.
     latent_rank: None where a layer stores keys and values; else it stores one tensor of `head_dim`, of which so many elements are
-    the latent, and the rest the rotated key. bytes_per_token: all of it.
+    the latent, and the rest the rotated key. itemsize, scale_bytes: see `KvFormat`. bytes_per_token: all of it.
     """
 
     heads: int
@@ -26,10 +39,11 @@ class KvSpec:
     itemsize: int
     window: int | None = None
     latent_rank: int | None = None
+    scale_bytes: int = 0
 
     @property
     def bytes_per_token(self) -> int:
-        return (2 if self.latent_rank is None else 1) * self.heads * self.head_dim * self.itemsize
+        return (2 if self.latent_rank is None else 1) * self.heads * (self.head_dim * self.itemsize + self.scale_bytes)
 
 
 def block_bytes(specs: Sequence[KvSpec], block_size: int) -> int:

@@ -16,6 +16,7 @@ from phalanx.plan.collectives import Label
 from phalanx.plan.cost import Costs, MachineModel
 from phalanx.plan.families import layer_tensors
 from phalanx.plan.footprint import Split
+from phalanx.plan.memory import KvFormat
 from phalanx.plan.shape import Experts, Shape
 
 Goal = Literal["latency", "throughput"]
@@ -201,15 +202,15 @@ def examine(shape: Shape, machine: MachineModel, request: PlanRequest, layout: P
     """A plan for the layout, or why there is none: it does not divide, spans nodes, does not fit, or misses an objective."""
     if reason := _illegal(shape, machine, layout):
         return Rejected(layout, reason)
-    kv_size = footprint.kv_itemsize(request.kv_cache_dtype, request.dtype)
+    kv = footprint.kv_format(request.kv_cache_dtype, request.dtype)
     share = -(-request.concurrency // layout.replicas)
     slots = request.max_batch_size or min(max(8, -(-share // 8) * 8), 512)
     if slots < layout.ep:
         return Rejected(layout, f"ep {layout.ep} runs requests of its own in each group, and max_batch_size is {slots}")
-    rank_bytes, kv_tokens, short = memory(shape, machine, request, layout.split, slots, kv_size)
+    rank_bytes, kv_tokens, short = memory(shape, machine, request, layout.split, slots, kv)
     if kv_tokens < request.seq_len:
         return Rejected(layout, _too_small(rank_bytes, kv_tokens, short, request), short)
-    costs = Costs(shape, request.dtype, kv_size, layout.split, machine, request.strategy)
+    costs = Costs(shape, request.dtype, kv, layout.split, machine, request.strategy)
     outcome = burst.run(costs, share, request.isl, request.osl, Limits(slots, request.max_num_tokens, kv_tokens))
     plan = _plan(shape, machine, request, layout, costs, outcome, rank_bytes, kv_tokens, slots)
     for name, value, bound in (
@@ -261,12 +262,12 @@ def _no_copies(experts: Experts | None, layout: PlannedLayout) -> str:
 
 
 def memory(
-    shape: Shape, machine: MachineModel, request: PlanRequest, split: Split, slots: int, kv_size: int
+    shape: Shape, machine: MachineModel, request: PlanRequest, split: Split, slots: int, kv: KvFormat
 ) -> tuple[dict[str, int], int, int]:  # fmt: skip
     """Bytes of the fullest rank by kind, KV tokens of a replica, and the bytes that are missing for one request of the asked
     length."""
     total = machine.gpu.memory_bytes
-    sizes = footprint.Sizes(request.dtype, kv_size, slots, request.max_num_tokens, BLOCK, request.fraction)
+    sizes = footprint.Sizes(request.dtype, kv, slots, request.max_num_tokens, BLOCK, request.fraction)
     rank = footprint.rank_memory(shape, split, total, sizes)
     needed = -(-request.seq_len // BLOCK) * rank.block
     short = max(math.ceil((needed - rank.budget) / request.fraction), 0)
@@ -364,7 +365,7 @@ def nearest(shape: Shape, machine: MachineModel, request: PlanRequest, rejected:
     choices: list[tuple[str, PlanRequest]] = [("", request)]
     if request.dtype != "fp8" and shape.quantization is None and machine.gpu.fp8_flops:
         choices.append(("--dtype fp8", replace(request, dtype="fp8")))
-    if request.kv_cache_dtype != "fp8":
+    if request.kv_cache_dtype not in ("fp8", "int8"):
         choices += [(f"{name} --kv_cache_dtype fp8".strip(), replace(other, kv_cache_dtype="fp8")) for name, other in choices[:]]
     fewest = math.inf
     for name, other in choices:
@@ -411,11 +412,11 @@ def _first(shape: Shape, machine: MachineModel, request: PlanRequest) -> Planned
 def _longest(shape: Shape, machine: MachineModel, request: PlanRequest) -> int:
     """Tokens of the longest request that some layout holds, 0 for none."""
     longest = 0
-    kv_size = footprint.kv_itemsize(request.kv_cache_dtype, request.dtype)
+    kv = footprint.kv_format(request.kv_cache_dtype, request.dtype)
     for layout in layouts(shape, machine, request.redundant_experts):
         if not _illegal(shape, machine, layout):
             slots = request.max_batch_size or 8
-            longest = max(longest, memory(shape, machine, request, layout.split, slots, kv_size)[1] // layout.ep)
+            longest = max(longest, memory(shape, machine, request, layout.split, slots, kv)[1] // layout.ep)
     return longest if 0 < longest < request.seq_len else 0
 
 

@@ -9,6 +9,7 @@ from phalanx.config.experts import Experts as Experts
 from phalanx.config.latent import Latent as Latent
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import Quantization
+from phalanx.plan.memory import KvFormat, KvSpec
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,15 @@ class Shape:
         """The experts of a layer; None where its MLP is dense."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
-    def kv_elements(self, layer: int, tp: int) -> int:
-        """Elements of the KV cache per token and layer on one tensor-parallel rank; a latent cache is replicated."""
-        del layer
+    def kv_spec(self, tp: int, kv: KvFormat) -> KvSpec:
+        """The KV cache of a layer on one tensor-parallel rank, but for its window; a latent cache is replicated."""
         if self.latent is not None:
-            return self.latent.cached
+            return KvSpec(1, self.latent.cached, kv.itemsize, latent_rank=self.latent.kv_rank)
         from phalanx.plan.shard import heads
 
-        return 2 * len(heads(self.num_heads, self.num_kv_heads, tp, 0).kv) * self.head_dim
+        kv_heads = len(heads(self.num_heads, self.num_kv_heads, tp, 0).kv)
+        return KvSpec(kv_heads, self.head_dim, kv.itemsize, scale_bytes=kv.scale_bytes)
+
+    def kv_elements(self, tp: int) -> int:
+        """Elements of the KV cache per token and layer on one tensor-parallel rank."""
+        return self.kv_spec(tp, KvFormat(1)).bytes_per_token

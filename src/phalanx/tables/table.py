@@ -94,9 +94,9 @@ class Table:
             _check_choices(section, where)
             if section.dtype not in DTYPES:
                 raise TableError(f"{where}: unknown dtype", next=f"use one of {', '.join(DTYPES)}")
-            _check_ranges([(row.first, row.last) for row in section.hidden_ranges], f"{where}: hidden sizes")
+            check_ranges([(row.first, row.last) for row in section.hidden_ranges], f"{where}: hidden sizes")
             for row in section.hidden_ranges:
-                _check_ranges([(span.first, span.last) for span in row.spans], f"{where} hidden {row.first}: tokens")
+                check_ranges([(span.first, span.last) for span in row.spans], f"{where} hidden {row.first}: tokens")
 
     def lookup(
         self, dtype: str, fusion: Fusion, tokens: int, hidden: int, caller: Caller = Caller.REPLICATED
@@ -256,7 +256,7 @@ def _check_choices(section: Section, where: str) -> None:
                 raise TableError(f"{kind}: {span.choice} cannot run there", next="tune again, or correct the file")
 
 
-def _check_ranges(ranges: list[tuple[int, int]], where: str) -> None:
+def check_ranges(ranges: list[tuple[int, int]], where: str) -> None:
     """Raise TableError unless the ranges rise, do not overlap, and lie within 1 .. MAX_SIZE; and for no ranges."""
     before = 0
     for first, last in ranges:

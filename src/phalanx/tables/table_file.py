@@ -87,12 +87,12 @@ def loads(text: str) -> Table:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise TableError(f"not JSON: {error}") from None
-    top = _fields(data, "the file", format=str, version=int, digest=str, made=dict, fingerprint=dict, sections=list, seed=dict)
+    top = fields(data, "the file", format=str, version=int, digest=str, made=dict, fingerprint=dict, sections=list, seed=dict)
     version = top["version"]
     if top["format"] != _FORMAT or version not in (_VERSION, _OLD):
         reads = f"this reads {_FORMAT!r} versions {_OLD} and {_VERSION}"
         raise TableError(f"format {top['format']!r} version {version}", held=reads)
-    key = _fields(top["fingerprint"], "fingerprint", sm=int, link=str, world=int)
+    key = fields(top["fingerprint"], "fingerprint", sm=int, link=str, world=int)
     if not all(isinstance(text, str) for text in top["made"].values()):
         raise TableError("field 'made' has a value that is not a string")
     fingerprint = Fingerprint(key["sm"], key["link"], key["world"])
@@ -114,16 +114,16 @@ def _as_old(deciding: dict[str, Any]) -> dict[str, Any]:
 def _section(data: Any, version: int) -> Section:
     if version == _OLD and isinstance(data, dict):
         data = data | {"caller": Caller.REPLICATED.label}
-    section = _fields(data, "a section", dtype=str, fusion=str, caller=str, rows=list)
+    section = fields(data, "a section", dtype=str, fusion=str, caller=str, rows=list)
     callers = {caller.label: caller for caller in Caller}
     if section["caller"] not in callers:
         raise TableError(f"caller {section['caller']!r} is unknown", next=f"use {', '.join(callers)}")
     where = f"section {section['dtype']} {section['fusion']}"
     rows = []
     for item in section["rows"]:
-        row = _fields(item, f"{where}: a row", hidden=list, spans=list)
-        first, last = _values(row["hidden"], f"{where}: hidden", int, int)
-        spans = [_values(span, f"{where}: a span", int, int, str, float) for span in row["spans"]]
+        row = fields(item, f"{where}: a row", hidden=list, spans=list)
+        first, last = values(row["hidden"], f"{where}: hidden", int, int)
+        spans = [values(span, f"{where}: a span", int, int, str, float) for span in row["spans"]]
         rows.append(HiddenRange(first, last, tuple(Span(a, b, Choice.parse(choice), gain) for a, b, choice, gain in spans)))
     return Section(section["dtype"], Fusion.named(section["fusion"]), tuple(rows), callers[section["caller"]])
 
@@ -131,10 +131,10 @@ def _section(data: Any, version: int) -> Section:
 def _seed(data: Any, old: Fingerprint | None) -> Seed:
     """old: of the machine of a file of version 1."""
     if old is not None:
-        seed = _fields(data, "seed", origin=str, models=dict, order=dict)
+        seed = fields(data, "seed", origin=str, models=dict, order=dict)
         estimated, sharded = not seed["origin"].startswith("fitted to "), sequence_parallel(old)
     else:
-        seed = _fields(data, "seed", origin=str, estimated=bool, sequence_parallel=dict, models=dict, order=dict)
+        seed = fields(data, "seed", origin=str, estimated=bool, sequence_parallel=dict, models=dict, order=dict)
         estimated, sharded = seed["estimated"], _sequence_parallel(seed["sequence_parallel"])
     if set(seed["order"]) != set(seed["models"]):
         raise TableError("seed: models and order name different fusions")
@@ -143,7 +143,7 @@ def _seed(data: Any, old: Fingerprint | None) -> Seed:
         by_choice = seed["models"][name]
         if not isinstance(by_choice, dict) or not isinstance(order, list) or sorted(map(str, order)) != sorted(by_choice):
             raise TableError(f"seed: models and order of {name} name different choices")
-        latencies = {Choice.parse(c): Latency(*_values(by_choice[c], f"seed {name} {c}", int, int, int)) for c in order}
+        latencies = {Choice.parse(c): Latency(*values(by_choice[c], f"seed {name} {c}", int, int, int)) for c in order}
         models[Fusion.named(name)] = latencies
     return Seed(seed["origin"], models, estimated, sharded)
 
@@ -151,11 +151,11 @@ def _seed(data: Any, old: Fingerprint | None) -> Seed:
 def _sequence_parallel(data: dict[str, Any]) -> SequenceParallelSeed:
     thresholds = {"rs_norm_ag_min_tokens": data.get("rs_norm_ag_min_tokens"), "gemm_rs_min_bytes": data.get("gemm_rs_min_bytes")}
     kinds: dict[str, type] = {name: type(None) if value is None else int for name, value in thresholds.items()}
-    fields = _fields(data, "seed sequence_parallel", origin=str, estimated=bool, **kinds)
-    return SequenceParallelSeed(**thresholds, origin=fields["origin"], estimated=fields["estimated"])
+    seed = fields(data, "seed sequence_parallel", origin=str, estimated=bool, **kinds)
+    return SequenceParallelSeed(**thresholds, origin=seed["origin"], estimated=seed["estimated"])
 
 
-def _fields(data: Any, where: str, **kinds: type) -> dict[str, Any]:
+def fields(data: Any, where: str, **kinds: type) -> dict[str, Any]:
     """`data` as an object with exactly these fields of these kinds."""
     if not isinstance(data, dict):
         raise TableError(f"{where} is not an object")
@@ -169,7 +169,7 @@ def _fields(data: Any, where: str, **kinds: type) -> dict[str, Any]:
     return data
 
 
-def _values(data: Any, where: str, *kinds: type) -> list[Any]:
+def values(data: Any, where: str, *kinds: type) -> list[Any]:
     """`data` as a list of exactly these kinds."""
     if not isinstance(data, list) or len(data) != len(kinds):
         raise TableError(f"{where} is not a list of {len(kinds)}")

@@ -166,23 +166,35 @@ def explain(
         Path | None, typer.Option("--table", help="File of a table to use instead of the installed or shipped one.")
     ] = None,
     device: Device = "auto",
+    exchange: Annotated[
+        bool, typer.Option("--exchange", help="Explain the exchange of expert parallel between tp_size groups instead.")
+    ] = False,
 ) -> None:
     """Print which strategy runs at which size, and why."""
     from phalanx.tune import commands
 
+    if exchange:
+        for line in commands.explain_exchange(tp_size, hidden, machine, table, device):
+            print(line)
+        return
     for line in commands.explain(tp_size, hidden, dtype, fusions, machine, table, device):
         print(line)
 
 
 @app.command(name="import")
 def import_(
-    files: Annotated[list[Path], typer.Argument(help="CSVs (benchmark.tp*.sm*.csv) or C++ tables of TensorRT-LLM.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="CSVs (benchmark.tp*.sm*.csv), C++ tables of TensorRT-LLM, or JSON of benchmarks.comm.expert_exchange."
+        ),
+    ],
     link: Annotated[str, typer.Option("--link", help="Link class of the machine that they were measured on.")] = "nvlink",
     folder: Annotated[
         Path | None, typer.Option("--folder", help="Write here instead of where engines on this host look for tables.")
     ] = None,
 ) -> None:
-    """Convert CSVs and C++ tables of TensorRT-LLM to tables of Phalanx, and install them."""
+    """Convert CSVs, C++ tables of TensorRT-LLM and times of exchanges to tables of Phalanx, and install them."""
     from phalanx.tune import commands
 
     for line in commands.import_(files, link, folder):

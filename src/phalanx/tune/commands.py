@@ -195,6 +195,9 @@ def import_(files: list[Path], link: str, folder: Path | None) -> Iterator[str]:
 
     tables: list[Table] = []
     for path in files:
+        if path.suffix == ".json":
+            yield f"installed {_install_exchange(path, folder)}"
+            continue
         if path.suffix == ".csv":
             with _extra():
                 tables += [one.table for one in decide_benchmarks([read(path)], link)]
@@ -210,6 +213,26 @@ def import_(files: list[Path], link: str, folder: Path | None) -> Iterator[str]:
         path = (folder or shipped.user_folder()) / shipped.file_name(table.fingerprint)
         save(runnable, path)
         yield f"installed {path}" + (f" ({replaced} ranges of strategies that do not run here became NCCL)" if replaced else "")
+
+
+def _install_exchange(path: Path, folder: Path | None) -> Path:
+    """Decide from times of the exchanges of expert parallel, and install the table; its path."""
+    from phalanx.tables import exchange as exchange_tables
+    from phalanx.tune import exchange
+
+    fingerprint, times, facts = exchange.read(path)
+    installed = exchange_tables.path_of(fingerprint, folder)
+    exchange_tables.save(exchange.decide(times, fingerprint, facts), installed)
+    return installed
+
+
+def explain_exchange(ranks: int | None, hidden: int, machine: str | None, table: Path | None, device: str) -> Iterator[str]:
+    """The lines of `explain --exchange`. ranks: None where machine or table gives it."""
+    from phalanx.tables import exchange as exchange_tables
+    from phalanx.tune import exchange
+
+    loaded = exchange_tables.load(table) if table is not None else exchange_tables.table_for(_machine(ranks, machine, device))
+    yield from exchange.lines(loaded, hidden)
 
 
 def _runnable(table: Table) -> tuple[Table, int]:

@@ -53,9 +53,11 @@ if TYPE_CHECKING:
     import torch
 
     from phalanx.comm.group import Group
+    from phalanx.comm.one_sided import OneSided
     from phalanx.comm.torch_group import Groups
     from phalanx.models.registry import Model
     from phalanx.plan.memory import KvSpec
+    from phalanx.tables.exchange import ExchangeTable
     from phalanx.worker.cuda_graphs import StepCounts
     from phalanx.worker.engine_store import EngineStore
     from phalanx.worker.expert_load import ExpertLoad
@@ -205,17 +207,45 @@ class Worker:
         from phalanx.models import registry
 
         assert self._groups is not None
+        one_sided, table = self._form_exchange(self._groups.dp, shape, device)
         fp8 = self.options.dtype == "fp8"
         name = compute_dtype(self.options.dtype, shape, device.type)
         per_layer, embedding, head = layer_bytes(shape, "fp8" if fp8 else name)
         layers = stages(per_layer, self._layout.pp, first_bytes=embedding, last_bytes=head)[self._place.pp_index]
         model = registry.build(
             shape, group=self._groups.tp, layers=layers, dtype=TORCH_DTYPES[name], device=device, fp8=fp8,
-            fp8_cache=self.options.kv_cache_dtype == "fp8", moe_ep=self.options.moe_expert_parallel_size,
-            traffic=self.options.expert_traffic, dp=self._groups.dp, expert_exchange=self.options.expert_exchange,
+            fp8_cache=self.options.kv_cache_dtype == "fp8", int8_cache=self.options.kv_cache_dtype == "int8",
+            moe_ep=self.options.moe_expert_parallel_size, traffic=self.options.expert_traffic, dp=self._groups.dp,
+            expert_exchange=self.options.expert_exchange, one_sided=one_sided, exchange_table=table,
             redundant_experts=self.options.redundant_experts,
         )  # fmt: skip
         return model, layers
+
+    def _form_exchange(
+        self, dp: Group, shape: ModelShape, device: torch.device
+    ) -> tuple[OneSided | None, ExchangeTable | None]:  # fmt: skip
+        """What tokens go to their experts through, where that may be one-sided, and when; None for always. Collective over dp."""
+        from phalanx.comm import one_sided
+        from phalanx.kernels.dtypes import TORCH_DTYPES
+
+        options = self.options
+        if options.expert_exchange not in ("ONE_SIDED", "AUTO") or shape.experts is None or dp.size == 1:
+            return None, None
+        table = one_sided.agreed_table(dp, device) if options.expert_exchange == "AUTO" else None
+        if table is not None and not table.has_one_sided:
+            return None, None
+        exchange, reason = one_sided.form(
+            dp, device, hidden=shape.hidden_size, top_k=shape.experts.per_token,
+            dtype=TORCH_DTYPES[compute_dtype(options.dtype, shape, device.type)],
+            rows=options.index_num_tokens or options.max_seq_len or shape.max_positions, timeout=options.step_timeout,
+        )  # fmt: skip
+        if exchange is None:
+            say = logger.warning if table is None else logger.info  # asked for by name, or one of two
+            say("expert_exchange ONE_SIDED is not used: %s; ALL_GATHER is", reason)
+            return None, None
+        decides = "" if table is None else ", where the table says so" if table.rows else " (no table: estimated)"
+        logger.info("expert_exchange ONE_SIDED %s%s; else ALL_GATHER", reason, decides)
+        return exchange, table
 
     def _prepare_experts(self, model: Model, device: torch.device) -> None:
         """Count their tokens, and get ready to move them. Collective where they can move."""

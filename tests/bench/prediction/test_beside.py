@@ -12,13 +12,15 @@ from phalanx.bench.workloads import parse
 from phalanx.config.model import ModelShape
 from phalanx.engine.messages import EngineFacts, RankFacts
 from phalanx.hardware.probe import Gpu, Machine
+from phalanx.plan.cost import Costs
 from phalanx.plan.families import known
+from phalanx.plan.memory import INT8_KV, KvFormat
 
 MODEL = ModelShape.from_config(known("llama-3-70b"))
 
 
-def facts(device):
-    kv = 2_791_952 * 2 * 8 * 128 * 80 // 4
+def facts(device, scale_bytes=0):
+    kv = 2_791_952 * 2 * 8 * (128 + scale_bytes) * 80 // 4
     ranks = [RankFacts(rank, 0, device, (0, 80), {"kv": kv}) for rank in range(4)]
     return EngineFacts("70b", "fp8", device, 4, (1, 1, 4), 4096, 512, 8192, 16, 2_791_952 // 16, 128256, [], ranks)
 
@@ -34,6 +36,17 @@ def test_it_is_what_the_accuracy_command_says(monkeypatch):
     batch = beside.predicted(MODEL, facts("cuda"), parse("batch-512x1000x1000"))
     assert batch["value"] == pytest.approx(10_413, rel=0.05)
     assert batch["label"] == "table"
+
+
+def test_the_scales_of_an_int8_cache_are_read_too(monkeypatch):
+    """Which the bytes of the engine's cache tell."""
+    here = tuple(Gpu(index, f"GPU-{index}", "NVIDIA H200", 90, 1, 1) for index in range(4))
+    monkeypatch.setattr(beside.subject.probe, "detect_machine", lambda: Machine(here, 1, 1, 1))
+    formats = []
+    monkeypatch.setattr(beside, "Costs", lambda shape, dtype, kv, *rest: formats.append(kv) or Costs(shape, dtype, kv, *rest))
+    fp8, int8 = (beside.predicted(MODEL, facts("cuda", size), parse("decode-64"))["value"] for size in (0, 2))
+    assert formats == [KvFormat(1), INT8_KV]
+    assert fp8 < int8 < 1.016 * fp8
 
 
 def test_an_unknown_machine_has_none(monkeypatch, tmp_path):

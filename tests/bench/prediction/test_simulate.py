@@ -17,13 +17,14 @@ from phalanx.errors import EngineError
 from phalanx.plan import subject
 from phalanx.plan.cost import Costs, Work
 from phalanx.plan.footprint import Split
+from phalanx.plan.memory import KvFormat
 
 MACHINE, _ = subject.machine_for("H200")
 SHAPE = subject.shape_for("llama-3-70b")
 
 
 def costs(tp=4, pp=1):
-    return Costs(SHAPE, "fp8", 1, Split(tp, pp), MACHINE)
+    return Costs(SHAPE, "fp8", KvFormat(1), Split(tp, pp), MACHINE)
 
 
 def options(**changes):
@@ -151,7 +152,7 @@ def test_a_scheduler_that_stands_still_is_an_error(monkeypatch):
 def test_data_parallel_indices_take_as_long_as_the_fullest():
     """Two groups of four ranks: two requests that come together run on one each, and a third one waits for no slot of the other."""
     shape, split = subject.shape_for("mixtral-8x22b"), Split(4, 1, 2)
-    both = Costs(shape, "fp8", 1, split, MACHINE)
+    both = Costs(shape, "fp8", KvFormat(1), split, MACHINE)
     limits = options(max_batch_size=2, num_blocks=400)
     pair = [Arrival(0.0, 100, 50), Arrival(0.0, 100, 50)]
     result = simulate.run(both, limits, pair)

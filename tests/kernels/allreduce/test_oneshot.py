@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One-shot and two-shot in Triton's interpreter, with the launches of `comm`: against the formula, with and without scales.
 
-The interpreter has one thread and knows no PTX, so that nobody can wait: the words of `signals` are read and written by plain
-loads and stores, and every rank runs each call as many times as there are ranks. Then the last run has found what the others sent.
+Nobody can wait there (`tests.support.kernels_signals`): every rank runs each call as many times as there are ranks. Then the last
+run has found what the others sent.
 That ranks wait as they should, `tests.comm.test_symmetric_gpu` shows.
 """
 
@@ -20,65 +20,15 @@ from phalanx.kernels import reference
 from phalanx.kernels.scaled_tensors import Unscaled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
-triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402 (where there is a Triton)
+pytest.importorskip("triton")
+import triton.language as tl
+
+from tests.support.kernels_signals import replace_signals
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
 HALF = 1 << 11
 """Vectors in one half of a workspace."""
-
-
-@triton.jit
-def dependents(SM: tl.constexpr):
-    pass
-
-
-@triton.jit
-def enter(epoch, SM: tl.constexpr):
-    return tl.load(epoch)
-
-
-@triton.jit
-def draw_ticket(epoch, programs):
-    return programs
-
-
-@triton.jit
-def leave(epoch, programs, ticket):
-    pass
-
-
-@triton.jit
-def clear(address):
-    pass
-
-
-@triton.jit
-def push(address, sealed):
-    place = address.to(tl.pointer_type(tl.int32))
-    for k in tl.static_range(4):
-        tl.store(place + k, sealed[k], address != 0)
-
-
-@triton.jit
-def poll(addresses, BLOCK: tl.constexpr, WARPS: tl.constexpr):
-    words = ()
-    for source in tl.static_range(len(addresses)):
-        place = addresses[source].to(tl.pointer_type(tl.int32))
-        for k in tl.static_range(4):
-            words = words + (tl.load(place + k, addresses[source] != 0, 0),)  # noqa: RUF005 (Triton's tuples grow by +)
-    return words
-
-
-@triton.jit
-def write_board(board, place, value, number):
-    tl.store(board + place * 2, value.to(tl.int64, bitcast=True))
-
-
-@triton.jit
-def read_board(board, places, mask, number):
-    return tl.load(board + places * 2, mask, 0).to(tl.float64, bitcast=True)
 
 
 def without_waiting() -> None:
@@ -91,10 +41,7 @@ def without_waiting() -> None:
 
     oneshot.finish_row = finish_row
 
-    for module in (oneshot, twoshot):
-        for act in (dependents, enter, draw_ticket, leave, clear, push, poll, write_board, read_board):
-            if hasattr(module, act.__name__):
-                setattr(module, act.__name__, act)
+    replace_signals(oneshot, twoshot)
 
 
 def ranks(world: int, num_sms: int) -> list[SymmetricWorkspace]:

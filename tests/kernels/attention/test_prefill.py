@@ -6,6 +6,7 @@ The interpreter is chosen when a kernel is defined, so what runs in it runs in a
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import PrefillTiling, count_prefill_tiles, max_prefill_tiles, select_prefill, tile_tokens
-from tests.support.kernels_attention import SCALES, sinks_of
+from tests.support.kernels_attention import SCALES, in_int8, sinks_of
 from tests.support.kernels_compiled import by_generation, compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
@@ -37,6 +38,7 @@ class Case(NamedTuple):
     window: int | None = None
     dtype: torch.dtype = torch.bfloat16
     fp8: bool = False
+    int8: bool = False
     indirect: bool = True
     before: int = 2
     after: int = 3
@@ -53,6 +55,11 @@ class Inputs(NamedTuple):
     table_rows: Tensor | None
     starts: Tensor
     lengths: Tensor
+    token_scales: Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        return self[:7]
 
 
 def inputs_of(case: Case, seed: int = 0) -> Inputs:
@@ -84,16 +91,20 @@ def inputs_of(case: Case, seed: int = 0) -> Inputs:
         caches = [(cache / scale).to(torch.float8_e4m3fn) for cache, scale in zip(caches, SCALES, strict=True)]
     else:
         caches = [cache.to(case.dtype) for cache in caches]
+    token_scales = None
+    if case.int8:
+        *caches, token_scales = in_int8(*caches)
     lengths = torch.tensor([length for _, length in rows], dtype=torch.int32)
     table_rows = torch.tensor(slots) if case.indirect else None
-    return Inputs(query.to(case.dtype), caches[0], caches[1], tables, table_rows, torch.tensor(starts, dtype=torch.int32), lengths)
+    starts_of_rows = torch.tensor(starts, dtype=torch.int32)
+    return Inputs(query.to(case.dtype), caches[0], caches[1], tables, table_rows, starts_of_rows, lengths, token_scales)
 
 
-def options(case: Case, device: str = "cpu") -> dict[str, Any]:
+def options(case: Case, inputs: Inputs, device: str = "cpu") -> dict[str, Any]:
     sinks = sinks_of(case.kv_heads * case.group, case.dtype, case.sinks)
     return {
         "scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None,
-        "sinks": None if sinks is None else sinks.to(device),
+        "token_scales": inputs.token_scales, "sinks": None if sinks is None else sinks.to(device),
     }  # fmt: skip
 
 
@@ -108,9 +119,10 @@ def check(case: Case, seed: int = 0, tiles: int | None = None) -> None:
     from phalanx.kernels.attention.prefill import prefill_attention
 
     inputs = inputs_of(case, seed)
-    wanted = reference.prefill_attention(*inputs, **options(case), out=torch.full_like(inputs.query, KEPT))
+    rest = options(case, inputs)
+    wanted = reference.prefill_attention(*inputs.operands, **rest, out=torch.full_like(inputs.query, KEPT))
     out = torch.full_like(inputs.query, KEPT)
-    assert prefill_attention(*inputs, **options(case), tiling=case.tiling, tiles=tiles, out=out) is out
+    assert prefill_attention(*inputs.operands, **rest, tiling=case.tiling, tiles=tiles, out=out) is out
     assert_near(case, out, wanted)
 
 
@@ -122,8 +134,8 @@ def check_ratios_of_heads() -> None:
 
 def check_head_dims_dtypes_and_quantized_caches() -> None:
     for head_dim, dtype in ((64, torch.float16), (80, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16)):
-        for fp8 in (False, True):
-            check(Case([(5, 37), (20, 20)], 2, 4, head_dim, dtype=dtype, fp8=fp8))
+        for kind in ({}, {"fp8": True}, {"int8": True}):
+            check(Case([(5, 37), (20, 20)], 2, 4, head_dim, dtype=dtype, **kind))
 
 
 def check_rows_about_the_edges_of_tiles() -> None:
@@ -138,7 +150,10 @@ def check_rows_about_the_edges_of_tiles() -> None:
 def check_block_sizes_and_windows() -> None:
     for block_size, windows in ((16, (None, 1, 16, 50, 1000)), (1, (None, 50)), (5, (50,)), (32, (None, 50)), (128, (None, 50))):
         for window in windows:
-            check(Case([(40, 150), (1, 49), (51, 51), (3, 120)], 1, 4, 16, block_size, window, fp8=window == 50))
+            case = Case([(40, 150), (1, 49), (51, 51), (3, 120)], 1, 4, 16, block_size, window, fp8=window == 50)
+            check(case)
+            if case.fp8:
+                check(case._replace(fp8=False, int8=True))
 
 
 def check_sinks() -> None:
@@ -148,6 +163,8 @@ def check_sinks() -> None:
         check(Case(rows, 1, 4, 16, sinks=center))
     check(Case(rows, 2, 8, 16, window=20, sinks=3.0))
     check(Case(rows, 2, 3, 16, window=20, sinks=3.0, fp8=True))
+    check(Case(rows, 2, 3, 16, window=20, sinks=3.0, int8=True))
+    check(Case(rows, 1, 4, 16, sinks=3.0, int8=True))
     check(Case([(7, 40)], 1, 20, 16, sinks=3.0, dtype=torch.float32))
 
 
@@ -161,25 +178,44 @@ def check_as_many_programs_as_tiles_or_more() -> None:
 
 
 def check_queries_of_any_size_meet_a_quantized_cache() -> None:
-    """bf16 has a wider range than fp16, in which GEMMs with e4m3 run; and times a scale it exceeds fp32's."""
+    """bf16 has a wider range than fp16, in which GEMMs with e4m3 and int8 run; and times a scale it exceeds fp32's."""
     from phalanx.kernels import reference
     from phalanx.kernels.attention.prefill import prefill_attention
 
-    case = Case([(30, 60)], 1, 4, 32, fp8=True, before=0, after=0)
-    inputs = inputs_of(case)
-    query = inputs.query
-    for factor, scale in ((1e30, 1e-30), (1e-30, 1e30), (1e-30, 1e-30), (1e-39, 1.0), (0.0, 1.0)):
-        arguments = options(case) | {"scale": scale}
-        inputs = inputs._replace(query=query * factor)
-        wanted = reference.prefill_attention(*inputs, **arguments)
-        out = prefill_attention(*inputs, **arguments, tiling=case.tiling)
+    case = Case([(30, 60)], 1, 4, 32, before=0, after=0)
+    factors = (1e30, 1e-30), (1e-30, 1e30), (1e-30, 1e-30), (1e-39, 1.0), (0.0, 1.0)
+    for kind, (factor, scale) in itertools.product(({"fp8": True}, {"int8": True}), factors):
+        inputs = inputs_of(case._replace(**kind))
+        arguments = options(case._replace(**kind), inputs) | {"scale": scale}
+        inputs = inputs._replace(query=inputs.query * factor)
+        wanted = reference.prefill_attention(*inputs.operands, **arguments)
+        out = prefill_attention(*inputs.operands, **arguments, tiling=case.tiling)
         torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
+
+
+def check_tokens_of_any_size_meet_in_an_int8_cache() -> None:
+    """See the check of this name in `test_decode`."""
+    from phalanx.kernels import reference
+    from phalanx.kernels.attention.prefill import prefill_attention
+
+    inputs = inputs_of(Case([(70, 150)], 1, 4, 32, before=0, after=0, padding=0, dtype=torch.float32))
+    sizes = 10.0 ** torch.randint(-6, 1, (*inputs.value.shape[:2], 1, 1), generator=torch.Generator().manual_seed(1))
+    for value_size in (1e-8, 1.0, 1e4):
+        value = inputs.value * (value_size * sizes)
+        value[:, 5] = 0.0
+        key, value, token_scales = in_int8(inputs.key, value)
+        operands = inputs._replace(query=inputs.query.bfloat16(), key=key, value=value).operands
+        wanted = reference.prefill_attention(*operands, scale=0.2, token_scales=token_scales)
+        out = prefill_attention(
+            *operands, scale=0.2, token_scales=token_scales, window=None, kv_scales=None, tiling=PrefillTiling(64, 32, 4, 2)
+        )
+        torch.testing.assert_close(out / value_size, wanted / value_size, rtol=0.01, atol=1e-3)
 
 
 CHECKS = [
     check_ratios_of_heads, check_head_dims_dtypes_and_quantized_caches, check_rows_about_the_edges_of_tiles,
     check_block_sizes_and_windows, check_as_many_programs_as_tiles_or_more, check_queries_of_any_size_meet_a_quantized_cache,
-    check_sinks,
+    check_sinks, check_tokens_of_any_size_meet_in_an_int8_cache,
 ]  # fmt: skip
 
 
@@ -199,32 +235,34 @@ def test_tiles_are_counted_by_row() -> None:
         assert count_prefill_tiles(starts, group) <= max_prefill_tiles(starts[-1], len(starts) - 1, group)
 
 
+CACHES = {"fp8": "*u8", "int8": "*i8"}
 SIGNATURE = {
-    "table_rows": "*i64", **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
+    "table_rows": "*i64", "token_scales": "*i32", **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
     **dict.fromkeys(("score_scale", "value_scale"), "fp32"), **dict.fromkeys(("table_stride", "rows", "window"), "i32"),
 }  # fmt: skip
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may have."""
 
 
-PLAIN, SINKS, WIDE_HEADS = (128, "*bf16", False, False), (64, "*bf16", True, False), (256, "*bf16", True, True)
+PLAIN, SINKS, WIDE_HEADS = (128, "*bf16", "model", False), (64, "*bf16", "fp8", False), (256, "*bf16", "fp8", True)
+INT8 = (128, "*bf16", "int8", False)
 VARIANTS = [
-    PLAIN, (128, "*bf16", True, False), (64, "*bf16", False, True), SINKS, (80, "*fp16", False, True), WIDE_HEADS,
-    (192, "*bf16", False, False),
+    PLAIN, (128, "*bf16", "fp8", False), INT8, (64, "*bf16", "model", True), SINKS, (80, "*fp16", "model", True), WIDE_HEADS,
+    (256, "*bf16", "int8", True), (192, "*bf16", "model", False),
 ]  # fmt: skip
-"""head_dim, dtype, whether the cache is e4m3, whether there is a window."""
+"""head_dim, dtype, what the cache is, whether there is a window."""
 
 
-@pytest.mark.parametrize(("variant", "arch"), by_generation(VARIANTS, {PLAIN, SINKS, WIDE_HEADS}))
-def test_compiles(variant: tuple[int, str, bool, bool], arch: int) -> None:
+@pytest.mark.parametrize(("variant", "arch"), by_generation(VARIANTS, {PLAIN, SINKS, WIDE_HEADS, INT8}))
+def test_compiles(variant: tuple[int, str, str, bool], arch: int) -> None:
     """Down to machine code that fits a multiprocessor: on tensor cores, with loads of 16 bytes in flight."""
-    head_dim, dtype, fp8, window = variant
+    head_dim, dtype, kv, window = variant
     tiling = select_prefill(head_dim, 2)
-    compiled = compiled_kernel(tiling, dtype, fp8=fp8, head_dim=head_dim, window=window, arch=arch)
+    compiled = compiled_kernel(tiling, dtype, kv=kv, head_dim=head_dim, window=window, arch=arch)
     ptx = compiled.asm["ptx"]
     assert compiled.metadata.shared <= SHARED_KIB[arch] << 10
     assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx
-    vectors = 2 * tiling.keys * head_dim * (1 if fp8 else 2) // 16 // (32 * tiling.warps)
+    vectors = 2 * tiling.keys * head_dim * (2 if kv == "model" else 1) // 16 // (32 * tiling.warps)
     if arch >= 90:
         assert ptx.count("cp.async.cg.shared.global") >= vectors * (tiling.stages - 1), "keys or values are not read by 16 bytes"
     assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
@@ -232,14 +270,16 @@ def test_compiles(variant: tuple[int, str, bool, bool], arch: int) -> None:
         assert spilled(compiled) == 0
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "fp8"), [(89, 128, False), (89, 128, True), (90, 80, True), (90, 128, False)])
-def test_fp32_fits_a_multiprocessor_too(arch: int, head_dim: int, fp8: bool) -> None:
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "kv"), [(89, 128, "model"), (89, 128, "fp8"), (89, 128, "int8"), (90, 80, "fp8"), (90, 128, "model")]
+)
+def test_fp32_fits_a_multiprocessor_too(arch: int, head_dim: int, kv: str) -> None:
     tiling = select_prefill(head_dim, 4)
-    compiled = compiled_kernel(tiling, "*fp32", fp8=fp8, head_dim=head_dim, window=False, arch=arch)
+    compiled = compiled_kernel(tiling, "*fp32", kv=kv, head_dim=head_dim, window=False, arch=arch)
     assert compiled.metadata.shared <= SHARED_KIB[arch] << 10
 
 
-def compiled_kernel(tiling: PrefillTiling, dtype: str, *, fp8: bool, head_dim: int, window: bool, arch: int) -> Any:
+def compiled_kernel(tiling: PrefillTiling, dtype: str, *, kv: str, head_dim: int, window: bool, arch: int) -> Any:
     """The kernel as Triton compiles it for 16 query and 2 KV heads."""
     from triton import next_power_of_2
 
@@ -248,12 +288,13 @@ def compiled_kernel(tiling: PrefillTiling, dtype: str, *, fp8: bool, head_dim: i
     constants = {
         "GROUP": 8, "KV_HEADS": 2, "DIM": head_dim, "WIDTH": next_power_of_2(head_dim), "BLOCK_SIZE": 16,
         "TOKENS": tile_tokens(8), "ROWS": tiling.rows, "KEYS": tiling.keys, "STAGES": tiling.stages, "MOST": 32, "INDIRECT": True,
-        "WINDOWED": window, "EARLY": fp8, "SM": arch, **({} if head_dim == 64 else {"sinks": None}),
+        "WINDOWED": window, "EARLY": kv != "model", "SM": arch, **({} if head_dim == 64 else {"sinks": None}),
+        "COPIES": max(32 * tiling.warps // tiling.keys, 1), **({} if kv == "int8" else {"token_scales": None}),
     }  # fmt: skip
     kinds = {}
     for name in prefill._prefill.arg_names:
-        kinds[name] = SIGNATURE.get(name, "*u8" if fp8 and name.endswith("cache") else dtype)
-    aligned = [name for name, kind in kinds.items() if kind[0] == "*" and name not in SIGNATURE]
+        kinds[name] = SIGNATURE.get(name, CACHES.get(kv, dtype) if name.endswith("cache") else dtype)
+    aligned = [name for name, kind in kinds.items() if kind[0] == "*" and name not in SIGNATURE.keys() - {"token_scales"}]
     launch = {"num_warps": tiling.warps} | ({} if tiling.registers is None else {"maxnreg": tiling.registers})
     return compiled_as(prefill._prefill, kinds, constants, arch, aligned=aligned, **launch)
 
@@ -264,7 +305,10 @@ def compiled_kernel(tiling: PrefillTiling, dtype: str, *, fp8: bool, head_dim: i
     [
         Case([(700, 900), (0, 5), (1, 2000), (130, 130)], 8, 8, 64, window=128, sinks=3.0),
         Case([(700, 900), (0, 5), (1, 2000), (130, 130)], 2, 8, 128), Case([(300, 1200), (90, 90)], 2, 7, 64, window=300, fp8=True),
-        Case([(300, 1200), (90, 90)], 1, 4, 128, fp8=True), Case([(40, 1200), (90, 90)], 1, 4, 80, 5, dtype=torch.float32),
+        Case([(300, 1200), (90, 90)], 1, 4, 128, fp8=True), Case([(300, 1200), (90, 90)], 1, 4, 128, int8=True),
+        Case([(300, 1200), (90, 90)], 2, 7, 64, window=300, sinks=3.0, int8=True),
+        Case([(40, 300), (90, 90)], 1, 3, 256, 32, dtype=torch.float16, int8=True),
+        Case([(40, 1200), (90, 90)], 1, 4, 80, 5, dtype=torch.float32),
         Case([(40, 300), (90, 90)], 1, 3, 256, 32, dtype=torch.float16),
     ],
     ids=str,
@@ -279,16 +323,16 @@ def test_replayed_on_a_gpu_with_other_rows(case: Case, early: bool) -> None:
     replayed = inputs._replace(starts=torch.zeros_like(inputs.starts), lengths=torch.ones_like(inputs.lengths))
     out = torch.full_like(inputs.query, KEPT)
     torch.cuda.synchronize()
-    chosen = options(case, "cuda")  # before the capture, which may copy nothing from the host
-    prefill_attention(*replayed, **chosen, early_lengths=early, out=out)
+    chosen = options(case, inputs, "cuda")  # before the capture, which may copy nothing from the host
+    prefill_attention(*replayed.operands, **chosen, early_lengths=early, out=out)
     torch.cuda.synchronize()
     assert bool((out == KEPT).all())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        prefill_attention(*replayed, **chosen, early_lengths=early, out=out)
+        prefill_attention(*replayed.operands, **chosen, early_lengths=early, out=out)
     replayed.starts.copy_(inputs.starts)
     replayed.lengths.copy_(inputs.lengths)
-    wanted = reference.prefill_attention(*inputs, **chosen, out=torch.full_like(inputs.query, KEPT))
+    wanted = reference.prefill_attention(*inputs.operands, **chosen, out=torch.full_like(inputs.query, KEPT))
     outputs = []
     for _ in range(5):
         graph.replay()

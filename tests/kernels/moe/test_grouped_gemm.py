@@ -13,8 +13,8 @@ from torch import Tensor
 from phalanx.config.experts import Scoring
 from phalanx.kernels import reference as ops
 from phalanx.kernels.moe import dispatch, heuristics, reference
-from phalanx.kernels.moe.heuristics import ExpertTiling
-from phalanx.kernels.moe.tensors import ExpertTensors, TrafficPattern
+from phalanx.kernels.moe.heuristics import ExpertTiling, TileSize
+from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
 from tests.support.kernels_compiled import compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 from tests.support.kernels_routing import routings
@@ -95,6 +95,37 @@ def check_split_columns() -> None:
         torch.testing.assert_close(output, reference.fused_experts(x, experts, routing), rtol=1e-4, atol=1e-4)
 
 
+def check_tiles_with_more_than_they_hold() -> None:
+    """Pairs of an expert that are no multiple of a tile: the last tile has up to `extra` more, and the sums are the same."""
+    from phalanx.kernels.moe.combine import combine
+    from phalanx.kernels.moe.grouped_gemm import grouped_gemm
+    from phalanx.kernels.moe.sort_by_expert import sort_by_expert
+
+    torch.manual_seed(7)
+    sizes = (0, 1, 16, 17, 24, 25, 40, 41, 57)
+    flat = torch.cat([torch.full((size,), expert, dtype=torch.int32) for expert, size in enumerate(sizes)])
+    ids = flat[torch.randperm(len(flat))][:, None].contiguous()
+    routing = Routing(torch.rand(len(ids), 1), ids)
+    for kind, rows, (tokens, extra) in (("plain", 32, (16, 8)), ("row", 32, (16, 16)), ("block", 16, (16, 8))):
+        tiles = sort_by_expert(ids, first=0, experts=len(sizes), tokens=tokens, extra=extra)
+        made = [tile[:3] for tile in tiles.tiles[: int(tiles.num_tiles)].tolist()]
+        assert made == [
+            [expert, sum(sizes[:expert]) + at, tokens if size - at > tokens + extra else size - at]
+            for expert, size in enumerate(sizes)
+            for at in range(0, max(size - extra, min(size, 1)), tokens)
+        ]
+        experts, x = experts_of(kind, count=len(sizes)), torch.randn(len(ids), 144)
+        tiling = ExpertTiling(rows, tokens, 4, 2, 2, extra=extra)
+        common: dict[str, Any] = {"top_k": 1, "experts": len(sizes), "dtype": torch.float32}
+        values, scale = dispatch._quantized(x, experts, None, 0)
+        inner = grouped_gemm(values, scale, experts.gate_up, experts.gate_up_scale, tiles, tiling, gated=True, **common)
+        values, scale = dispatch._quantized(inner, experts, None, 0)
+        sums = grouped_gemm(values, scale, experts.down, experts.down_scale, tiles, tiling, gated=False, **common)
+        output = combine(sums, routing, first=0, experts=len(sizes), out=torch.empty_like(x))
+        wanted = reference.fused_experts(x, experts, routing)
+        torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm else 1e-4, atol=2e-3)
+
+
 def check_topk() -> None:
     from phalanx.kernels.moe.topk_softmax import topk_softmax
 
@@ -146,7 +177,7 @@ def check_one_token_needs_no_sort() -> None:
     part = ExpertTensors(4, 2, layer.gate_up[320:960], layer.down[288:864])
     routing, tiles = topk_softmax(logits, x, 3, experts=8, renormalize=True, first=2, local_experts=4)
     assert tiles is not None
-    output = dispatch.run(x, part, routing, tiles, 16, 8, torch.empty_like(x))
+    output = dispatch.run(x, part, routing, tiles, TileSize(16), 8, torch.empty_like(x))
     torch.testing.assert_close(output, reference.fused_experts(x, part, routing), rtol=1e-4, atol=1e-4)
 
 
@@ -195,8 +226,8 @@ def check_drawn() -> None:
 
 
 CHECKS = [
-    check_experts, check_other_ranks_add_the_rest, check_split_columns, check_topk, check_topk_in_groups,
-    check_one_token_needs_no_sort, check_padding_and_copies, check_drawn,
+    check_experts, check_other_ranks_add_the_rest, check_split_columns, check_tiles_with_more_than_they_hold, check_topk,
+    check_topk_in_groups, check_one_token_needs_no_sort, check_padding_and_copies, check_drawn,
 ]  # fmt: skip
 
 
@@ -213,7 +244,8 @@ def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, 
     constants: dict[str, Any] = {
         "TOP_K": 2, "GATED": gated, "BY_BLOCK": by_block, "X_SCALE": x_scale, "WIDEN": widen, "SKIP": 0, "FULL": full,
         "PARTS": tiling.parts > 1, "ROWS": tiling.rows,
-        "TOKENS": tiling.tokens, "FEW": FEW if tiling.tokens > 2 * FEW else 0, "BESIDE": tiling.beside, "FIELDS": 4, "SM": arch,
+        "TOKENS": tiling.tokens, "EXTRA": tiling.extra, "FEW": FEW if tiling.tokens > 2 * FEW else 0, "BESIDE": tiling.beside,
+        "FIELDS": 4, "SM": arch,
     }  # fmt: skip
     out = "fp32" if tiling.parts > 1 else "bf16"
     pointers = {"x": "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": out}
@@ -234,7 +266,7 @@ def test_warmup_has_every_variant() -> None:
     """Steps of the warm-up's counts launch all that any count launches."""
 
     def variants(tokens: int, experts: int, top_k: int, outputs: int) -> tuple[object, ...]:
-        size = heuristics.tokens_of_tile(tokens, top_k, experts)
+        size = heuristics.tile_size(tokens, top_k, experts)
         busy = min(experts, tokens * top_k)
         first = heuristics.gate_up_tiling(tokens * top_k, busy, size, outputs, 1, 132)
         second = heuristics.down_tiling(tokens * top_k, busy, size, 4096, outputs, 1, 132)
@@ -253,14 +285,15 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 @pytest.mark.parametrize(
     ("arch", "kind", "tokens"),
     [
-        (90, "row", 1), (90, "row", 256), (90, "row", 4096), (90, "block", 1), (90, "block", 4096), (90, "plain", 4096),
+        (90, "row", 1), (90, "row", 128), (90, "row", 256), (90, "row", 4096), (90, "block", 1),
+        (90, "block", 256), (90, "block", 4096), (90, "plain", 4096),
         (90, "widened row", 16), (80, "plain", 1), (80, "widened block", 64), (80, "plain", 4096), (100, "row", 1),
         (100, "row", 4096),
     ],
 )  # fmt: skip
 def test_compiles(arch: int, kind: str, tokens: int) -> None:
     itemsize = 2 if kind == "plain" else 1
-    size = heuristics.tokens_of_tile(tokens, 2, 8)
+    size = heuristics.tile_size(tokens, 2, 8, arch)
     sizes = {"sm": arch, "by_block": "block" in kind}
     first = heuristics.gate_up_tiling(2 * tokens, min(8, 2 * tokens), size, 14336, itemsize, 132, **sizes)
     second = heuristics.down_tiling(2 * tokens, min(8, 2 * tokens), size, 4096, 14336, itemsize, 132, **sizes)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values reach the cache as they are, or in FP8: scaled, and clipped instead of lost."""
+"""Keys and values reach the cache as they are; in FP8: scaled, and clipped instead of lost; or in int8, each with a scale."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -47,3 +49,29 @@ def test_in_fp8(scales: tuple[float, float] | None) -> None:
         assert torch.equal(entries[1, 1].float(), expected[0])
         assert torch.equal(entries[2, 0].float(), expected[2])
         assert not entries[0].float().any()
+
+
+def test_in_int8() -> None:
+    """A scale for each token and head, from its own largest magnitude alone."""
+    key, value = torch.randn(2, 3, 2, 8)
+    key[0, 0], key[0, 1], value[2, 0] = 0.0, key[0, 1] * 1e-4, value[2, 0] * 1e4
+    cache = stored(KvStore("a", context=replace(CONTEXT, int8_cache=True)), key, value)
+    assert cache.token_scales is not None
+    for part, (entries, vectors) in enumerate(((cache.key, key), (cache.value, value))):
+        assert entries.dtype == torch.int8
+        for (block, offset), token in (((1, 1), 0), ((2, 0), 2)):
+            scale = cache.token_scales[block, :, offset, part, None].float()
+            step = vectors[token].abs().amax(-1, keepdim=True) / 127
+            assert torch.equal(entries[block, offset].abs().amax(-1) == 127, step.squeeze(-1) > 0)
+            assert bool(((entries[block, offset] * scale - vectors[token]).abs() <= 0.51 * step + 1e-12).all())
+    assert bool((cache.token_scales[0] == 1).all())
+    assert cache.nbytes == 2 * 3 * 4 * 2 * (8 + 2)
+
+
+def test_a_gemv_is_not_fused_with_a_store_in_int8() -> None:
+    """Its programs have parts of heads, and a scale depends on all of one. It must not even be asked."""
+    store = KvStore("a", context=replace(CONTEXT, int8_cache=True))
+    cache = LayerCache.zeros(3, 4, 2, 8, torch.int8, CPU)
+    qkv_proj: Any = SimpleNamespace(gemv_args=lambda x: x, heads=SimpleNamespace(q=range(4)))
+    cos_sin = torch.ones(1, 4), torch.zeros(1, 4)
+    assert store.fused_with_gemv(torch.ones(1, 64), qkv_proj, cos_sin, cache, torch.tensor([0])) is None

@@ -60,8 +60,8 @@ def test_experts_that_tokens_reach():
 
 def test_a_latent_cache_is_replicated_and_heads_are_split():
     v3, llama = shape_of(registry.known("deepseek-v3")), shape_of(registry.known("llama-3-70b"))
-    assert {v3.kv_elements(0, tp) for tp in (1, 4, 8)} == {576}
-    assert [llama.kv_elements(0, tp) for tp in (1, 4, 8, 16)] == [2048, 512, 256, 256]
+    assert {v3.kv_elements(tp) for tp in (1, 4, 8)} == {576}
+    assert [llama.kv_elements(tp) for tp in (1, 4, 8, 16)] == [2048, 512, 256, 256]
 
 
 def test_windows_of_gpt_oss_alternate():

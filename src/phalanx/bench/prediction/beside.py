@@ -12,6 +12,7 @@ from phalanx.errors import PhalanxError
 from phalanx.plan import burst, search, subject
 from phalanx.plan.burst import Limits
 from phalanx.plan.cost import Costs
+from phalanx.plan.memory import KvFormat
 from phalanx.plan.search import Figure, PlannedLayout
 from phalanx.plan.shape import Shape
 
@@ -27,9 +28,11 @@ def predicted(model: ModelShape, facts: EngineFacts, workload: Workload, strateg
     shape, layout = Shape.of(model), PlannedLayout(tp, pp, ep, 1)
     tokens = facts.num_blocks * facts.block_size
     kv_bytes = sum(rank.bytes.get("kv", 0) for rank in facts.ranks)
-    elements = sum(shape.kv_elements(layer, tp) for layer in range(shape.num_layers)) * tp * tokens
-    kv_size = max(round(kv_bytes / elements), 1) if elements else 2
-    costs = Costs(shape, facts.dtype, kv_size, layout.split, machine, "NCCL" if strategy == "NCCL" else "AUTO")
+    elements = shape.kv_elements(tp) * shape.num_layers * tp * tokens
+    each = kv_bytes / elements if elements else 2.0
+    itemsize = max(round(each), 1)
+    kv = KvFormat(itemsize, max(round((each - itemsize) * shape.head_dim), 0))
+    costs = Costs(shape, facts.dtype, kv, layout.split, machine, "NCCL" if strategy == "NCCL" else "AUTO")
     if workload.kind == "decode":
         value = 1e3 * burst.decode_round(costs, workload.requests, workload.mean_context, facts.max_batch_size)
     else:

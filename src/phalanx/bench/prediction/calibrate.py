@@ -28,6 +28,7 @@ from phalanx.plan.attention_calls import padded
 from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.cost import Costs, MachineModel, Work
 from phalanx.plan.footprint import Split
+from phalanx.plan.memory import KvFormat
 from phalanx.plan.search import BLOCK
 from phalanx.plan.shape import Shape
 
@@ -92,7 +93,7 @@ def explained(
     base, _ = cost.coefficients_for(spec)
     if on_cpu:
         base = replace(base, c_eager=0.0, c_call=_CALL_US)
-    fitted, error = fit(points, shape, dtype, 4 if dtype == "fp32" else 2, spec, base)
+    fitted, error = fit(points, shape, dtype, KvFormat(4 if dtype == "fp32" else 2), spec, base)
     return {
         "about": provenance.collect().as_json(),
         "model": model,
@@ -181,7 +182,7 @@ def _prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
 
 
 def fit(
-    points: Sequence[Point], shape: Shape, dtype: str, kv_size: int, spec: GpuSpec, base: Coefficients
+    points: Sequence[Point], shape: Shape, dtype: str, kv: KvFormat, spec: GpuSpec, base: Coefficients
 ) -> tuple[Coefficients, float]:
     """The coefficients that explain the points best, and the mean error that is left, as a part of the measured time."""
 
@@ -196,10 +197,10 @@ def fit(
         scales = dict(zip(TUNED, map(math.exp, logs), strict=True))
         now = tuned(scales)
         wild = [_PULL * each for each in logs]  # what no point tells of stays where it was
-        return [math.log(predicted(point, shape, dtype, kv_size, spec, now) / point.seconds) for point in points] + wild
+        return [math.log(predicted(point, shape, dtype, kv, spec, now) / point.seconds) for point in points] + wild
 
     fitted = tuned(dict(zip(TUNED, map(math.exp, _least_squares(residuals, len(TUNED))), strict=True)))
-    errors = [abs(predicted(point, shape, dtype, kv_size, spec, fitted) / point.seconds - 1) for point in points]
+    errors = [abs(predicted(point, shape, dtype, kv, spec, fitted) / point.seconds - 1) for point in points]
     return fitted, sum(errors) / len(errors)
 
 
@@ -233,10 +234,10 @@ def _least_squares(residuals: Callable[[Sequence[float]], Sequence[float]], coun
     return [float(each) for each in at]
 
 
-def predicted(point: Point, shape: Shape, dtype: str, kv_size: int, spec: GpuSpec, coefficients: Coefficients) -> float:
+def predicted(point: Point, shape: Shape, dtype: str, kv: KvFormat, spec: GpuSpec, coefficients: Coefficients) -> float:
     """Seconds of a point under the coefficients."""
     machine = MachineModel(spec, spec.link, 1, 1, None, coefficients, "measured")
-    costs = Costs(shape, dtype, kv_size, Split(), machine)
+    costs = Costs(shape, dtype, kv, Split(), machine)
     decodes, length = point.kind == "decode", point.lengths[0]
     if not machine.replays_graphs:
         rows = [(1, each + _TOKENS // 2) for each in point.lengths] if decodes else [(length, 0)]

@@ -20,7 +20,7 @@ Link = Annotated[
 ]
 Network = Annotated[str | None, typer.Option("--network", help="Network between nodes, such as ib-ndr.")]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="auto|fp32|fp16|bf16|fp8", help="As for `phalanx serve`.")]
-KvDtype = Annotated[str, typer.Option("--kv_cache_dtype", metavar="auto|model|fp8", help="As for `phalanx serve`.")]
+KvDtype = Annotated[str, typer.Option("--kv_cache_dtype", metavar="auto|model|fp8|int8", help="As for `phalanx serve`.")]
 Isl = Annotated[int, typer.Option("--isl", help="Input length: tokens per prompt.")]
 Osl = Annotated[int, typer.Option("--osl", help="Output length: new tokens per request.")]
 SloTtft = Annotated[float | None, typer.Option("--slo_ttft", help="Limit of the time to the first token, in ms.")]
@@ -170,7 +170,7 @@ def request_of(
 
     dtype = dtype if dtype in ("auto", "fp8") else parse_dtype(dtype)
     for name, value, known in (
-        ("kv_cache_dtype", kv_cache_dtype, ("auto", "model", "fp8")),
+        ("kv_cache_dtype", kv_cache_dtype, ("auto", "model", "fp8", "int8")),
         ("goal", goal, ("latency", "throughput")),
     ):  # fmt: skip
         if value not in known:

@@ -56,8 +56,8 @@ class ReplicaSpec:
         reason = search._illegal(shape, machine, layout)
         if reason:
             raise LayoutError(f"{layout.name} cannot run", why=reason)
-        kv_size = footprint.kv_itemsize(request.kv_cache_dtype, request.dtype)
-        rank_bytes, kv_tokens, short = search.memory(shape, machine, request, layout.split, slots, kv_size)
+        kv = footprint.kv_format(request.kv_cache_dtype, request.dtype)
+        rank_bytes, kv_tokens, short = search.memory(shape, machine, request, layout.split, slots, kv)
         if kv_tokens < request.seq_len:
             refused = Rejected(layout, search._too_small(rank_bytes, kv_tokens, short, request), short)
             raise CapacityError(f"{layout.name} does not fit", why=refused.reason, next="; ".join(
@@ -75,7 +75,7 @@ class ReplicaSpec:
             window=window,
             prefix_caching=prefix_caching,
         )
-        return cls(Costs(shape, request.dtype, kv_size, layout.split, machine, request.strategy), options, layout, frontend)
+        return cls(Costs(shape, request.dtype, kv, layout.split, machine, request.strategy), options, layout, frontend)
 
     def run(self, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None) -> SimulationResult:
         """Prefixes are only looked up where the trace tells contents: elsewhere nothing could be found."""

@@ -34,10 +34,30 @@ MAX_HEADS = 16
 """Query heads that a program computes, at most."""
 
 
+ONES = tl.constexpr(0x3F803F80)
+"""Two scales of 1, as a word of `token_scales`."""
+
+
 @triton.jit
-def _half(pairs, like, ODD: tl.constexpr, SM: tl.constexpr):
-    """The first or (ODD) the second of the two e4m3 bytes in each element of 16 bits, in the dtype of `like`, exactly."""
-    if SM >= 89:
+def _half(pairs, like, INT8: tl.constexpr, ODD: tl.constexpr, SM: tl.constexpr):
+    """The first or (ODD) the second of the two bytes in each element of 16 bits, e4m3 or int8, in the dtype of `like`, exactly.
+    int8 as `int8_widened` does it. 16 bits are the smallest element that a tensor core's transposing read knows."""
+    if INT8 and SM > 0:
+        if ODD:
+            value = tl.inline_asm_elementwise(
+                "{ .reg .b32 high, bias; shr.u32 high, $1, 8; mov.b32 bias, 0x64806480;"
+                " lop3.b32 high, high, 0x00FF00FF, bias, 0x6A; sub.f16x2 $0, high, bias; }",
+                "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            value = tl.inline_asm_elementwise(
+                "{ .reg .b32 low, bias; mov.b32 bias, 0x64806480;"
+                " lop3.b32 low, $1, 0x00FF00FF, bias, 0x6A; sub.f16x2 $0, low, bias; }",
+                "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+    elif INT8:
+        value = (pairs >> (8 if ODD else 0)).to(tl.uint8).to(tl.int8, bitcast=True).to(like.dtype)
+    elif SM >= 89:
         if ODD:
             value = tl.inline_asm_elementwise(
                 "{ .reg .b32 two; .reg .b16 low, high; prmt.b32 two, $1, 0, 0x4431; mov.b32 {low, high}, two;"
@@ -66,7 +86,7 @@ def _dot(left, right, total, SM: tl.constexpr):
 @triton.jit
 def _in_fp16(query):
     """bf16 [HEADS, WIDTH] -> (the same divided by powers of two [HEADS], in fp16; those powers). Then e4m3 may be widened to fp16,
-    which takes one instruction for two values; to bf16 it takes five."""
+    which takes one instruction for two values; to bf16 it takes five. int8 takes five for four."""
     values = query.to(tl.float32)
     power = tl.max(tl.abs(values), 1).to(tl.int32, bitcast=True) & 0x7F800000
     inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
@@ -100,6 +120,70 @@ def _places(
 
 
 @triton.jit
+def _token_scales(
+    token_scales, block, at, head, visible, APART: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, COPIES: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """Of a head's TILE keys the scales; of its values the scales' logarithms to base 2, and their inverses; fp32. They are two bf16
+    in a word, and a block's words lie side by side. A scale is 1 where a token is not visible: stale memory may contain NaN.
+
+    COPIES: columns of the load, of which only the first is read. A load of fewer words than threads would be repeated by each
+    thread for all words that it needs, and the logarithms, too."""
+    run = at + tl.arange(0, TILE // RUN) * RUN
+    first = (block.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + run % BLOCK_SIZE
+    place = first[:, None] + tl.arange(0, RUN)[None, :]
+    if APART > 1:
+        place = tl.reshape(place, [APART, TILE // APART])
+    else:
+        place = tl.reshape(place, [TILE])
+    if COPIES > 1:
+        column = tl.arange(0, COPIES)[None, :]
+        words = tl.load(token_scales + place[:, None] + column * 0, visible[:, None] & (column == 0), 0)
+        words = tl.where(visible, tl.sum(words, 1), ONES)
+    else:
+        words = tl.load(token_scales + place, visible, ONES)
+    value_scale = (words & -65536).to(tl.float32, bitcast=True)
+    return (words << 16).to(tl.float32, bitcast=True), _log2(value_scale, SM), _inverse(value_scale, SM)
+
+
+@triton.jit
+def _log2(value, SM: tl.constexpr):
+    """Of a normal number above 0, by the hardware: to within 2^-22."""
+    if SM > 0:
+        result = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [value], tl.float32, is_pure=True, pack=1)
+    else:
+        result = tl.log2(value)
+    return result
+
+
+@triton.jit
+def _inverse(value, SM: tl.constexpr):
+    """Of a normal number above 0, by the hardware: to within the last bit."""
+    if SM > 0:
+        result = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [value], tl.float32, is_pure=True, pack=1)
+    else:
+        result = 1.0 / value
+    return result
+
+
+@triton.jit
+def _with_token_scales(
+    score, AXIS: tl.constexpr, token_scales, block, at, head, visible, APART: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, COPIES: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """score: of int8 keys, whose tokens lie along AXIS -> the same with their scales and their values'; the inverses of the latter.
+
+    A score gets its key's scale as a factor. Its weight 2^score gets its value's: the logarithm is added to the score, so that the
+    largest weight is 1, and no weight that counts is too small for fp16. Weights times the inverses add up to the softmax's sum."""
+    key_scale, log2_scale, inverse = _token_scales(
+        token_scales, block, at, head, visible, APART, TILE, RUN, BLOCK_SIZE, KV_HEADS, COPIES, SM
+    )  # fmt: skip
+    OTHER: tl.constexpr = 1 - AXIS if len(score.shape) == 2 else 2
+    score = score * tl.expand_dims(key_scale, OTHER) + tl.expand_dims(log2_scale, OTHER)
+    return score, tl.expand_dims(inverse, OTHER)
+
+
+@triton.jit
 def _joined(top, total, out, odd, APART: tl.constexpr, PAIRS: tl.constexpr):
     """Merge the results of APART groups of tokens; and interleave even and odd dims."""
     if APART > 1:
@@ -115,17 +199,16 @@ def _joined(top, total, out, odd, APART: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _part(
-    query, scales, key_cache, value_cache, table, block, begin, low, end, head,
+    query, scales, key_cache, value_cache, token_scales, table, block, begin, low, end, head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr,
     TILE: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, PAIRS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """query [HEADS, WIDTH] over tokens low .. end - 1 of a row, begin <= low a multiple of RUN -> (maximum [HEADS], sum [HEADS],
     output [WIDTH, HEADS], yet to be divided by the sum). scales [HEADS]: of the scores, log2(e) among them; block: of tile one.
-
-    PAIRS: two e4m3 values are read as one element of 16 bits, the smallest that a tensor core's transposing read knows, and even
-    and odd dims are outputs of their own."""
+    PAIRS: two values are read as one element (see `_half`), and even and odd dims are outputs of their own."""
     HEADS: tl.constexpr = query.shape[0]
-    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
+    INT8: tl.constexpr = key_cache.dtype.element_ty == tl.int8
+    QUANTIZED: tl.constexpr = INT8 or key_cache.dtype.element_ty == tl.uint8
     AXIS: tl.constexpr = 1 if APART > 1 else 0
     GROUPS: tl.constexpr = [APART] if APART > 1 else []
     EACH: tl.constexpr = 2 if PAIRS else 1
@@ -148,14 +231,17 @@ def _part(
         # Keys that are not visible may be read, from any block, as their scores are replaced.
         there = tl.expand_dims(place, AXIS + 1) + key_dim
         key = tl.load(key_cache + there) if DIM == WIDTH else tl.load(key_cache + there, key_dim < DIM, 0)
-        if FP8:
+        if QUANTIZED:
             key = widened(key, query, SM)
         score = _dot(key, queries, tl.zeros(GROUPS + [TILE // APART, HEADS], tl.float32), SM) * scales
+        if INT8:
+            each = token_scales, block, at, head, visible
+            score, inverse = _with_token_scales(score, AXIS, *each, APART, TILE, RUN, BLOCK_SIZE, KV_HEADS, 1, SM)
         score = tl.where(tl.expand_dims(visible, AXIS + 1), score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, AXIS))
         weight = tl.exp2(score - tl.expand_dims(higher, AXIS))
         fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(weight, AXIS)
+        total = total * fade + tl.sum(weight * inverse if INT8 else weight, AXIS)
         # Values that are not visible are not read: stale memory may contain NaN, which a factor of 0 does not remove.
         read = tl.expand_dims(visible, AXIS) & (value_dim < DIM // EACH)
         operand, fade = nearest(weight, query, SM), tl.expand_dims(fade, AXIS)
@@ -163,11 +249,11 @@ def _part(
             place = _places(block, at, head, APART, TILE, RUN, BLOCK_SIZE, DIM // 2, KV_HEADS * DIM // 2)
             there = tl.expand_dims(place, AXIS) + value_dim
             pair = tl.load(value_cache.to(tl.pointer_type(tl.uint16)) + there, read, 0)
-            out = _dot(_half(pair, query, False, SM), operand, out * fade, SM)
-            odd = _dot(_half(pair, query, True, SM), operand, odd * fade, SM)
+            out = _dot(_half(pair, query, INT8, False, SM), operand, out * fade, SM)
+            odd = _dot(_half(pair, query, INT8, True, SM), operand, odd * fade, SM)
         else:
             value = tl.load(value_cache + tl.expand_dims(place, AXIS) + value_dim, read, 0)
-            if FP8:
+            if QUANTIZED:
                 value = widened(value, query, SM)
             out = _dot(value, operand, out * fade, SM)
         top, block = higher, next_block
@@ -179,7 +265,7 @@ def _part(
     do_not_specialize_on_alignment=["tables", "table_rows", "lengths"],
 )
 def _decode(
-    query, key_cache, value_cache, tables, table_rows, lengths, splits, sinks, out, split_max, totals, outs, arrivals,
+    query, key_cache, value_cache, token_scales, tables, table_rows, lengths, splits, sinks, out, split_max, totals, outs, arrivals,
     table_stride, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
@@ -193,7 +279,7 @@ def _decode(
         if not EARLY:
             gdc_wait()  # lengths, tables, queries and the newest keys and values: the kernel before may have written all of them
     BANDS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
+    QUANTIZED: tl.constexpr = key_cache.dtype.element_ty == tl.uint8 or key_cache.dtype.element_ty == tl.int8
     RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1  # tokens that certainly lie in one block, from a multiple of it on
     item, kv_head, band = tl.program_id(1), tl.program_id(0) // BANDS, tl.program_id(0) % BANDS
     if splits is not None:
@@ -216,12 +302,12 @@ def _decode(
     place = (row.to(tl.int64) * (KV_HEADS * GROUP) + first_head + lane[:, None]) * DIM + dim[None, :]
     own = tl.load(query + place, (lane[:, None] < members) & (dim[None, :] < DIM), 0.0)
     scales, operand = tl.full([HEADS], score_scale, tl.float32), own
-    if FP8 and own.dtype == tl.bfloat16:
+    if QUANTIZED and own.dtype == tl.bfloat16:
         operand, powers = _in_fp16(own)
         scales *= powers
     top, total, transposed = _part(
-        operand, scales, key_cache, value_cache, table, block, begin, low, end, kv_head,
-        DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, FP8 and operand.dtype == tl.float16, SM,
+        operand, scales, key_cache, value_cache, token_scales, table, block, begin, low, end, kv_head,
+        DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, QUANTIZED and operand.dtype == tl.float16, SM,
     )  # fmt: skip
     split_reduce(
         out, sinks, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total,
@@ -233,6 +319,7 @@ def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, workspace: SplitKvWorkspace, tiling: DecodeTiling,
     splits: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None, sinks: Tensor | None = None,
+    token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.decode_attention`, for contiguous queries and caches; `workspace` is this stream's alone. splits:
     what `split_kv.plan` gives for these rows and this tiling; None: it runs here, where the tiling has extra_splits."""
@@ -249,8 +336,9 @@ def decode_attention(
     split_max, totals, outs, arrivals = workspace.take(rows * programs, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
+    words = None if token_scales is None else token_scales.view(torch.int32)
     _decode[(programs, rows if splits is None else len(splits))](
-        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, splits, sinks, out,
+        query, *caches, words, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, splits, sinks, out,
         split_max, totals, outs, arrivals, block_tables.stride(0), window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, HEADS=heads, LANES=lanes, BLOCK_SIZE=block_size,
         AT_ONCE=min(16, max(1, 16 * tiling.warps // lanes)), TILE=tiling.tile,

@@ -60,7 +60,7 @@ class LayerSpec(NamedTuple):
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether there is a kernel for queries of this dtype and head_dim, whatever the ratio of heads, the block size, the window,
-    and with the cache in the same dtype or in e4m3."""
+    and with the cache in the same dtype, in e4m3 or in int8."""
     known = dtype in (torch.bfloat16, torch.float16, torch.float32) and head_dim % 8 == 0 and head_dim <= 256
     return device.type == "cuda" and known and has_triton()
 
@@ -69,7 +69,7 @@ def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, workspace: SplitKvWorkspace, window: int | None = None, kv_scales: tuple[float, float] | None = None,
     short: bool = False, splits: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.decode_attention`; written into `out` [R, q_heads, head_dim] where one is given. All tensors contiguous but
     block_tables, whose rows are. Nothing is read by the host: the launch may be captured, and replayed with other lengths.
@@ -83,7 +83,7 @@ def decode_attention(
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, kv_lengths, scale=scale, window=window, kv_scales=kv_scales,
         workspace=workspace, tiling=_decode_tiling(len(query), HeadLayout.of(query, key_cache), workspace, short=short),
-        splits=splits, early_lengths=early_lengths, out=out, sinks=sinks,
+        splits=splits, early_lengths=early_lengths, out=out, sinks=sinks, token_scales=token_scales,
     )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
     tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.prefill_attention`; written into `out` where one is given, else into memory that is not set: tokens of no row
     have no output. All tensors contiguous but block_tables, whose rows are. Nothing is read by the host: the launch may be
@@ -190,4 +190,5 @@ def prefill_attention(
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths, scale=scale, window=window,
         kv_scales=kv_scales, tiling=tiling, tiles=tiles, early_lengths=early_lengths, out=out, sinks=sinks,
+        token_scales=token_scales,
     )  # fmt: skip

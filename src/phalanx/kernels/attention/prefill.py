@@ -11,7 +11,7 @@ heads: up to 128 (token, head) pairs, the rows of a tensor core's GEMM, which re
 from the begins of the rows, so that a captured launch serves any rows; programs beyond the last tile return at once. A row's last
 tiles, which have the most keys, run first.
 
-e4m3 keys and values are widened to fp16, exactly, and queries are divided by powers of two so that fp16 holds them, too.
+e4m3 and int8 keys and values are widened to fp16, exactly, and queries are divided by powers of two so that fp16 holds them, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.decode import _blocks, _dot, _in_fp16, _places
+from phalanx.kernels.attention.decode import _blocks, _dot, _in_fp16, _places, _with_token_scales
 from phalanx.kernels.attention.heuristics import PrefillTiling, max_prefill_tiles, tile_tokens
 from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, with_sinks
 from phalanx.kernels.capabilities import sm_arch
@@ -53,16 +53,18 @@ def _tile(starts, lengths, table_rows, rows, back, TOKENS: tl.constexpr, MOST: t
 
 @triton.jit
 def _attended(
-    query, scales, last, key_cache, value_cache, table, block, begin, low, full, end, head, window,
+    query, scales, last, key_cache, value_cache, token_scales, table, block, begin, low, full, end, head, window,
     DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, WINDOWED: tl.constexpr, SM: tl.constexpr,
+    STAGES: tl.constexpr, WINDOWED: tl.constexpr, COPIES: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """query [ROWS, WIDTH] over keys low .. end - 1 of a row, begin <= low a multiple of RUN -> (maximum [ROWS], sum [ROWS], output
     [ROWS, WIDTH], yet to be divided by the sum). scales [ROWS]: of the scores, above 0, log2(e) among them; last [ROWS]: the last
-    visible key of each; keys before `full` are visible to all, but for the window. block: of the first KEYS."""
+    visible key of each; keys before `full` are visible to all, but for the window. block: of the first KEYS. The scales of int8:
+    see `_with_token_scales`."""
     ROWS: tl.constexpr = query.shape[0]
     WIDTH: tl.constexpr = query.shape[1]
-    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
+    INT8: tl.constexpr = key_cache.dtype.element_ty == tl.int8
+    QUANTIZED: tl.constexpr = INT8 or key_cache.dtype.element_ty == tl.uint8
     dim = tl.arange(0, WIDTH)[None, :]
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -73,24 +75,32 @@ def _attended(
         place = _places(block, at, head, 1, KEYS, RUN, BLOCK_SIZE, DIM, KV_HEADS * DIM)[:, None] + dim
         # Keys that are not visible may be read, from any block, as their scores are replaced.
         key = tl.load(key_cache + place) if DIM == WIDTH else tl.load(key_cache + place, dim < DIM, 0)
-        if FP8:
+        # Values that no token attends to are not read: stale memory may contain NaN, which a factor of 0 does not remove.
+        read = (token >= low) & (token < end)
+        if QUANTIZED:
             key = widened(key, query, SM)
         score = _dot(query, tl.trans(key), tl.zeros([ROWS, KEYS], tl.float32), SM)
+        if INT8:
+            score, inverse = _with_token_scales(
+                score * scales[:, None], 1, token_scales, block, at, head, read, 1, KEYS, RUN, BLOCK_SIZE, KV_HEADS, COPIES, SM
+            )  # fmt: skip
         if WINDOWED:
             visible = (token[None, :] <= last[:, None]) & (token[None, :] > last[:, None] - window)
             score = tl.where(visible, score, float("-inf"))
         elif at + KEYS > full:
             score = tl.where(token[None, :] <= last[:, None], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1) * scales)
-        weight = tl.exp2(score * scales[:, None] - higher[:, None])
+        if INT8:
+            higher = tl.maximum(top, tl.max(score, 1))
+            weight = tl.exp2(score - higher[:, None])
+            summand = weight * inverse
+        else:
+            higher = tl.maximum(top, tl.max(score, 1) * scales)
+            weight = tl.exp2(score * scales[:, None] - higher[:, None])
+            summand = weight
         fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(weight, 1)
-        # Values that no token attends to are not read: stale memory may contain NaN, which a factor of 0 does not remove.
-        read = ((token >= low) & (token < end))[:, None]
-        if DIM != WIDTH:
-            read = read & (dim < DIM)
-        value = tl.load(value_cache + place, read, 0)
-        if FP8:
+        total = total * fade + tl.sum(summand, 1)
+        value = tl.load(value_cache + place, read[:, None] & (dim < DIM) if DIM != WIDTH else read[:, None], 0)
+        if QUANTIZED:
             value = widened(value, query, SM)
         out = _dot(nearest(weight, query, SM), value, out * fade[:, None], SM)
         top, block = higher, next_block
@@ -102,19 +112,20 @@ def _attended(
     do_not_specialize_on_alignment=["tables", "table_rows", "starts", "lengths"],
 )
 def _prefill(
-    query, key_cache, value_cache, tables, table_rows, starts, lengths, sinks, out,
+    query, key_cache, value_cache, token_scales, tables, table_rows, starts, lengths, sinks, out,
     table_stride, rows, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, MOST: tl.constexpr,
-    INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr, SM: tl.constexpr,
+    INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr, COPIES: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """Programs count tiles from the last, parts of a tile from the last, and KV heads. EARLY: see early_lengths."""
+    """Programs count tiles from the last, parts of a tile from the last, and KV heads. EARLY: see early_lengths; COPIES: see
+    `decode._token_scales`."""
     if SM >= 90:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()  # starts, lengths, tables, queries and the newest keys and values: the kernel before may have written all
     PARTS: tl.constexpr = (TOKENS * GROUP + ROWS - 1) // ROWS
-    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
+    QUANTIZED: tl.constexpr = key_cache.dtype.element_ty == tl.uint8 or key_cache.dtype.element_ty == tl.int8
     kv_head, back = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     first, row_begin, count, length, table_row = _tile(starts, lengths, table_rows, rows, back // PARTS, TOKENS, MOST, INDIRECT)
     if SM >= 90 and EARLY:
@@ -138,12 +149,12 @@ def _prefill(
     valid = ((member < TOKENS * GROUP) & (token < count))[:, None] & (dim[None, :] < DIM)
     own = tl.load(query + place, valid, 0.0)
     scales, operand = tl.full([ROWS], score_scale, tl.float32), own
-    if FP8 and own.dtype == tl.bfloat16:
+    if QUANTIZED and own.dtype == tl.bfloat16:
         operand, powers = _in_fp16(own)
         scales *= powers
     top, total, mixed = _attended(
-        operand, tl.maximum(scales, 1e-30), earlier + member // GROUP, key_cache, value_cache, table, block, begin, low, full, end,
-        kv_head, window, DIM, KV_HEADS, BLOCK_SIZE, RUN, KEYS, STAGES, WINDOWED, SM,
+        operand, tl.maximum(scales, 1e-30), earlier + member // GROUP, key_cache, value_cache, token_scales, table, block, begin,
+        low, full, end, kv_head, window, DIM, KV_HEADS, BLOCK_SIZE, RUN, KEYS, STAGES, WINDOWED, COPIES, SM,
     )  # fmt: skip
     total = with_sinks(sinks, top, total, kv_head * GROUP + member % GROUP, member < TOKENS * GROUP)
     result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
@@ -154,6 +165,7 @@ def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, tiling: PrefillTiling,
     tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None, sinks: Tensor | None = None,
+    token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.prefill_attention`, for contiguous queries and caches; tokens of no row are not set in `out`."""
     tokens, q_heads, head_dim = query.shape
@@ -166,12 +178,14 @@ def prefill_attention(
     sm, fp8, each = sm_arch(query.device), key_cache.dtype == torch.float8_e4m3fn, tile_tokens(group)
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
+    words = None if token_scales is None else token_scales.view(torch.int32)
     _prefill[(tiles * triton.cdiv(each * group, tiling.rows) * kv_heads,)](
-        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, query_starts, kv_lengths, sinks, out,
+        query, *caches, words, block_tables, kv_lengths if table_rows is None else table_rows, query_starts, kv_lengths, sinks, out,
         block_tables.stride(0), rows, window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         TOKENS=each, ROWS=tiling.rows, KEYS=tiling.keys, STAGES=tiling.stages, MOST=_padded_rows(rows),
-        INDIRECT=table_rows is not None, WINDOWED=window is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps,
+        INDIRECT=table_rows is not None, WINDOWED=window is not None, EARLY=early_lengths,
+        COPIES=max(32 * tiling.warps // tiling.keys, 1), SM=sm, num_warps=tiling.warps,
         maxnreg=tiling.registers, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

@@ -95,7 +95,7 @@ def _qkv_rope_store(
     c, s = tl.load(cos + pair, inside, 0.0), tl.load(sin + pair, inside, 0.0)
     rotate_and_store(
         first, second, first.to(tl.float32), second.to(tl.float32), c, s, 0, head, pair, inside, query, key_cache, value_cache,
-        slots, q_heads, kv_heads, SPAN, key_inverse, value_inverse, FP8_CACHE, SM,
+        None, slots, q_heads, kv_heads, SPAN, key_inverse, value_inverse, 0, FP8_CACHE, SM,
     )  # fmt: skip
 
 

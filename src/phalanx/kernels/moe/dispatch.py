@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx import kernels
@@ -12,6 +13,7 @@ from phalanx.config.experts import Scoring
 from phalanx.kernels.capabilities import gpu, has_triton
 from phalanx.kernels.gemm.block_gemm import per_token_group_quant_fp8
 from phalanx.kernels.moe import heuristics, reference
+from phalanx.kernels.moe.heuristics import TileSize
 from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
 from phalanx.kernels.scaled_tensors import Quantized
 
@@ -52,9 +54,9 @@ def routed_experts(
         first=experts.first, local_experts=experts.count, pattern=pattern, load=load if len(x) == 1 else None,
         kv_slots=kv_slots, physical=physical, scoring=scoring, bias=bias,
     )  # fmt: skip
-    size = heuristics.tokens_of_tile(x.shape[0], top_k, num_experts)
+    size = _tile_size(experts, x, top_k, num_experts)
     if tiles is None and len(x):
-        tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, tokens=size, load=load)
+        tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, **size._asdict(), load=load)
     out = x.new_empty(x.shape) if out is None else out
     if tiles is None:
         return out, routing
@@ -64,19 +66,22 @@ def routed_experts(
 def route(
     x: Tensor, logits: Tensor | None, experts: ExpertTensors, *, top_k: int, num_experts: int, renormalize: bool,
     pattern: TrafficPattern | None = None, scoring: Scoring | None = None, bias: Tensor | None = None,
+    kv_slots: Tensor | None = None,
 ) -> Routing:  # fmt: skip
     """The routing of `routed_experts` alone."""
     if not (x.is_cuda and has_triton()):
         if pattern is not None:
-            return reference.drawn_topk(x, pattern, top_k)
-        assert logits is not None
-        return _chosen(logits, top_k, renormalize, scoring, bias)
+            routing = reference.drawn_topk(x, pattern, top_k)
+        else:
+            assert logits is not None
+            routing = _chosen(logits, top_k, renormalize, scoring, bias)
+        return Routing(routing.weights, reference.physical_ids(routing.ids, None, kv_slots))
     from phalanx.kernels.moe.topk_softmax import topk_softmax
 
     logits = None if logits is None else logits.contiguous()
     return topk_softmax(
         logits, x.contiguous(), top_k, experts=num_experts, renormalize=renormalize, first=experts.first,
-        local_experts=experts.count, pattern=pattern, scoring=scoring, bias=bias,
+        local_experts=experts.count, pattern=pattern, scoring=scoring, bias=bias, kv_slots=kv_slots,
     )[0]  # fmt: skip
 
 
@@ -86,9 +91,27 @@ def _chosen(logits: Tensor, top_k: int, renormalize: bool, scoring: Scoring | No
     return reference.grouped_topk(logits, bias, scoring, top_k, renormalize)
 
 
-def experts_of(x: Tensor, experts: ExpertTensors, routing: Routing, *, num_experts: int, load: Tensor | None = None) -> Tensor:
-    """x [T, H] and its routing -> the sum of `routed_experts` [T, H]."""
+def quantized_input(x: Tensor, experts: ExpertTensors) -> Tensor | Quantized:
+    """x [T, H] as the experts' first GEMM reads it: in e4m3 where that one takes e4m3; else as it is, as on a CPU. `experts_of`
+    gives the same bits for either."""
+    if not (x.is_cuda and has_triton() and experts.fp8_gemm):
+        return x
+    values, scale = _quantized(x.contiguous(), experts, experts.input_scale, 0)
+    assert scale is not None
+    return Quantized(values, scale)
+
+
+def experts_of(
+    x: Tensor | Quantized, experts: ExpertTensors, routing: Routing, *, num_experts: int, dtype: torch.dtype | None = None,
+    load: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x [T, H] and its routing -> the sum of `routed_experts` [T, H]. x may be the output of `quantized_input`; the sum is then in
+    `dtype`."""
+    quantized = x if isinstance(x, Quantized) else None
+    if isinstance(x, Quantized):
+        x = torch.empty(x.values.shape, dtype=dtype, device=x.values.device)  # gives size and dtype, and is not read
     if not (x.is_cuda and has_triton()):
+        assert quantized is None
         if load is not None:
             reference.count_load(load, routing, experts.first)
         return reference.fused_experts(x, experts, routing)
@@ -96,9 +119,9 @@ def experts_of(x: Tensor, experts: ExpertTensors, routing: Routing, *, num_exper
 
     if not len(x):
         return x.new_empty(x.shape)
-    size = heuristics.tokens_of_tile(x.shape[0], routing.top_k, num_experts)
-    tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, tokens=size, load=load)
-    return run(x.contiguous(), experts, routing, tiles, size, num_experts, x.new_empty(x.shape))
+    size = _tile_size(experts, x, routing.top_k, num_experts)
+    tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, **size._asdict(), load=load)
+    return run(x.contiguous(), experts, routing, tiles, size, num_experts, x.new_empty(x.shape), quantized)
 
 
 def launched(x: Tensor, experts: ExpertTensors, routing: Routing, num_experts: int | None = None) -> Tensor:
@@ -106,13 +129,13 @@ def launched(x: Tensor, experts: ExpertTensors, routing: Routing, num_experts: i
     from phalanx.kernels.moe.sort_by_expert import sort_by_expert
 
     total = num_experts or experts.count
-    size = heuristics.tokens_of_tile(x.shape[0], routing.top_k, total)
-    tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, tokens=size)
+    size = _tile_size(experts, x, routing.top_k, total)
+    tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, **size._asdict())
     return run(x, experts, routing, tiles, size, total, x.new_empty(x.shape))
 
 
 def run(
-    x: Tensor, experts: ExpertTensors, routing: Routing, tiles: tuple[object, ...], size: int, num_experts: int, out: Tensor,
+    x: Tensor, experts: ExpertTensors, routing: Routing, tiles: tuple[object, ...], size: TileSize, num_experts: int, out: Tensor,
     quantized: Quantized | None = None, plus: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     from phalanx.kernels.moe.combine import combine
@@ -123,7 +146,7 @@ def run(
     if experts.gate_up_bias is not None:
         from phalanx.kernels.moe.biased_gemm import biased_experts
 
-        sums = biased_experts(x, experts, tiles, size, routing.top_k, num_experts)
+        sums = biased_experts(x, experts, tiles, size.tokens, routing.top_k, num_experts)
         return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus)
     pairs, itemsize, num_sms = routing.ids.numel(), experts.gate_up.element_size(), gpu(x.device).num_sms
     busy = min(num_experts, pairs) * experts.count // num_experts or 1  # of this rank's experts, where all are alike
@@ -138,6 +161,12 @@ def run(
         values, scale, experts.down, experts.down_scale, tiles, second, gated=False, begin=experts.begin, **common,  # type: ignore[arg-type]
     )  # fmt: skip
     return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus)
+
+
+def _tile_size(experts: ExpertTensors, x: Tensor, top_k: int, num_experts: int) -> TileSize:
+    if experts.gate_up_bias is not None:
+        return TileSize(heuristics.tokens_of_tile(len(x), top_k, num_experts))
+    return heuristics.tile_size(len(x), top_k, num_experts, gpu(x.device).sm)
 
 
 def _quantized(x: Tensor, experts: ExpertTensors, static: Tensor | None, begin: int) -> tuple[Tensor, Tensor | None]:

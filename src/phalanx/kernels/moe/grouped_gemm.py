@@ -89,36 +89,34 @@ def _rescaled(total, scale, weight_row, x_scale, source, BY_BLOCK: tl.constexpr,
 
 
 @triton.jit
-def _tile(
-    x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count, outputs,
-    inputs, blocks, part_blocks, TOP_K: tl.constexpr, GATED: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr,
-    WIDEN: tl.constexpr, SKIP: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    SM: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows of an expert's weight (of gate and of up, where GATED) times `size` pairs from `first` on, TOKENS at most."""
-    lane = tl.arange(0, TOKENS)
-    # Pairs and rows beyond the last repeat the last, and are not stored.
+def _pairs_of(pairs, first, size, BEGIN: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr):
+    """Of a tile's pairs, TOKENS from BEGIN on: place in the tile and in sorted order, number, and row of x. Those beyond the last
+    repeat the last, and are not stored."""
+    lane = BEGIN + tl.arange(0, TOKENS)
     position = first + tl.maximum(tl.minimum(lane, size - 1), 0)
     pair = tl.load(pairs + position)
     source = pair // TOP_K if GATED else position
-    row = tile_n * ROWS + tl.arange(0, ROWS)
-    real_row = tl.minimum(row, outputs - 1)
-    column = tl.arange(0, BLOCK_COLUMNS)[None, :] - SKIP
-    weight_row = expert * outputs * (2 if GATED else 1) + real_row
-    up_row = weight_row + outputs
-    total = tl.zeros([ROWS, TOKENS], tl.float32)
-    total_up = tl.zeros([ROWS, TOKENS], tl.float32)
-    for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)):
-        at = column + block * BLOCK_COLUMNS
-        w = _columns(weight + weight_row[:, None] * inputs + at, at, inputs, FULL)
-        v = _columns(x + source[:, None].to(tl.int64) * inputs + at, at, inputs, FULL)
-        x_unit = 1.0
-        if X_SCALE == "block":
-            x_unit = tl.load(x_scale + source * x_token_stride + block * x_block_stride)[None, :]
-        total = _accumulate(total, w, v, scale, weight_row * blocks + block, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
-        if GATED:
-            u = _columns(weight + up_row[:, None] * inputs + at, at, inputs, FULL)
-            total_up = _accumulate(total_up, u, v, scale, up_row * blocks + block, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
+    return lane, position, pair, source
+
+
+@triton.jit
+def _x_columns(
+    x, x_scale, x_token_stride, x_block_stride, source, at, block, inputs, X_SCALE: tl.constexpr, FULL: tl.constexpr
+):  # fmt: skip
+    """One k step's columns of x, and their scale where each block has its own."""
+    v = _columns(x + source[:, None].to(tl.int64) * inputs + at, at, inputs, FULL)
+    x_unit = 1.0
+    if X_SCALE == "block":
+        x_unit = tl.load(x_scale + source * x_token_stride + block * x_block_stride)[None, :]
+    return v, x_unit
+
+
+@triton.jit
+def _store(
+    out, total, total_up, scale, weight_row, up_row, x_scale, lane, position, pair, source, row, size, part, count, outputs,
+    GATED: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr, PARTS: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """The sums [rows, tokens] of _pairs_of(..), rescaled, to where they belong; total_up: of the rows of up, where GATED."""
     total = _rescaled(total, scale, weight_row, x_scale, source, BY_BLOCK, X_SCALE)
     inside = (row < outputs)[:, None] & (lane < size)[None, :]
     if GATED:
@@ -131,7 +129,52 @@ def _tile(
     if PARTS:
         tl.store(place, total, inside)
     else:
-        tl.store(place, nearest(total, tl.zeros([ROWS, TOKENS], out.dtype.element_ty), SM), inside)
+        tl.store(place, nearest(total, tl.zeros(total.shape, out.dtype.element_ty), SM), inside)
+
+
+@triton.jit
+def _tile(
+    x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count, outputs,
+    inputs, blocks, part_blocks, TOP_K: tl.constexpr, GATED: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr,
+    WIDEN: tl.constexpr, SKIP: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    EXTRA: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of an expert's weight (of gate and of up, where GATED) times `size` pairs from `first` on, TOKENS + EXTRA at
+    most: the EXTRA are a GEMM of their own, whose operand is in shared memory already."""
+    lane, position, pair, source = _pairs_of(pairs, first, size, 0, TOKENS, TOP_K, GATED)
+    row = tile_n * ROWS + tl.arange(0, ROWS)
+    real_row = tl.minimum(row, outputs - 1)  # rows beyond the last repeat the last, and are not stored
+    column = tl.arange(0, BLOCK_COLUMNS)[None, :] - SKIP
+    weight_row = expert * outputs * (2 if GATED else 1) + real_row
+    up_row = weight_row + outputs
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    total_up = tl.zeros([ROWS, TOKENS], tl.float32)
+    if EXTRA > 0:
+        lane_2, position_2, pair_2, source_2 = _pairs_of(pairs, first, size, TOKENS, EXTRA, TOP_K, GATED)
+        total_2 = tl.zeros([ROWS, EXTRA], tl.float32)
+        total_up_2 = tl.zeros([ROWS, EXTRA], tl.float32)
+    for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)):
+        at = column + block * BLOCK_COLUMNS
+        w = _columns(weight + weight_row[:, None] * inputs + at, at, inputs, FULL)
+        v, x_unit = _x_columns(x, x_scale, x_token_stride, x_block_stride, source, at, block, inputs, X_SCALE, FULL)
+        total = _accumulate(total, w, v, scale, weight_row * blocks + block, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
+        if EXTRA > 0:
+            v_2, unit_2 = _x_columns(x, x_scale, x_token_stride, x_block_stride, source_2, at, block, inputs, X_SCALE, FULL)
+            total_2 = _accumulate(total_2, w, v_2, scale, weight_row * blocks + block, unit_2, WIDEN, BY_BLOCK, X_SCALE, SM)
+        if GATED:
+            u = _columns(weight + up_row[:, None] * inputs + at, at, inputs, FULL)
+            total_up = _accumulate(total_up, u, v, scale, up_row * blocks + block, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
+            if EXTRA > 0:
+                total_up_2 = _accumulate(total_up_2, u, v_2, scale, up_row * blocks + block, unit_2, WIDEN, BY_BLOCK, X_SCALE, SM)
+    _store(
+        out, total, total_up, scale, weight_row, up_row, x_scale, lane, position, pair, source, row, size, part, count, outputs,
+        GATED, BY_BLOCK, X_SCALE, PARTS, SM,
+    )  # fmt: skip
+    if EXTRA > 0:
+        _store(
+            out, total_2, total_up_2, scale, weight_row, up_row, x_scale, lane_2, position_2, pair_2, source_2, row, size, part,
+            count, outputs, GATED, BY_BLOCK, X_SCALE, PARTS, SM,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["x_token_stride", "x_block_stride", "count", "tiles_most", "blocks", "part_blocks"])
@@ -139,11 +182,12 @@ def _grouped_gemm(
     x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, tiles, num_tiles, count, tiles_most, outputs, inputs,
     blocks, part_blocks, TOP_K: tl.constexpr, GATED: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr,
     WIDEN: tl.constexpr, SKIP: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    FEW: tl.constexpr, BESIDE: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
+    EXTRA: tl.constexpr, FEW: tl.constexpr, BESIDE: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """GATED: x [T, inputs], out [count, outputs] in sorted order; else x [count, inputs] in sorted order, and out [count, outputs]
-    or fp32 [parts, count, outputs] by the pairs' numbers. X_SCALE: "none", "static" (a scalar), "token" or "block". FEW: a tile
-    with so few pairs, as an expert's last often is, computes no more than that; 0: there is no such way."""
+    or fp32 [parts, count, outputs] by the pairs' numbers. X_SCALE: "none", "static" (a scalar), "token" or "block". A tile
+    with more pairs than TOKENS has up to EXTRA more. FEW: a tile with so few pairs, as an expert's last often is, computes no more
+    than that; 0: there is no such way."""
     if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
@@ -161,12 +205,18 @@ def _grouped_gemm(
     if FEW > 0 and size <= FEW:
         _tile(
             x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count,
-            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, FEW, SM,
+            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, FEW, 0, SM,
+        )  # fmt: skip
+    elif EXTRA > 0 and size > TOKENS:
+        _tile(
+            x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count,
+            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, TOKENS, EXTRA,
+            SM,
         )  # fmt: skip
     else:
         _tile(
             x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count,
-            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, TOKENS, SM,
+            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, TOKENS, 0, SM,
         )  # fmt: skip
 
 
@@ -197,7 +247,7 @@ def grouped_gemm(
         x, x_scale, *strides, weight.view(torch.uint8) if widen else weight, scale, out, *tiles[:3], count, tiles.most, outputs,
         inputs, blocks, part_blocks, TOP_K=top_k, GATED=gated, BY_BLOCK=by_block, X_SCALE=kind, WIDEN=widen, SKIP=begin,
         FULL=begin == 0 and inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows, TOKENS=tiling.tokens,
-        FEW=FEW if tiling.tokens > 2 * FEW else 0, BESIDE=tiling.beside, FIELDS=TILE_FIELDS, SM=sm, num_warps=tiling.warps,
-        num_stages=tiling.stages, launch_pdl=sm >= 90,
+        EXTRA=tiling.extra, FEW=FEW if tiling.tokens > 2 * FEW else 0, BESIDE=tiling.beside, FIELDS=TILE_FIELDS, SM=sm,
+        num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

@@ -10,10 +10,18 @@ BLOCK_K = 128
 _TOKENS = (16, 32, 64, 128)
 
 
+class TileSize(NamedTuple):
+    """tokens: pairs of a full tile. extra: up to so many more are in an expert's last tile rather than in another, which would read
+    the expert's weights again: they are a second, small GEMM in the same program."""
+
+    tokens: int
+    extra: int = 0
+
+
 class ExpertTiling(NamedTuple):
     """rows, tokens: of the weight and of x in a program's tile (twice the rows in the GEMM of gate and up); beside: tiles of rows
     that go through the tokens together, so that what they read stays in the L2 cache. parts: programs that share a tile's
-    columns (split-K)."""
+    columns (split-K). extra: see `TileSize`."""
 
     rows: int
     tokens: int
@@ -21,6 +29,7 @@ class ExpertTiling(NamedTuple):
     stages: int
     beside: int
     parts: int = 1
+    extra: int = 0
 
 
 def tokens_of_tile(tokens: int, top_k: int, experts: int) -> int:
@@ -31,6 +40,15 @@ def tokens_of_tile(tokens: int, top_k: int, experts: int) -> int:
     return next((size for size in _TOKENS if tokens <= size * ratio // 2), _TOKENS[-1])
 
 
+def tile_size(tokens: int, top_k: int, experts: int, sm: int = 90) -> TileSize:
+    """As `tokens_of_tile`; but where that is 128, an expert's pairs in the mean, and up to 16 more: a half of 128 would be empty.
+    It changes at token counts of 2^n only, too. sm: compute capability times 10; below 90, registers hold no more than 128."""
+    size = tokens_of_tile(tokens, top_k, experts)
+    if size < _TOKENS[-1] or sm < 90:
+        return TileSize(size)
+    return TileSize(64 if tokens_of_tile(-(-tokens // 2), top_k, experts) == 64 else size, 16)
+
+
 def warmup_token_counts(max_tokens: int) -> list[int]:
     """Token counts up to max_tokens, ascending, that between them launch every variant of these kernels that any count does: the
     powers of 2, at which tiles change, and what lies beyond the last."""
@@ -38,26 +56,30 @@ def warmup_token_counts(max_tokens: int) -> list[int]:
 
 
 def gate_up_tiling(
-    pairs: int, experts: int, tokens: int, outputs: int, itemsize: int, num_sms: int, *, sm: int = 90,
+    pairs: int, experts: int, size: TileSize, outputs: int, itemsize: int, num_sms: int, *, sm: int = 90,
     by_block: bool = False,
 ) -> ExpertTiling:  # fmt: skip
-    """For x [tokens of a tile, H] times gate and up; outputs: I. itemsize: bytes of a weight's element. sm: compute capability
+    """For x [pairs of a tile, H] times gate and up; outputs: I. itemsize: bytes of a weight's element. sm: compute capability
     times 10. by_block: scales are, so that registers hold two sums.
 
     As `benchmarks/kernels/moe.py --sweep` found on an H200: few tokens need many bytes under way."""
+    tokens, extra = size
     if tokens <= 32:
         programs = min(pairs, experts) * -(-outputs // 64)
         return ExpertTiling(64, tokens, 4, _stages(128 + tokens, itemsize, sm, programs=1 if programs < 4 * num_sms else 2), 4)
-    if tokens == 64 or not _large_tiles(sm, by_block):
-        return ExpertTiling(64, tokens, 4 if tokens == 64 else 8, _stages(128 + tokens, itemsize, sm, programs=2), 8)
-    return ExpertTiling(128, 128, 8, _stages(384, itemsize, sm, programs=1), 8)
+    if tokens == 64 or not _large_tiles(sm, by_block) or (sm == 90 and itemsize == 1):
+        # On Hopper two programs of 64 rows with 144 pairs, each one warpgroup, keep tensor cores busier than one of 128 rows.
+        warps = 8 if (by_block and extra) or (tokens == 128 and sm < 90) else 4
+        return ExpertTiling(64, tokens, warps, _stages(128 + tokens + extra, itemsize, sm, programs=2), 8, extra=extra)
+    return ExpertTiling(128, 128, 8, _stages(384 + extra, itemsize, sm, programs=1), 8, extra=extra)
 
 
 def down_tiling(
-    pairs: int, experts: int, tokens: int, outputs: int, inputs: int, itemsize: int, num_sms: int, *, sm: int = 90,
+    pairs: int, experts: int, size: TileSize, outputs: int, inputs: int, itemsize: int, num_sms: int, *, sm: int = 90,
     by_block: bool = False,
 ) -> ExpertTiling:  # fmt: skip
-    """For the inner activations [tokens of a tile, I] times down; outputs: H, inputs: I. sm, by_block: as above."""
+    """For the inner activations [pairs of a tile, I] times down; outputs: H, inputs: I. sm, by_block: as above."""
+    tokens, extra = size
     is_long = inputs >= 32 * BLOCK_K
     if tokens <= 32:
         programs = min(pairs, experts) * -(-outputs // 128)
@@ -66,10 +88,12 @@ def down_tiling(
         parts = 2 if inputs >= 4 * BLOCK_K else 1
         return ExpertTiling(128, tokens, 8, _stages(128 + tokens, itemsize, sm, programs=1 if is_long else 2), 4, parts)
     if tokens == 64:
-        return ExpertTiling(128, 64, 8, _stages(192, itemsize, sm, programs=1 if is_long else 2), 8)
+        warps, programs = 4 if extra and not by_block else 8, 1 if is_long and not extra else 2
+        return ExpertTiling(128, 64, warps, _stages(192 + extra, itemsize, sm, programs=programs), 8, extra=extra)
     rows = 128 if _large_tiles(sm, by_block) else 64
     warps = 4 if rows == 128 and sm == 90 else 8  # one warpgroup holds its sums on Hopper, and spills them on Blackwell
-    return ExpertTiling(rows, 128, warps, _stages(rows + 128, itemsize, sm, programs=1 if is_long else 2), 8)
+    stages = _stages(rows + 128 + extra, itemsize, sm, programs=1 if is_long else 2)
+    return ExpertTiling(rows, 128, warps, stages, 8, extra=extra)
 
 
 def _large_tiles(sm: int, by_block: bool) -> bool:

@@ -48,10 +48,16 @@ def _local_experts(ids, place, count, first, experts):
     return tl.where((place < count) & (local >= 0) & (local < experts), local, experts)
 
 
+@triton.jit
+def _num_tiles(size, TOKENS: tl.constexpr, EXTRA: tl.constexpr):
+    """Tiles of an expert with `size` pairs: TOKENS in each, and up to EXTRA more in the last."""
+    return tl.where(size > 0, tl.maximum((size - EXTRA + (TOKENS - 1)) // TOKENS, 1), 0)
+
+
 @triton.jit(do_not_specialize=["count", "first"], do_not_specialize_on_alignment=["load"])
 def _sort_by_expert(
     ids, pairs, tiles, num_tiles, load, count, first, experts, BINS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
-    FIELDS: tl.constexpr, SM: tl.constexpr,
+    EXTRA: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     if SM >= 90:
         gdc_launch_dependents()
@@ -63,7 +69,7 @@ def _sort_by_expert(
         sizes += tl.histogram(_local_experts(ids, at + tl.arange(0, CHUNK), count, first, experts), BINS)
     before = tl.sum(tl.where(bins < expert, sizes, 0), 0)
     size = tl.sum(tl.where(bins == expert, sizes, 0), 0)
-    tile = tl.sum(tl.where(bins < expert, (sizes + (TOKENS - 1)) // TOKENS, 0), 0)
+    tile = tl.sum(tl.where(bins < expert, _num_tiles(sizes, TOKENS, EXTRA), 0), 0)
     written = before
     for at in range(0, count, CHUNK):
         place = at + tl.arange(0, CHUNK)
@@ -72,19 +78,20 @@ def _sort_by_expert(
         written += tl.sum(is_own, 0)
     if load is not None:
         tl.store(load + expert, tl.load(load + expert) + size)
-    own_tiles = (size + (TOKENS - 1)) // TOKENS
+    own_tiles = _num_tiles(size, TOKENS, EXTRA)
     for i in range(0, own_tiles):
         place = tiles + (tile + i) * FIELDS
         tl.store(place, expert)
         tl.store(place + 1, before + i * TOKENS)
-        tl.store(place + 2, tl.minimum(size - i * TOKENS, TOKENS))
+        tl.store(place + 2, tl.where(i == own_tiles - 1, size - i * TOKENS, TOKENS))
     if expert == experts - 1:
         tl.store(num_tiles, tile + own_tiles)
 
 
-def sort_by_expert(ids: Tensor, *, first: int, experts: int, tokens: int, load: Tensor | None = None) -> Tiles:
-    """ids [T, k] int32 contiguous; the experts of this rank are first .. first + experts. tokens: pairs of a full tile. load
-    [experts] int64: the sizes are added to it."""
+def sort_by_expert(ids: Tensor, *, first: int, experts: int, tokens: int, extra: int = 0, load: Tensor | None = None) -> Tiles:
+    """ids [T, k] int32 contiguous; the experts of this rank are first .. first + experts. tokens: pairs of a full tile. extra: up
+    to so many more are in an expert's last tile rather than in another, extra <= tokens. load [experts] int64: the sizes are added
+    to it."""
     count = ids.numel()
     most = min(count, count // tokens + experts)
     lists = empty_tiles(count, most, ids.device)
@@ -94,6 +101,6 @@ def sort_by_expert(ids: Tensor, *, first: int, experts: int, tokens: int, load: 
     chunk = min(MAX_CHUNK, max(16, triton.next_power_of_2(rows) * triton.next_power_of_2(top_k)))
     _sort_by_expert[(experts,)](
         ids, *lists[:3], load, count, first, experts, BINS=max(16, triton.next_power_of_2(experts + 1)), CHUNK=chunk, TOKENS=tokens,
-        FIELDS=TILE_FIELDS, SM=sm, num_warps=8 if chunk > 1024 else 4, launch_pdl=sm >= 90,
+        EXTRA=extra, FIELDS=TILE_FIELDS, SM=sm, num_warps=8 if chunk > 1024 else 4, launch_pdl=sm >= 90,
     )  # fmt: skip
     return lists

@@ -143,11 +143,11 @@ def latent_rope_store(
 
 def rope_store(
     qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
-    kv_scales: tuple[float, float] | None = None, head_norm: HeadNorm | None = None,
+    kv_scales: tuple[float, float] | None = None, head_norm: HeadNorm | None = None, token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.rope_store`."""
     if _kernel_takes(qkv) and key_cache.is_contiguous() and value_cache.is_contiguous():
         from phalanx.kernels.ops.rope_kv_cache import rope_store as kernel
 
-        return kernel(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales, head_norm)
-    return reference.rope_store(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales, head_norm)
+        return kernel(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales, head_norm, token_scales)
+    return reference.rope_store(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales, head_norm, token_scales)

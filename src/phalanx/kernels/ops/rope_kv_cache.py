@@ -7,7 +7,7 @@
     key_cache[slot], value_cache[slot] = rope(qkv[:, q_heads : q_heads + kv_heads]), qkv[:, q_heads + kv_heads :]    unless slot < 0
 
 An unscaled GEMM output gets its scales first, in fp32; results are rounded once. With a head norm, query and key heads are
-RMS-normed before (rounded as `reference.rms_norm` does).
+RMS-normed before (rounded as `reference.rms_norm` does). A cache in int8 gets a scale for each key and each value beside them.
 
 A program has some heads of one token: see `heuristics.rope_heads`.
 """
@@ -22,10 +22,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.ops.heuristics import rope_heads
-from phalanx.kernels.quantize import clipped, e4m3_byte
+from phalanx.kernels.quantize import clipped, e4m3_byte, int8_code, int8_scale
 from phalanx.kernels.reference import HeadNorm
 from phalanx.kernels.scaled_tensors import Unscaled
-from phalanx.kernels.vectors import nearest
+from phalanx.kernels.vectors import largest_along, nearest
 
 
 @triton.jit
@@ -45,12 +45,35 @@ def _store(cache, place, mask, first, second, half, FP8: tl.constexpr, SM: tl.co
 
 
 @triton.jit
+def _store_in_int8(
+    key_cache, value_cache, token_scales, first, second, slot, head, pair, inside, q_heads, kv_heads, half,
+    BLOCK_SIZE: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """first, second [heads, pairs]: both halves of complete heads. Store the keys and values among them, and their scales."""
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    is_value = head >= q_heads + kv_heads
+    scale = int8_scale(largest_along(tl.maximum(tl.abs(first), tl.abs(second), propagate_nan=tl.PropagateNan.ALL), 1), SM)
+    inverse = tl.div_rn(1.0, scale.to(tl.float32))
+    first, second = int8_code(first * inverse, SM), int8_code(second * inverse, SM)
+    stored = (slot >= 0) & (head >= q_heads) & (head < q_heads + 2 * kv_heads)
+    kv_head = head - tl.where(is_value, q_heads + kv_heads, q_heads)
+    place, inside = (slot * kv_heads + kv_head) * (2 * half) + pair, stored & inside
+    tl.store(key_cache + place, first, inside & ~is_value)
+    tl.store(key_cache + place + half, second, inside & ~is_value)
+    tl.store(value_cache + place, first, inside & is_value)
+    tl.store(value_cache + place + half, second, inside & is_value)
+    place = (slot // BLOCK_SIZE * kv_heads + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    tl.store(token_scales + 2 * place + is_value.to(tl.int32), scale, stored)
+
+
+@triton.jit
 def rotate_and_store(
-    first, second, fp32_first, fp32_second, c, s, token, head, pair, inside, query, key_cache, value_cache, slots,
-    q_heads, kv_heads, half, key_inverse, value_inverse, FP8: tl.constexpr, SM: tl.constexpr,
+    first, second, fp32_first, fp32_second, c, s, token, head, pair, inside, query, key_cache, value_cache, token_scales, slots,
+    q_heads, kv_heads, half, key_inverse, value_inverse, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Rotate elements pair and pair + half of a token's heads by cosines c and sines s, and store them. first, second: as values
-    are stored; fp32_first, fp32_second: the same before rounding, which are rotated."""
+    are stored; fp32_first, fp32_second: the same before rounding, which are rotated. token_scales: None, or those of caches in
+    int8, which take complete heads [heads, pairs]."""
     rotated_first = nearest(fp32_first * c - fp32_second * s, first, SM)
     rotated_second = nearest(fp32_second * c + fp32_first * s, first, SM)
 
@@ -60,13 +83,20 @@ def rotate_and_store(
     tl.store(query + place + half, rotated_second, is_query)
 
     slot = tl.load(slots + token)
-    stored = inside & (slot >= 0)
-    is_key = stored & (head >= q_heads) & (head < q_heads + kv_heads)
-    place = (slot * kv_heads + head - q_heads) * (2 * half) + pair
-    _store(key_cache, place, is_key, rotated_first, rotated_second, half, FP8, SM, key_inverse)
-    is_value = stored & (head >= q_heads + kv_heads)
-    place = (slot * kv_heads + head - q_heads - kv_heads) * (2 * half) + pair
-    _store(value_cache, place, is_value, first, second, half, FP8, SM, value_inverse)
+    if token_scales is not None:
+        as_value = head >= q_heads + kv_heads
+        first, second = tl.where(as_value, first, rotated_first), tl.where(as_value, second, rotated_second)
+        _store_in_int8(
+            key_cache, value_cache, token_scales, first, second, slot, head, pair, inside, q_heads, kv_heads, half, BLOCK_SIZE, SM
+        )
+    else:
+        stored = inside & (slot >= 0)
+        is_key = stored & (head >= q_heads) & (head < q_heads + kv_heads)
+        place = (slot * kv_heads + head - q_heads) * (2 * half) + pair
+        _store(key_cache, place, is_key, rotated_first, rotated_second, half, FP8, SM, key_inverse)
+        is_value = stored & (head >= q_heads + kv_heads)
+        place = (slot * kv_heads + head - q_heads - kv_heads) * (2 * half) + pair
+        _store(value_cache, place, is_value, first, second, half, FP8, SM, value_inverse)
 
 
 @triton.jit
@@ -86,10 +116,12 @@ def _normed(first, second, head, pair, q_norm, k_norm, eps, q_heads, kv_heads, h
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rope_store(
-    qkv, rows, columns, q_norm, k_norm, cos, sin, query, key_cache, value_cache, slots, q_heads, kv_heads, half, eps, key_inverse,
-    value_inverse, BLOCK: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, SM: tl.constexpr,
+    qkv, rows, columns, q_norm, k_norm, cos, sin, query, key_cache, value_cache, token_scales, slots, q_heads, kv_heads, half, eps,
+    key_inverse, value_inverse, BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+    SM: tl.constexpr,
 ):  # fmt: skip
-    """rows, columns: the scales of an unscaled GEMM output, or None. q_norm, k_norm: the weights of a head norm, or None."""
+    """rows, columns: the scales of an unscaled GEMM output, or None. q_norm, k_norm: the weights of a head norm, or None.
+    token_scales: of caches in int8, whose BLOCK_SIZE counts; or None."""
     if SM >= 90:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -117,16 +149,17 @@ def _rope_store(
         first, second = _normed(first, second, head, pair, q_norm, k_norm, eps, q_heads, kv_heads, half, SM)
         fp32_first, fp32_second = first.to(tl.float32), second.to(tl.float32)
     rotate_and_store(
-        first, second, fp32_first, fp32_second, c, s, token, head, pair, inside, query, key_cache, value_cache, slots,
-        q_heads, kv_heads, half, key_inverse, value_inverse, FP8, SM,
+        first, second, fp32_first, fp32_second, c, s, token, head, pair, inside, query, key_cache, value_cache, token_scales, slots,
+        q_heads, kv_heads, half, key_inverse, value_inverse, BLOCK_SIZE, FP8, SM,
     )  # fmt: skip
 
 
 def rope_store(
     qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
-    kv_scales: tuple[float, float] | None = None, head_norm: HeadNorm | None = None,
+    kv_scales: tuple[float, float] | None = None, head_norm: HeadNorm | None = None, token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel of `reference.rope_store`, for contiguous tensors; qkv in bf16, fp16 or fp32, caches in its dtype or e4m3."""
+    """The kernel of `reference.rope_store`, for contiguous tensors; qkv in bf16, fp16 or fp32, caches in its dtype, e4m3 or
+    int8."""
     values, rows, columns = Unscaled.parts(qkv)
     tokens, heads, head_dim = values.shape
     query = torch.empty((tokens, q_heads, head_dim), dtype=values.dtype, device=values.device)
@@ -138,8 +171,9 @@ def rope_store(
         block = rope_heads(tokens)
         norm = head_norm or (None, None, 0.0)
         _rope_store[(tokens, triton.cdiv(heads, block))](
-            values, rows, columns, *norm[:2], cos, sin, query, *caches, slots, q_heads, (heads - q_heads) // 2, head_dim // 2,
-            norm[2], 1.0 / key_scale, 1.0 / value_scale,
-            BLOCK=block, HALF=triton.next_power_of_2(head_dim // 2), FP8=fp8, SM=sm, num_warps=4, launch_pdl=sm >= 90,
+            values, rows, columns, *norm[:2], cos, sin, query, *caches, token_scales, slots, q_heads, (heads - q_heads) // 2,
+            head_dim // 2, norm[2], 1.0 / key_scale, 1.0 / value_scale,
+            BLOCK=block, HALF=triton.next_power_of_2(head_dim // 2), BLOCK_SIZE=0 if token_scales is None else key_cache.shape[1],
+            FP8=fp8, SM=sm, num_warps=4, launch_pdl=sm >= 90,
         )  # fmt: skip
     return query

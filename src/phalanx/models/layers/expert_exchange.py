@@ -17,6 +17,12 @@ Or each token goes to those indices alone that have one of its experts, once to 
 
 That moves less where a token reaches few of the indices: 1 - (1 - 1/D)^top_k of them under even routing. But how many rows there
 are is known on the device only: the host waits for it, in each layer.
+
+Or one-sided, where ranks write into each other's memory: as the second way, but every rank has room for `rows` tokens of each other
+one, and a token has its place there whether it comes or not. The host need not know which come, so graphs can contain it:
+
+    received = the tokens of rank 0, of rank 1, ...      [D * rows, hidden], of which those that reach this rank are computed
+    sums     = what each rank that a token reaches gives, back on the token's rank, added up in rank order
 """
 
 from __future__ import annotations
@@ -28,7 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.comm.group import Group, Splits, by_rank
+from phalanx.comm.one_sided import OneSided
 from phalanx.kernels.moe.tensors import Routing
+from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models.batch import DpTokens
 
 
@@ -57,10 +65,13 @@ def gathered_experts(x: Tensor, tokens: DpTokens, group: Group, experts: RankExp
 class DispatchedExperts(Protocol):
     """A router, and this rank's experts: run `group.rank` of as many equal runs as the group has ranks."""
 
-    def route(self, x: Tensor) -> Routing:
-        """x [T, hidden] -> its experts."""
+    def route(self, x: Tensor, padding: Tensor | None = None) -> Routing:
+        """x [T, hidden] -> its experts; none where `padding` [T] is given and negative."""
 
-    def routed(self, x: Tensor, routing: Routing) -> Tensor:
+    def payload(self, x: Tensor) -> Tensor | Quantized:
+        """x [T, hidden] as `routed` may take it: in e4m3 where the experts quantize tokens one by one anyway."""
+
+    def routed(self, x: Tensor | Quantized, routing: Routing) -> Tensor:
         """x [N, hidden] with its routing -> what the experts of this rank give [N, hidden]."""
 
 
@@ -84,6 +95,18 @@ def dispatched_experts(x: Tensor, group: Group, num_experts: int, experts: Dispa
     for part, its_rows in zip(torch.split(back, list(splits.sent)), torch.split(rows, list(splits.sent)), strict=True):
         total.index_add_(0, its_rows, part.float())  # no row twice: the order is that of ranks
     return total.to(x.dtype)
+
+
+def one_sided_experts(
+    x: Tensor, quantized: Quantized | None, tokens: DpTokens, index: int, one_sided: OneSided, num_experts: int,
+    experts: DispatchedExperts,
+) -> Tensor:  # fmt: skip
+    """As `gathered_experts`, on dp index `index`, by one-sided writes. quantized: x as `DispatchedExperts.payload` gives it, where
+    the op before has quantized it. Collective."""
+    padding = None if tokens.padding is None else tokens.padding[index * tokens.rows :][: len(x)]
+    routing = experts.route(x, padding)
+    received, its_routing = one_sided.dispatch(quantized or experts.payload(x), routing, tokens.rows, num_experts)
+    return one_sided.combine(experts.routed(received, its_routing), routing, its_routing, num_experts)
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values on their way into the cache: in the model's dtype, or in e4m3 with one scale for a layer's keys and one for its
-values."""
+"""Keys and values on their way into the cache: in the model's dtype; in e4m3 with one scale for a layer's keys and one for its
+values; or in int8 with a scale for each token's key and value of each head."""
 
 from __future__ import annotations
 
@@ -37,14 +37,18 @@ class KvStore(Sliced):
     ) -> Tensor:  # fmt: skip
         """heads [T, q_heads + 2 * kv_heads, head_dim], not rotated yet; cos_sin: of the tokens' positions. Stores rotated keys, and
         values, in slots [T] (see `Batch.kv_slots`); returns the rotated queries [T, q_heads, head_dim]."""
-        return kernels.rope_store(heads, *cos_sin, cache.key, cache.value, slots, q_heads, self.read_scales, head_norm)
+        return kernels.rope_store(
+            heads, *cos_sin, cache.key, cache.value, slots, q_heads, self.read_scales, head_norm, cache.token_scales
+        )
 
     def fused_with_gemv(
         self, x: Activation, qkv_proj: QkvParallelLinear, cos_sin: tuple[Tensor, Tensor], cache: KvCache, slots: Tensor
     ) -> Tensor | None:
-        """forward(qkv_proj(x)) in one kernel, for x of one token where a kernel takes it; else None, and nothing is stored."""
+        """forward(qkv_proj(x)) in one kernel, for x of one token where a kernel takes it; else None, and nothing is stored.
+
+        None for a cache in int8, too: its scales depend on complete heads, of which the GEMV's programs have parts."""
         gemv_args, q_heads = qkv_proj.gemv_args(x), len(qkv_proj.heads.q)
-        if gemv_args is None:
+        if gemv_args is None or cache.token_scales is not None:
             return None
         return qkv_rope_store(gemv_args, *cos_sin, cache.key, cache.value, slots, q_heads, self.read_scales)
 

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import kernels
+from phalanx.comm.one_sided import OneSided
 from phalanx.comm.sequence_parallel import unshard
 from phalanx.config.experts import Experts
 from phalanx.errors import ModelError
-from phalanx.kernels.moe.dispatch import experts_of, route, routed_experts
+from phalanx.kernels.moe.dispatch import experts_of, quantized_input, route, routed_experts
 from phalanx.kernels.moe.heuristics import BLOCK_K
 from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
 from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models.batch import DpTokens
-from phalanx.models.layers.expert_exchange import dispatched_experts, gathered_experts
+from phalanx.models.layers.expert_exchange import dispatched_experts, gathered_experts, one_sided_experts
 from phalanx.models.layers.fp8 import Activation, NormAndQuantized, NormOutput, add_weight
 from phalanx.models.layers.mlp import GatedMlp
 from phalanx.models.layers.norm import RmsNorm
@@ -202,7 +203,8 @@ class SparseMoe(nn.Module):
 
     def set_input_norm(self, norm: RmsNorm) -> None:
         """The norm before the block: it feeds the router in 16 bit, and the experts as they take it."""
-        norm.set_consumer(self.gate_up_proj.fp8 if self.context.dp.size == 1 else None, keep_norm=True)
+        quantizes = self.context.dp.size == 1 or self.context.one_sided is not None
+        norm.set_consumer(self.gate_up_proj.fp8 if quantizes else None, keep_norm=True)
 
     def forward(
         self, x: Tensor | NormAndQuantized, residual: Tensor, norm: RmsNorm | None, kv_slots: Tensor | None = None,
@@ -214,7 +216,7 @@ class SparseMoe(nn.Module):
         x, quantized = x if isinstance(x, NormAndQuantized) else (x, None)
         shared = None if self.shared_experts is None else self.shared_experts.partial_sum(self._for_shared(x, quantized))
         if dp_tokens is not None:
-            total = self.exchanged(x, dp_tokens)
+            total = self.exchanged(x, dp_tokens, quantized)
             total = total if shared is None else total.add_(shared)
         else:
             out = group.empty(*x.shape, dtype=x.dtype, device=x.device) if group.size > 1 else None
@@ -224,31 +226,48 @@ class SparseMoe(nn.Module):
         residual = unshard(residual, group) + group.all_reduce(total)
         return residual, residual
 
-    def exchanged(self, x: Tensor, dp_tokens: DpTokens) -> Tensor:
-        """x [T, hidden], the tokens of this dp index -> what the experts of all indices give to them [T, hidden], of this rank's
-        slice. Collective over dp: an index without tokens calls it, too."""
-        dp = self.context.dp
+    def exchanged(self, x: Tensor, dp_tokens: DpTokens, quantized: Quantized | None = None) -> Tensor:
+        """x [T, hidden] (and the same quantized), the tokens of this dp index -> what the experts of all indices give to them
+        [T, hidden], of this rank's slice. Collective over dp: an index without tokens calls it, too."""
+        dp, one_sided = self.context.dp, self.context.one_sided
+        if one_sided is not None and self._goes_one_sided(dp_tokens.rows, one_sided):
+            return one_sided_experts(x, quantized, dp_tokens, dp.rank, one_sided, self.config.count, self)
         if self.context.expert_exchange == "ALL_TO_ALL" and dp_tokens.padding is None:
             return dispatched_experts(x, dp, self.config.count, self)
         return gathered_experts(x, dp_tokens, dp, lambda rows, padding: self.partial_sum(rows, kv_slots=padding))
+
+    def _goes_one_sided(self, rows: int, one_sided: OneSided) -> bool:
+        """Whether a step in which each index sends `rows` rows takes the one-sided exchange: the same on all ranks."""
+        table, experts = self.context.exchange_table, self.tensors()
+        if rows > one_sided.max_rows or table is None:
+            return rows <= one_sided.max_rows
+        return table.lookup("e4m3" if experts.fp8_gemm else "16 bit", rows, experts.hidden).exchange == "ONE_SIDED"
 
     def router_logits(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, experts], by the router, which has the checkpoint's name."""
         logits: Tensor = self.gate(x)
         return logits
 
-    def route(self, x: Tensor) -> Routing:
-        """x [T, hidden] -> each token's experts."""
+    def route(self, x: Tensor, padding: Tensor | None = None) -> Routing:
+        """x [T, hidden] -> each token's experts; none where `padding` [T] is given and negative."""
         experts = self.config
+        if not len(x):
+            return Routing(*(x.new_empty((0, experts.per_token), dtype=dtype) for dtype in (torch.float32, torch.int32)))
         return route(
             x, None if self.pattern is not None else self.router_logits(x), self.tensors(), top_k=experts.per_token,
             num_experts=experts.count, renormalize=experts.renormalize, pattern=self.pattern,
-            scoring=experts.scoring, bias=self._bias,
+            scoring=experts.scoring, bias=self._bias, kv_slots=padding,
         )  # fmt: skip
 
-    def routed(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [N, hidden] with its routing -> what this rank's part of the experts gives [N, hidden]."""
-        return experts_of(x, self.tensors(), routing, num_experts=self.config.count, load=self.load)
+    def routed(self, x: Tensor | Quantized, routing: Routing) -> Tensor:
+        """x [N, hidden], or what `payload` gives for it, with its routing -> what this rank's part of the experts gives
+        [N, hidden]."""
+        dtype = self.context.dtype
+        return experts_of(x, self.tensors(), routing, num_experts=self.config.count, dtype=dtype, load=self.load)
+
+    def payload(self, x: Tensor) -> Tensor | Quantized:
+        """x [T, hidden] as the experts' GEMMs read it: quantized where they do that anyway."""
+        return quantized_input(x, self.tensors())
 
     def partial_sum(
         self, x: Tensor, out: Tensor | None = None, quantized: Quantized | None = None, kv_slots: Tensor | None = None,

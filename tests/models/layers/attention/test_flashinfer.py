@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.models_attention import as_read, in_fp8, made_batch, naive
+from phalanx.errors import ModelError
+from tests.support.models_attention import as_read, in_fp8, in_int8, made_batch, naive
 
 
 class _Wrapper:
@@ -116,6 +117,14 @@ def test_a_cache_in_fp8_is_planned_as_such_and_scaled(backend_module: types.Modu
     for row, here in ((0, slice(0, 1)), (1, slice(1, 10))):
         key, value = as_read(keys[row], scales[0]), as_read(values[row], scales[1])
         torch.testing.assert_close(out[here], naive(query[here], key, value, rows[row][0], None, 0.3), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_in_int8_is_an_error_with_the_next_move(backend_module: types.ModuleType) -> None:
+    batch, cache, _, _ = made_batch([(7, 1), (0, 9)], None)
+    plan = backend_module.FlashInferBackend(torch.device("cpu"), torch.float32).plan(batch)
+    with pytest.raises(ModelError, match="a KV cache in int8 cannot be read by FlashInfer's kernels") as caught:
+        plan.forward(torch.randn(10, 6, 8), in_int8(cache), window=None, scale=0.3)
+    assert "install triton" in str(caught.value)
 
 
 @pytest.mark.parametrize(

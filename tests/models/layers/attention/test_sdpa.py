@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.models.layers.attention import sdpa
 from phalanx.models.layers.attention.sdpa import bundles, query_chunks
 from phalanx.models.layers.attention.select import select_backend
-from tests.support.models_attention import BLOCK, CPU, as_read, in_fp8, made_batch, naive
+from tests.support.models_attention import BLOCK, CPU, as_read, as_read_int8, in_fp8, in_int8, made_batch, naive
 
 ROWS = st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=6)
 
@@ -34,7 +34,7 @@ def test_rows_of_every_kind(rows: list[tuple[int, int]], window: int | None, lim
         torch.testing.assert_close(out[here], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("window", "in_cache"), [(None, "fp32"), (5, "fp32"), (None, "fp8")])
+@pytest.mark.parametrize(("window", "in_cache"), [(None, "fp32"), (5, "fp32"), (None, "fp8"), (5, "int8")])
 def test_sinks_take_their_part_of_each_heads_softmax(window: int | None, in_cache: str) -> None:
     """As a key without a value does that all queries of a head see, whatever they are; one sink per query head."""
     rows = [(12, 1), (0, 9), (30, 6)]
@@ -44,6 +44,8 @@ def test_sinks_take_their_part_of_each_heads_softmax(window: int | None, in_cach
         scales = (0.5, 2.0)
         cache = in_fp8(cache, scales)
         keys, values = [as_read(key, 0.5) for key in keys], [as_read(value, 2.0) for value in values]
+    elif in_cache == "int8":
+        cache, keys, values = in_int8(cache), list(map(as_read_int8, keys)), list(map(as_read_int8, values))
     query = torch.randn(batch.token_ids.shape[0], 6, 8, generator=torch.Generator().manual_seed(4))
     sinks = torch.tensor([-1.0, 0.0, 1.0, 3.0, -50.0, 60.0])
     plan = select_backend(CPU, torch.float32, 8).plan(batch)
@@ -77,6 +79,18 @@ def test_a_cache_in_fp8_is_converted_and_scaled(scales: tuple[float, float] | No
     for row, here in ((0, slice(0, 1)), (1, slice(1, 13))):
         key, value = as_read(keys[row], used[0]), as_read(values[row], used[1])
         torch.testing.assert_close(out[here], naive(query[here], key, value, rows[row][0], 5, 0.7), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_cache_in_int8_is_converted_and_scaled(window: int | None) -> None:
+    rows = [(9, 1), (0, 12), (30, 3)]
+    batch, cache, keys, values = made_batch(rows, window)
+    query = torch.randn(16, 6, 8)
+    out = select_backend(CPU, torch.float32, 8).plan(batch).forward(query, in_int8(cache), window=window, scale=0.7)
+    for row, (before, count) in enumerate(rows):
+        here = slice(batch.query_starts_cpu[row], batch.query_starts_cpu[row] + count)
+        wanted = naive(query[here], as_read_int8(keys[row]), as_read_int8(values[row]), before, window, 0.7)
+        torch.testing.assert_close(out[here], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_many_decodes_are_one_call() -> None:

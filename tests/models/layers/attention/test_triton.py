@@ -23,7 +23,7 @@ from phalanx.models.batch import Batch, count_leading_decodes
 from phalanx.models.layers.attention import select, triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend
-from tests.support.models_attention import as_read, in_fp8, made_batch, naive
+from tests.support.models_attention import as_read, as_read_int8, in_fp8, in_int8, made_batch, naive
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -150,6 +150,17 @@ def test_a_cache_in_fp8() -> None:
     compare(out, query, batch, rows, *read, None)
 
 
+def test_a_cache_in_int8(prefilled: list[tuple[int, int | None]]) -> None:
+    """Of which our kernel takes the prefill rows, too, where others would take those in 16 bit."""
+    rows = [(7, 1), (0, 9)]
+    batch, cache, keys, values = made_batch(rows, None)
+    query, others = torch.randn(10, 6, 8), Watched()
+    out = TritonBackend(others, CPU, "quantized").plan(batch).forward(query, in_int8(cache), window=None, scale=0.3)
+    compare(out, query, batch, rows, list(map(as_read_int8, keys)), list(map(as_read_int8, values)), None)
+    assert not others.planned
+    assert len(prefilled) == 1
+
+
 def test_a_fixed_batch_is_planned_once_for_all_replays(launched: list[int]) -> None:
     """Its tensors change, and the values on the host at its plan do not count."""
     later, cache, keys, values = made_batch([(9, 1), (30, 1)], None)
@@ -176,7 +187,7 @@ OTHERS = [(7, 1), (16, 1), (0, 9), (5, 1), (11, 50)]
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("through_rows", [False, True])
 @pytest.mark.parametrize(("own", "fp8", "taken"), [
-    ("none", False, False), ("none", True, False), ("e4m3", False, False), ("e4m3", True, True), ("all", False, True),
+    ("none", False, False), ("none", True, False), ("quantized", False, False), ("quantized", True, True), ("all", False, True),
     ("all", True, True),
 ])  # fmt: skip
 def test_who_attends_to_prefill_rows(
@@ -207,7 +218,7 @@ def test_a_fixed_batch_of_any_rows_is_planned_once(
     """At most 20 decode rows and 5 prefill rows; each replay has other rows."""
     tokens, decodes, prompts, others = 200, 20, 5, Watched()
     rows = decodes + prompts
-    triton_backend = TritonBackend(others, CPU, "e4m3")
+    triton_backend = TritonBackend(others, CPU, "quantized")
     assert triton_backend.captures_prefill
     assert not TritonBackend(others, CPU).captures_prefill
     batch, _, _, _ = made_batch([(0, 1)], None)
@@ -298,7 +309,7 @@ def test_which_back_end_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (selected.name, selected.own_prefill) == ("triton+sdpa", "none")
     assert select.select_backend(CPU, torch.float32, 72).name == "sdpa"
     monkeypatch.setattr(select.kernels, "supports_prefill", lambda device, dtype, head_dim: True)
-    for name, own in (("sdpa", "all"), ("flashinfer", "e4m3")):
+    for name, own in (("sdpa", "all"), ("flashinfer", "quantized")):
         monkeypatch.setattr(Watched, "name", name)
         monkeypatch.setattr(select, "_fallback", lambda *arguments: Watched())
         selected = select.select_backend(CPU, torch.float32, 64)

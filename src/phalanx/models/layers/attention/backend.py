@@ -25,7 +25,7 @@ class AttentionPlan(Protocol):
         to all.
 
         query [T, heads, head_dim]; the batch's own keys and values are in the cache already. kv_scales: the factors of the cached
-        keys and of the cached values, where the cache is quantized; None for 1. sinks [heads]: one more logit in the softmax of
+        keys and of the cached values, where the cache is in e4m3; None for 1. sinks [heads]: one more logit in the softmax of
         each head, which takes its part of the weights and has no value. Returns a tensor of query's shape and dtype, `out`
         where that is given; its values at padding tokens are undefined.
         """

@@ -142,6 +142,11 @@ class FlashInferPlan:
                 "attention sinks cannot run with FlashInfer's kernels", held="they run with the Triton kernels and on CPU",
                 next="install triton",
             )  # fmt: skip
+        if cache.token_scales is not None:
+            raise ModelError(
+                "a KV cache in int8 cannot be read by FlashInfer's kernels", held="the Triton kernels and the CPU read it",
+                next="install triton, or use kv_cache_dtype='fp8'",
+            )  # fmt: skip
         key = PlanKey(query.shape[1], cache.key.shape[2], query.shape[2], cache.key.shape[1], window, scale, cache.key.dtype)
         if key not in self._ready:
             self.prepare(key)

@@ -86,7 +86,7 @@ class Scratch:
     """The buffers into which keys and values are gathered, one layer after the other."""
 
     def __init__(self) -> None:
-        self.key, self.value = GrowingBuffer(), GrowingBuffer()
+        self.key, self.value, self.token_scales = GrowingBuffer(), GrowingBuffer(), GrowingBuffer()
 
 
 class Bundle:
@@ -122,6 +122,9 @@ class Bundle:
         heads, head_dim = query.shape[1:]
         q = query[self.tokens].view(self.rows, self.queries, heads, head_dim).transpose(1, 2)
         k, v = self.gather(cache.key, scratch.key), self.gather(cache.value, scratch.value)
+        if cache.token_scales is not None:
+            scales = self.gather_scales(cache.token_scales, scratch.token_scales)
+            k, v = k * scales[..., :1], v * scales[..., 1:]
         if k.dtype != q.dtype:
             k, v = k.to(q.dtype), v.to(q.dtype)
         mask = self.mask
@@ -137,6 +140,13 @@ class Bundle:
         into = buffer.take(self.blocks.shape[0], blocks)
         gathered = torch.index_select(blocks, 0, self.blocks, out=into).view(cache.dtype)
         return gathered.view(self.rows, -1, *cache.shape[2:]).transpose(1, 2)
+
+    def gather_scales(self, token_scales: Tensor, buffer: GrowingBuffer) -> Tensor:
+        """[num_blocks, kv_heads, block_size, 2] bf16 -> [R, kv_heads, L, 2] fp32."""
+        blocks = token_scales.view(token_scales.shape[0], -1)
+        gathered = torch.index_select(blocks, 0, self.blocks, out=buffer.take(self.blocks.shape[0], blocks))
+        by_head = gathered.view(self.rows, -1, *token_scales.shape[1:]).transpose(1, 2)
+        return by_head.float().flatten(2, 3)
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -15,8 +15,8 @@ from phalanx.models.layers.attention.backend import AttentionBackend
 def select_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, latent: Latent | None = None
 ) -> AttentionBackend:  # fmt: skip
-    """On CUDA: our Triton kernel for decode rows. Prefill rows use FlashInfer, except over an FP8 cache or where FlashInfer is
-    missing or does not support dtype and head_dim: there our Triton prefill kernel runs. Otherwise torch's
+    """On CUDA: our Triton kernel for decode rows. Prefill rows use FlashInfer, except over a cache in FP8 or int8, or where
+    FlashInfer is missing or does not support dtype and head_dim: there our Triton prefill kernel runs. Otherwise torch's
     scaled_dot_product_attention. latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s."""
     if latent is not None:
         return _latent_backend(device, dtype, latent)
@@ -26,7 +26,7 @@ def select_backend(
 
         if not kernels.supports_prefill(device, dtype, head_dim):
             return TritonBackend(fallback, device)
-        return TritonBackend(fallback, device, "e4m3" if fallback.name == "flashinfer" else "all")
+        return TritonBackend(fallback, device, "quantized" if fallback.name == "flashinfer" else "all")
     return fallback
 
 

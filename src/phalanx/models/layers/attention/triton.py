@@ -21,12 +21,12 @@ from phalanx.models.layers.attention.backend import AttentionBackend, AttentionP
 
 
 class TritonBackend:
-    """prefill: the back end for prefill rows. own_prefill: the prefill rows that our kernel takes instead: those over a cache in
-    e4m3 and those with sinks, all, or none, where there is no kernel for them. Where there is one, it takes all prefill rows of a
-    fixed batch."""
+    """prefill: the back end for prefill rows. own_prefill: the prefill rows that our kernel takes instead: those over a quantized
+    cache (e4m3, int8) and those with sinks, all, or none, where there is no kernel for them. Where there is one, it takes all
+    prefill rows of a fixed batch."""
 
     def __init__(
-        self, prefill: AttentionBackend, device: torch.device, own_prefill: Literal["none", "e4m3", "all"] = "none"
+        self, prefill: AttentionBackend, device: torch.device, own_prefill: Literal["none", "quantized", "all"] = "none"
     ) -> None:  # fmt: skip
         self.prefill, self.name, self.own_prefill = prefill, f"triton+{prefill.name}", own_prefill
         self.captures_prefill = own_prefill != "none"
@@ -87,12 +87,12 @@ class TritonPlan:
                 query[rows], cache.key, cache.value, tables if table_rows is not None else tables[rows],
                 None if table_rows is None else table_rows[rows], batch.kv_lengths[rows], scale=scale, window=window,
                 kv_scales=kv_scales, workspace=backend.workspace, short=self._short, splits=self._splits[spec],
-                early_lengths=early, out=out[rows], sinks=sinks,
+                early_lengths=early, out=out[rows], sinks=sinks, token_scales=cache.token_scales,
             )  # fmt: skip
         backend.layer_specs.add(kernels.LayerSpec.of(query, cache.key, window))
         if self._prefills:
             own = backend.own_prefill
-            must = own == "e4m3" and (cache.key.dtype == torch.float8_e4m3fn or sinks is not None)
+            must = own == "quantized" and (cache.key.dtype in (torch.float8_e4m3fn, torch.int8) or sinks is not None)
             if batch.fixed or own == "all" or must:
                 self._attend_prefill(query, cache, window, scale, kv_scales, out, sinks)
             else:
@@ -121,6 +121,7 @@ class TritonPlan:
             query, cache.key, cache.value, batch.block_tables if rows is not None else batch.block_tables[at:],
             None if rows is None else rows[at:], batch.query_starts[at:], batch.kv_lengths[at:], scale=scale, window=window,
             kv_scales=kv_scales, tiles=self._tiles, early_lengths=batch.fixed, out=out, sinks=sinks,
+            token_scales=cache.token_scales,
         )  # fmt: skip
 
 
