@@ -69,7 +69,7 @@ def gate_up_tiling(
         return ExpertTiling(64, tokens, 4, _stages(128 + tokens, itemsize, sm, programs=1 if programs < 4 * num_sms else 2), 4)
     if tokens == 64 or not _large_tiles(sm, by_block) or (sm == 90 and itemsize == 1):
         # On Hopper two programs of 64 rows with 144 pairs, each one warpgroup, keep tensor cores busier than one of 128 rows.
-        warps = 8 if by_block and extra or tokens == 128 and sm < 90 else 4
+        warps = 8 if (by_block and extra) or (tokens == 128 and sm < 90) else 4
         return ExpertTiling(64, tokens, warps, _stages(128 + tokens + extra, itemsize, sm, programs=2), 8, extra=extra)
     return ExpertTiling(128, 128, 8, _stages(384 + extra, itemsize, sm, programs=1), 8, extra=extra)
 
