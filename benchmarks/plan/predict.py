@@ -100,7 +100,7 @@ def same_engine(row: dict[str, Any], report: dict[str, Any]) -> bool:
         and layout["ep"] == options.get("expert_parallel_size", 1)
         and layout["moe_ep"] == options.get("moe_expert_parallel_size", 1)
         and layout["replicas"] == options.get("replicas", 1)
-        and row.get("max_batch_size", 512) == options["max_batch_size"]
+        and row.get("max_batch_size", 512) == options.get("max_batch_size", 512)
     )
 
 
