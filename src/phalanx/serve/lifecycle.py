@@ -37,9 +37,9 @@ LAST_EVENT_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 """Seconds that the engine gets to shut down before it is killed."""
 FULL_COLLECTION = 100_000
-"""Collections of the middle generation before one of all objects (Python's default: 10), which stops every stream: 0.15 s beside a few
-long answers. With 1000, a minute of large bodies brought one. A request leaves no cycles, and what other code leaves is collected
-when the server is idle (`allocator`)."""
+"""Collections of the middle generation before one of all objects (Python's default: 10), which stops every stream: 0.15 s beside a
+few long answers. With 1000, a minute of large bodies brought one. A request leaves no cycles, and what other code leaves is
+collected when the server is idle (`allocator`)."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """They end the server in order. SIGHUP comes when the terminal is closed; if it was ignored from the start (nohup), it stays so."""
 

@@ -93,8 +93,8 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of a single token, special tokens included; an incomplete character is U+FFFD. Kept: scores have twenty tokens at
-        each position, and each call of the library gives up the interpreter lock."""
+        """The text of a single token, special tokens included; an incomplete character is U+FFFD. It is kept: scores have twenty
+        tokens at each position, and each call of the library gives up the interpreter lock."""
         text = self._texts.get(token_id)
         if text is None:
             text = self.decode([token_id], skip_special_tokens=False)

@@ -21,7 +21,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from phalanx.serve.openai.api_errors import ApiError, bad_request, validation_api_error
+from phalanx.serve.openai.api_errors import ApiError, bad_request, clip, validation_api_error
 from phalanx.serve.openai.large_bodies.gate import Place
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -70,6 +70,10 @@ async def read_request(
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise bad_request("the body must be JSON, and Content-Type application/json", code="invalid_content_type")
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
+        raise bad_request(
+            f"Content-Encoding {clip(encoding)!r} is not supported; send the body as it is", code="unsupported_content_encoding"
+        )
     service = request.app.state.service
     with service.gate.request() as place:
         parts = await _bounded(request, place)
