@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from phalanx.serve.connections.timed_protocol import MAX_HEAD_BYTES
+from phalanx.serve.connections.timed_protocol import MAX_HEAD_BYTES, MAX_PIPELINED
 from tests.support.serve_http_app import MODEL, Scripted, live
+from tests.support.serve_processes import until
 
 HEAD_SECONDS, BODY_SECONDS = 0.5, 0.7
 CLOSED_SECONDS = 20.0
@@ -189,3 +190,40 @@ def test_an_encoded_body_is_refused_as_what_it_is(served, encoding):
         )
     assert (answer.status_code == 400) == (encoding == "gzip"), answer.text
     assert ("Content-Encoding 'gzip' is not supported" in answer.text) == (encoding == "gzip")
+
+
+CLOSE = b"\r\nConnection: close\r\n\r\n"
+PIPELINED = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("count", [3, MAX_PIPELINED + 1])
+def test_pipelined_requests_are_answered_in_order(served, count):
+    with connect(served) as connection:
+        connection.sendall(PIPELINED * (count - 1) + PIPELINED.replace(b"/version", b"/live").replace(b"\r\n\r\n", CLOSE))
+        text, _ = answer_of(connection)
+    assert (text.count(b"HTTP/1.1 200 OK"), text.count(b'"version"'), text.count(b'"live"')) == (count, count - 1, 1)
+    assert text.endswith(b'"reason":null}')
+
+
+def test_too_many_pipelined_requests_close_the_connection(served):
+    """Those that were queued are answered; the last says that nothing follows."""
+    with connect(served) as connection:
+        connection.sendall(PIPELINED * 20 * MAX_PIPELINED)
+        text, _ = answer_of(connection)
+    assert text.count(b"HTTP/1.1") == text.count(b"HTTP/1.1 200 OK")
+    assert MAX_PIPELINED <= text.count(b"HTTP/1.1 200 OK") <= 2 * MAX_PIPELINED
+    assert text.rpartition(b"HTTP/1.1 200 OK")[2].lower().count(b"connection: close") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_with_more_requests_queued_aborts(served, stream):
+    """Only the latest request was told: the one in progress went on to its end."""
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": stream}).encode()
+    head = HEAD.replace(b"Length: %d" % len(BODY), b"Length: %d" % len(body))
+    aborted, added = len(served.engine.aborted), len(served.engine.added)
+    with connect(served) as connection:
+        connection.sendall((head + body) * 3)
+        until(lambda: len(served.engine.added) == added + 1)
+    until(lambda: len(served.engine.aborted) == aborted + 1, 5.0)
+    until(lambda: served.service.admission.open == 0, 5.0)
+    assert len(served.engine.added) == added + 1
