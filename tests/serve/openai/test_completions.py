@@ -185,13 +185,13 @@ def test_async_client(server):
 @pytest.mark.parametrize("prompt", [[5] * 8, [5] * 600])
 def test_completions_share_the_scores_of_their_prompt(server, client, monkeypatch, prompt):
     """They are encoded once, and each choice has them."""
-    made = []
-    monkeypatch.setattr(completions, "prompt_logprobs", lambda *args: made.append(prompt_logprobs(*args)) or made[-1])
+    encoded = []
+    monkeypatch.setattr(completions, "prompt_logprobs", lambda *args: encoded.append(prompt_logprobs(*args)) or encoded[-1])
     answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=4, n=3, extra_body={"prompt_logprobs": 1})
     first, *others = [choice.to_dict()["prompt_logprobs"] for choice in answer.choices]
     assert (len(first), first[0]) == (len(prompt), None)
     assert others == [first, first]
-    assert len(made) == 1
+    assert len(encoded) == 1
 
 
 def test_an_echo_with_scores_in_a_stream_with_the_usage_so_far(client):

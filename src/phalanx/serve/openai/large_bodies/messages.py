@@ -2,7 +2,7 @@
 """What a server and the processes that read its large bodies say to each other, over a Unix socket: frames of a length and bytes.
 
 The server begins with `Setup`. Then it sends a `Job` and, as a frame of its own, a body; the process may ask for what is stored
-(`WantedItem`, `WantedConversation`), each answered by a `Found` and its texts, and ends with `Prepared`, `Answer` or `Refused`.
+(`WantedItem`, `WantedConversation`), each answered by a `TextCount` and its texts, and ends with `Prepared`, `Answer` or `Refused`.
 
 What may have megabytes is a frame of its own, or a view into the frame it came in: a copy would take the server's interpreter lock
 for as long as it takes.
@@ -86,7 +86,7 @@ class Stored:
     refused: Refused | None = None
 
 
-class Found(msgspec.Struct):
+class TextCount(msgspec.Struct):
     """So many texts follow, each as a frame; or why there are none."""
 
     count: int
@@ -120,7 +120,7 @@ Reply = WantedItem | WantedConversation | Refused | Answer | Prepared
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
 decode_job = msgspec.msgpack.Decoder(Job).decode
-decode_found = msgspec.msgpack.Decoder(Found).decode
+decode_text_count = msgspec.msgpack.Decoder(TextCount).decode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 

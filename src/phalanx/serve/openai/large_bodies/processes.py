@@ -28,12 +28,12 @@ from phalanx.serve.openai.body import parse
 from phalanx.serve.openai.large_bodies import messages
 from phalanx.serve.openai.large_bodies.messages import (
     Answer,
-    Found,
     Job,
     Prepared,
     Refused,
     Setup,
     Stored,
+    TextCount,
     WantedConversation,
     WantedItem,
 )
@@ -219,7 +219,7 @@ class _Process:
                 if not isinstance(reply, (WantedItem, WantedConversation)):
                     return reply
                 stored = ask(reply)
-                messages.send(self._connection, messages.encode(Found(len(stored.texts), stored.refused)))
+                messages.send(self._connection, messages.encode(TextCount(len(stored.texts), stored.refused)))
                 for text in stored.texts:
                     messages.send(self._connection, text)
         except TimeoutError:

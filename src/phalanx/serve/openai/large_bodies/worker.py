@@ -171,10 +171,10 @@ class Reader:
 
     def _stored(self, wanted: WantedItem | WantedConversation) -> list[bytearray]:
         messages.send(self._connection, messages.encode(wanted))
-        found = messages.decode_found(self._frame())
-        if found.refused is not None:
-            raise found.refused.error()
-        return [self._frame() for _ in range(found.count)]
+        texts = messages.decode_text_count(self._frame())
+        if texts.refused is not None:
+            raise texts.refused.error()
+        return [self._frame() for _ in range(texts.count)]
 
     def _frame(self) -> bytearray:
         frame = messages.receive(self._connection)
