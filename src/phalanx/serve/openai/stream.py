@@ -73,6 +73,8 @@ class Chunks:
 
     def of(self, choice: dict[str, Any], usage: Mapping[str, Any] | None = None) -> bytes:
         """The event of a choice with at most PART entries. usage: that so far, if each event has it."""
+        if usage is None:
+            return b"%b%b]}\n\n" % (self._before, encode_small(choice))
         return b"%b%b%b" % (self._before, encode_small(choice), _after(usage))
 
     async def of_any(self, choice: dict[str, Any], usage: Mapping[str, Any] | None = None) -> Event:
@@ -175,7 +177,10 @@ class EventStream(Response):
                             await _write(write, part)
                         data = bytes(data[-1])
                     last = data.endswith(DONE)
-                    await _write(write, data, more=not last)
+                    if len(data) <= SEND_BYTES:
+                        await write({"type": "http.response.body", "body": data, "more_body": not last})
+                    else:
+                        await _write(write, data, more=not last)
                     if last:
                         return
         except Exception as error:
