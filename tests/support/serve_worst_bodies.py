@@ -121,7 +121,6 @@ BODIES: dict[str, Callable[[], tuple[str, str]]] = {
         prompt=[5] * (LENGTH - 10), echo=True, logprobs=5, stream=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True},
     )),
-    "scores of a prompt of several completions": lambda: (PLAIN, plain(prompt=[7] * (LENGTH - 10), prompt_logprobs=20, n=3)),
     "scores of a conversation": lambda: (
         CHAT, chat(messages=[{"role": "user", "content": "This is a rank. " * 1500}], prompt_logprobs=20),
     ),
