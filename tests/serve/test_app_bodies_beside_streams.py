@@ -5,8 +5,9 @@ Sixteen streams run all the time, beside the bodies and alone by turns. Where th
 else holds up this machine, and the windows around it say nothing. The test needs the machine for itself (`make test` runs it before
 the others): two cores, which streams at this interval do not fill.
 
-The goal is that no gap is over 100 ms. On two cores four of seven windows had one moment of 105 to 130 ms, in which all streams
-waited, so the limit here is MAX_BESIDE_SECONDS. It was 4.3 s before large bodies had a gate and readers that give way.
+What holds up the server itself is measured as well, without its waits for a core: one turn of either loop, and full collections of
+the garbage collector, of which there must be none. One of them, 0.15 s, was the gap of 105 to 146 ms that one window in five had;
+beside it stood scores of half a million objects that were freed at once, and answers of 20 MB that were copied and written at once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from tests.support.serve_worst_bodies import BODIES, CHAT, FILLED_BODIES, PLAIN,
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 MAX_GAP_SECONDS = 0.1
-MAX_BESIDE_SECONDS = 0.2
+MAX_TURN_SECONDS = 0.06
+"""Of one turn of a loop, without waits for a core: 25 to 37 ms beside other programs, 20 of which are the work for a token each."""
 STREAMS, COPIES = 16, 4
 TOKEN_SECONDS = 0.02
 ALONE_SECONDS, AFTER_SECONDS = 6.0, 1.0
@@ -120,17 +122,18 @@ class Streams:
 
 class Window(NamedTuple):
     """gaps: the number of those longer than 100 ms. longest, seconds, loop and turn: in seconds; the last two are the longest
-    delays of the event loop and of the engine's loop that are not a wait for a core."""
+    delays of the event loop and of the engine's loop that are not a wait for a core. collections: full ones of the server."""
 
     gaps: int
     longest: float
     seconds: float
     loop: float
     turn: float
+    collections: int
 
     @property
     def bounded(self) -> bool:
-        return self.longest <= MAX_BESIDE_SECONDS and max(self.loop, self.turn) <= MAX_GAP_SECONDS
+        return self.longest <= MAX_GAP_SECONDS and max(self.loop, self.turn) <= MAX_TURN_SECONDS
 
 
 def test_no_long_gap_that_is_not_there_without_them(served: Served, delays: Path, tmp_path: Path) -> None:
@@ -143,7 +146,8 @@ def test_no_long_gap_that_is_not_there_without_them(served: Served, delays: Path
     def window(streams: Streams, begin: float, end: float) -> Window:
         gaps = streams.between(begin, end)
         own = [max(delays_between(delays / name, begin, end), default=0.0) for name in ("loop", "turns")]
-        return Window(sum(gap > MAX_GAP_SECONDS for gap in gaps), max(gaps), end - begin, *own)
+        collections = len(delays_between(delays / "collections", begin, end))
+        return Window(sum(gap > MAX_GAP_SECONDS for gap in gaps), max(gaps), end - begin, *own, collections)
 
     def alone(streams: Streams) -> Window:
         begin = time.monotonic()
@@ -173,6 +177,7 @@ def test_no_long_gap_that_is_not_there_without_them(served: Served, delays: Path
         for _ in range(TRIES):
             during, after = beside(streams), alone(streams)
             print(f"\nalone {before}\nbeside {during}\nalone {after}", flush=True)
+            assert during.collections == 0, "one takes 0.15 s, whatever else this machine does"
             if before.gaps == after.gaps == 0:
                 quiet.append(during)
                 if during.bounded:

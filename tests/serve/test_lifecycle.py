@@ -19,6 +19,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support.loop_delays import SCHEDSTAT, delays_between
 from tests.support.serve_processes import MODEL, fake_server, free_port, until
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -263,3 +264,16 @@ def test_the_key_is_nowhere(tmp_path, tiny_model):
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(10) == 0
         assert "very-secret" not in served.log
+
+
+def test_the_first_who_asks_for_the_description_holds_up_nobody(tmp_path, tiny_model):
+    """It is made while the engine starts. Made for the first who asked, it took 0.3 s of the event loop."""
+    if not SCHEDSTAT.exists():
+        pytest.skip("not run: needs Linux's times of threads")
+    with fake_server(tmp_path, tiny_model, fake=SLOW, delays=tmp_path) as served:
+        served.wait_ready()
+        begin = time.monotonic()
+        with served.http() as http:
+            assert http.get("/openapi.json").json()["info"]["title"] == "Phalanx"
+        time.sleep(0.1)
+        assert max(delays_between(tmp_path / "loop", begin, time.monotonic()), default=0.0) < 0.1

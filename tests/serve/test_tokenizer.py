@@ -227,3 +227,14 @@ def test_long_texts_leave_the_interpreter_lock(tmp_path):
     assert tokenizer.decode(ids) == tokenizer.backend.decode(ids) == text
     with pytest.raises(RequestError, match="not valid Unicode"):
         tokenizer.encode("x" * 5000 + "\ud800")
+
+
+def test_the_text_of_a_token_is_decoded_once(tmp_path, monkeypatch):
+    """Scores have twenty tokens at each position; decoding each took most of their time."""
+    tokenizer = Tokenizer.load(write(tmp_path, byte_level()))
+    texts = [tokenizer.token_text(token) for token in range(tokenizer.vocab_size + 2)]
+    decoded = []
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **_: decoded.append(ids) or "?")
+    assert [tokenizer.token_text(token) for token in range(tokenizer.vocab_size)] == texts[:-2]
+    assert decoded == []
+    assert tokenizer.token_text(tokenizer.vocab_size + 1) == "?", "only those of the vocabulary are kept"

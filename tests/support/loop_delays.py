@@ -9,6 +9,7 @@ of its threads that holds the interpreter lock. Both append lines "moment delay"
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,19 @@ def waited() -> float:
 
 
 async def watch_loop(path: Path) -> None:
-    """Record the delays of the running event loop. Never returns."""
+    """Record the delays of the running event loop, and in the file `collections` beside them the full collections of the garbage
+    collector. Never returns."""
+    began = 0.0
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        nonlocal began
+        if info["generation"] == 2 and phase == "start":
+            began = time.monotonic()
+        elif info["generation"] == 2:
+            with (path.parent / "collections").open("a", encoding="ascii") as file:
+                file.write(f"{time.monotonic()} {time.monotonic() - began}\n")
+
+    gc.callbacks.append(on_collection)
     while True:
         begin, before = time.monotonic(), waited()
         await asyncio.sleep(PERIOD_SECONDS)

@@ -117,6 +117,10 @@ BODIES: dict[str, Callable[[], tuple[str, str]]] = {
         PLAIN, plain(prompt=[5] * (LENGTH - 10), echo=True, logprobs=5, stream=True),
     ),
     "scores of a prompt": lambda: (PLAIN, plain(prompt=[7] * (LENGTH - 10), prompt_logprobs=20)),
+    "scores of an echoed prompt, in a stream with the usage so far": lambda: (PLAIN, plain(
+        prompt=[5] * (LENGTH - 10), echo=True, logprobs=5, stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )),
     "scores of a conversation": lambda: (
         CHAT, chat(messages=[{"role": "user", "content": "This is a rank. " * 1500}], prompt_logprobs=20),
     ),
@@ -145,15 +149,19 @@ BODIES: dict[str, Callable[[], tuple[str, str]]] = {
 
 
 class Filled(NamedTuple):
-    """A store that was filled. items: ids, the oldest first. long: the id of the response with the longest conversation."""
+    """A store that was filled. items: ids of short items, the oldest first. large: of items of 7 MiB. long: the id of the response
+    with the longest conversation."""
 
     items: list[str]
+    large: list[str]
     long: str
 
 
 FILLED_BODIES: dict[str, Callable[[Filled], tuple[str, str]]] = {
-    "references to stored items": lambda filled: (RESPONSES, response(input=references(filled, 1100))),
-    "as many references to stored items as may be": lambda filled: (RESPONSES, response(input=references(filled, 64))),
+    "references to stored items": lambda filled: (RESPONSES, response(input=references(filled.items, 1100))),
+    "as many references to stored items as may be": lambda filled: (RESPONSES, response(input=references(filled.items, 64))),
+    "as many references to large items": lambda filled: (RESPONSES, response(input=references(filled.large, 64))),
+    "a reference to a large item": lambda filled: (RESPONSES, response(input=[*references(filled.large, 1), USER])),
     "after a long conversation": lambda filled: (RESPONSES, response(previous_response_id=filled.long)),
     "a long response": lambda filled: (f"{RESPONSES}/{filled.long}", ""),
     "the items of a long response": lambda filled: (f"{RESPONSES}/{filled.long}/input_items?limit=100", ""),
@@ -161,24 +169,26 @@ FILLED_BODIES: dict[str, Callable[[Filled], tuple[str, str]]] = {
 """Those that are about stored responses. One without a body is a GET."""
 
 
-def references(filled: Filled, count: int) -> list[dict[str, str]]:
-    return [{"type": "item_reference", "id": filled.items[i % len(filled.items)]} for i in range(count)]
+def references(items: list[str], count: int) -> list[dict[str, str]]:
+    return [{"type": "item_reference", "id": items[i % len(items)]} for i in range(count)]
 
 
 def fill(served: Served) -> Filled:
     """Store conversations of 7 MiB each, most of it in thoughts that no prompt has, and a long one of many items."""
     thoughts: dict[str, Any] = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * (SIZE - 2000)}]}
     many = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}] * 500
-    items = []
+    items, large = [], []
     with served.http(timeout=120) as http:
         for _ in range(STORED):
             answer = http.post(RESPONSES, content=response(input=[USER, thoughts]))
             assert answer.status_code == 200, answer.text
             items.append(answer.json()["output"][0]["id"])
+            stored = http.get(f"{RESPONSES}/{answer.json()['id']}/input_items?order=asc").json()["data"]
+            large.append(stored[1]["id"])
         thoughts["content"][0]["text"] = "x" * (SIZE // 2)
         answer = http.post(RESPONSES, content=response(input=[*many, thoughts]))
         assert answer.status_code == 200, answer.text
-    return Filled(items, answer.json()["id"])
+    return Filled(items, large, answer.json()["id"])
 
 
 def post(served: Served, path: str, body: str) -> socket.socket:

@@ -48,7 +48,7 @@ logger = log.get_logger(__name__)
 DIAGNOSIS = "phalanx.health.failed_start:explain"
 """Looks for the cause of a failed start. It stands above the engine, which knows it by this name alone."""
 
-FULL_COLLECTION = 1000
+FULL_COLLECTION = 100_000
 """Collections of the middle generation before one of all objects (Python's default: 10). It visits every token id of every prompt:
 0.2 s for a hundred prompts of 20,000 tokens, in which no rank gets a step."""
 SWITCH_INTERVAL_SECONDS = 1e-3

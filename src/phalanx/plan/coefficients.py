@@ -11,19 +11,26 @@ from typing import Any
 
 _DATA = Path(__file__).parent / "data" / "coefficients.json"
 
+_LIKE = {"c_few": "c_layer", "sharpness_experts": "sharpness"}
+"""Coefficient -> the one that it was, in files that are older than it."""
+
 
 @dataclass(frozen=True)
 class Coefficients:
     """e_*: parts of a peak; tflops_per_watt: FP8 operations per joule, twice those in 16 bit; c_*: microseconds. c_one: a layer's
-    chain at one token, where kernels are fused; c_layer: at more. c_moe: more of a chain for a layer with experts. e_experts,
-    e_experts_flops: of the grouped GEMMs over experts. e_far, e_far_fp8: of decode attention beyond FAR_ROW tokens of a row.
-    passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer whose kernels the host launches
-    one by one, which a step without a graph takes at least. c_call: of another call of a layer's attention, where rows of other
-    sizes have one of their own (on a CPU). c_latent: more of a chain for a layer with latent attention. e_kv_fp8 and e_prompt_fp8:
-    with an FP8 cache. e_bytes_16: of weights in 16 bit. mxfp4, mxfp4_flops: times as long as reading weights at e_experts, and as
-    computing at e_experts_flops, do GEMMs over experts in MXFP4 take, which widen their weights.
-    ns_row, ns_long_row: of one row's attention, for each token of its context up to LONG_ROW and beyond. gemm_rs_hidden_part:
-    of an all-reduce, what long steps hide, since GEMMs write into their owners' memory."""
+    chain at one token, where kernels are fused; c_few: at up to FEW_ROWS; c_layer: at MANY_ROWS and more. c_norm: of a chain,
+    a residual norm with its quantization, which an all-reduce has in itself. c_moe: more of a chain for a layer with experts.
+    c_gather: from where the gather of a residual begins, beside its bytes (`Costs._all_reduces_us`). e_experts,
+    e_experts_flops, sharpness_experts: of the grouped GEMMs over experts. e_far, e_far_fp8: of decode attention beyond
+    FAR_ROW tokens of a row. passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer
+    whose kernels the host launches one by one, which a step without a graph takes at least. c_call: of another call of a
+    layer's attention, where rows of other sizes have one of their own (on a CPU). c_latent: more of a chain for a layer with
+    latent attention; c_query: for one whose query is compressed too. block_experts: times as long as at e_experts does
+    reading experts take whose weights have scales of blocks. e_kv_fp8 and e_prompt_fp8: with an FP8 cache. e_bytes_16: of
+    weights in 16 bit. mxfp4, mxfp4_flops: times as long as reading weights at e_experts, and as computing at e_experts_flops,
+    do GEMMs over experts in MXFP4 take, which widen their weights. ns_row, ns_long_row: of one row's attention, for each
+    token of its context up to LONG_ROW and beyond. gemm_rs_hidden_part: of an all-reduce, what long steps hide, since GEMMs
+    write into their owners' memory."""
 
     e_bytes: float
     e_bytes_16: float
@@ -50,13 +57,20 @@ class Coefficients:
     c_hop: float
     c_eager: float
     c_call: float
+    c_few: float
+    sharpness_experts: float
+    c_norm: float = 0.0
+    c_gather: float = 0.0
     c_latent: float = 0.0
+    c_query: float = 0.0
+    block_experts: float = 1.0
     mxfp4: float = 1.0
     mxfp4_flops: float = 1.0
 
     @classmethod
     def from_json(cls, values: dict[str, float]) -> Coefficients:
         """Raises KeyError where one without a default is missing."""
+        values = {**{name: values[like] for name, like in _LIKE.items() if like in values}, **values}
         chosen = (each for each in fields(cls) if each.default is MISSING or each.name in values)
         return cls(**{each.name: float(values[each.name]) for each in chosen})
 

@@ -8,7 +8,8 @@ Per stage, in seconds, for T tokens, of which R rows sample, that read K tokens 
                                                                                                is less beyond FAR_ROW tokens
                       + 4 P heads head_dim / (e_p F16)                                         attention of prompts
                       + T * activation bytes / BW                                              what is between GEMMs
-                      + 2 all-reduces (measured curve; T hidden bytes)  +  c(T)                 c: a layer's chain of kernels
+                      + 2 all-reduces (measured curve; T hidden bytes) - their norms  +  c(T)   c: a layer's chain of kernels
+                      + gather of the residual                                                  of experts in FP8, tp > 1, T >= 128
                       + exchange of the tokens of all dp indices, there and back                of layers with experts, for ep > 1
     + head on R rows + c_step, and for a pipeline c_hop and the hidden states' bytes for each stage
 
@@ -38,6 +39,12 @@ SHORT_ROW, LONG_ROW = 200, 1500
 
 FAR_ROW = 2048
 """Tokens of a row's context beyond which decode attention reads the cache at another speed: its splits are too few for few rows."""
+
+FEW_ROWS, MANY_ROWS = 16, 32
+"""Rows of a step up to which GEMMs are skinny, and from which on a layer's chain does not grow."""
+
+OWNED_ROWS = 128
+"""Rows of a step from which on all-reduces leave the residual with the ranks that own its rows."""
 
 LONG_STEP = 2048
 """Tokens from which on row-parallel GEMMs write to the ranks that own the rows."""
@@ -212,12 +219,10 @@ class Costs:
         for gemm in gemms:
             seconds += gemm.count * self._gemm_seconds(gemm, tokens, everywhere)
         seconds += cs.passes * tokens * between / machine.bandwidth
-        chain = (cs.c_one if tokens == 1 else cs.c_layer) + (cs.c_latent if self.shape.latent is not None else 0.0)
-        seconds += layers * chain * 1e-6 + moe_layers * self._around_experts(everywhere)
+        seconds += layers * self._chain_us(tokens) * 1e-6 + moe_layers * self._around_experts(everywhere)
         hidden_bytes = tokens * self.shape.hidden_size * 2.0
         if split.tp > 1:
-            hidden_part = cs.gemm_rs_hidden_part * min(tokens / LONG_STEP, 1.0) if self.strategy != "NCCL" else 0.0
-            seconds += 2 * layers * self._all_reduce().us(hidden_bytes) * (1 - hidden_part) * 1e-6
+            seconds += 1e-6 * self._all_reduces_us(tokens, layers, moe_layers)
         if split.ep > 1 and moe_layers:  # each rank gathers the tokens of all dp indices, and as many sums are scattered
             seconds += 2 * moe_layers * self._exchange().us(hidden_bytes * split.ep) * 1e-6
         if stage == split.pp - 1:
@@ -229,6 +234,43 @@ class Costs:
                 bandwidth = between_nodes.bandwidth if between_nodes else machine.gpu.link_bandwidth
                 seconds += hidden_bytes / (0.85 * bandwidth)
         return max(seconds, layers * cs.c_eager * 1e-6) if work.eager else seconds
+
+    def _all_reduces_us(self, tokens: int, layers: int, moe_layers: int) -> float:
+        """Microseconds of the two all-reduces of each layer, beyond the norms that a chain has without them.
+
+        Long steps of dense layers hide a part, since their GEMMs write to the ranks that own the rows. In layers with experts in
+        FP8 the norm is kept for the router, which an all-reduce of owned rows does not do: from OWNED_ROWS on, where the others
+        own rows, each such layer gathers the residual first."""
+        cs, nbytes = self.machine.coefficients, tokens * self.shape.hidden_size * 2.0
+        tuned = self.strategy != "NCCL"
+        hidden_part = cs.gemm_rs_hidden_part * min(tokens / LONG_STEP, 1.0) if tuned else 0.0
+        us = self._all_reduce().us(nbytes)
+        norms = 0.0 if tokens == 1 else 2 * cs.c_norm  # GEMMs of one token compute their own, but not that before a router
+        total = (layers - moe_layers) * max(2 * us * (1 - hidden_part) - norms, 0.0)
+        total += moe_layers * max(2 * us - max(norms, cs.c_norm), 0.0)
+        if tuned and tokens >= OWNED_ROWS and self._router_keeps_norm:
+            total += moe_layers * (cs.c_gather + self._all_reduce("NCCL").us(nbytes) / 2)  # half of an all-reduce is a gather
+        return total
+
+    @property
+    def _router_keeps_norm(self) -> bool:
+        """Whether the norm before experts is needed both quantized and not."""
+        experts = self.shape.experts
+        return experts is not None and not experts.mxfp4 and self.split.ep == 1 and self._experts_in_fp8
+
+    @cached_property
+    def _experts_in_fp8(self) -> bool:
+        gemms, _, _, _ = _stage_gemms(self.shape, self.dtype, self.split, self.split.pp - 1)
+        return any(gemm.routed and gemm.fp8 for gemm in gemms)
+
+    def _chain_us(self, tokens: int) -> float:
+        """Microseconds of a layer's chain of kernels: fused at one token, skinny GEMMs at few, and tiles from MANY_ROWS on."""
+        cs, latent = self.machine.coefficients, self.shape.latent
+        part = min(max(tokens - FEW_ROWS, 0) / (MANY_ROWS - FEW_ROWS), 1.0)
+        us = cs.c_one if tokens == 1 else cs.c_few + (cs.c_layer - cs.c_few) * part
+        if latent is not None:
+            us += cs.c_latent + (cs.c_query if latent.q_rank is not None else 0.0)
+        return us
 
     def experts_seconds(self, tokens: int) -> float:
         """Seconds of the experts of one layer of the first stage that has them: router, GEMMs and what is between them."""
@@ -252,20 +294,24 @@ class Costs:
         cs, gpu, experts = self.machine.coefficients, self.machine.gpu, self.shape.experts
         if gemm.routed and experts is not None:
             physical = experts.count + self.split.redundant
-            nbytes = gemm.weight_bytes * _touched(experts, self.split.redundant, everywhere) / physical
+            touched = _touched(experts, self.split.redundant, everywhere)
+            nbytes = gemm.weight_bytes * touched / physical
             flops = gemm.flops * everywhere * experts.per_token / physical
             peak = _reached_flops(gpu, cs, gemm.fp8, cs.e_experts_flops)
             part = cs.e_experts
             if experts.mxfp4:
                 part, peak = part / cs.mxfp4, peak / cs.mxfp4_flops
+            elif self.shape.quantization is not None and self.shape.quantization.block is not None:
+                part = part / cs.block_experts
         else:
             nbytes, flops = float(gemm.weight_bytes), gemm.flops * tokens
             peak, part = _reached_flops(gpu, cs, gemm.fp8, cs.e_flops), cs.e_bytes if gemm.fp8 else cs.e_bytes_16
         reached_bandwidth = part * self.machine.bandwidth
         read, compute = nbytes / reached_bandwidth, flops / peak
+        sharpness = cs.sharpness_experts if gemm.routed else cs.sharpness
         top = max(read, compute)
         least = min(read, compute) / top if top else 0.0
-        return top * float((1 + least**cs.sharpness) ** (1 / cs.sharpness))
+        return top * float((1 + least**sharpness) ** (1 / sharpness))
 
     def _head_seconds(self, rows: int) -> float:
         width = footprint.local_shape(_head(self.shape), self.split)[0] * self.shape.hidden_size
@@ -275,9 +321,9 @@ class Costs:
     def _spans_nodes(self, ranks: int) -> bool:
         return ranks > self.machine.gpus_per_node
 
-    def _all_reduce(self) -> Curve:
+    def _all_reduce(self, strategy: str | None = None) -> Curve:
         network = self.machine.network if self._spans_nodes(self.split.tp) else None
-        return collectives.all_reduce(self.machine.gpu, self.machine.link, self.split.tp, network, self.strategy)
+        return collectives.all_reduce(self.machine.gpu, self.machine.link, self.split.tp, network, strategy or self.strategy)
 
     def _exchange(self) -> Curve:
         network = self.machine.network if self._spans_nodes(self.split.tp * self.split.ep) else None

@@ -48,8 +48,10 @@ logger = get_logger(__name__)
 OPEN_FILES = 65536
 """Descriptors that a server may have: each stream takes one."""
 
-SWITCH_INTERVAL_SECONDS = 1e-3
-"""Time for which a tokenizing thread may delay the streams, which have a token every few milliseconds. Python's default: 5 ms."""
+SWITCH_INTERVAL_SECONDS = 1e-4
+"""Time for which another thread keeps the interpreter lock from the event loop, each time that the loop wants it (Python's default:
+5 ms). The loop gives it up in calls into libraries, several times for each token: with 16 streams and 1 ms, a thread that encodes a
+long answer held up every stream for 45 to 90 ms."""
 
 ROUTERS = (chat.router, completions.router, responses.router, tokenize.router, status.router, experts.router)
 

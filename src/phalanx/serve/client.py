@@ -185,6 +185,7 @@ class EngineProcessClient:
                     return
         finally:
             self._streams.pop(request_id, None)
+            stream.discard()
             if not stream.ended and self.failure is None:
                 self._send(Abort([request_id]))
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import uvicorn
-from starlette.types import ASGIApp
+from fastapi import FastAPI
 
 from phalanx.config.locate import locate_tokenizer
 from phalanx.config.model import known_eos_ids
@@ -36,9 +36,10 @@ LAST_EVENT_SECONDS = 2.0
 """Seconds that streams get to send a last error when the server ends."""
 CLOSE_SECONDS = 5.0
 """Seconds that the engine gets to shut down before it is killed."""
-FULL_COLLECTION = 1000
-"""Collections of the middle generation before one of all objects (Python's default: 10). It would stop every stream for as long as
-it takes to visit them; the server is also collected when it is idle (`allocator`)."""
+FULL_COLLECTION = 100_000
+"""Collections of the middle generation before one of all objects (Python's default: 10), which stops every stream: 0.15 s beside a
+few long answers. With 1000, a minute of large bodies brought one. A request leaves no cycles, and what other code leaves is
+collected when the server is idle (`allocator`)."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """They end the server in order. SIGHUP comes when the terminal is closed; if it was ignored from the start (nohup), it stays so."""
 
@@ -48,7 +49,7 @@ class Lifecycle:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: FastAPI,
         service: Service,
         sockets: list[socket.socket],
         *,
@@ -56,6 +57,7 @@ class Lifecycle:
         serving: ServeOptions,
         start: Callable[[EngineOptions], Awaitable[EngineClient]],
     ) -> None:
+        self._app = app
         self._service, self._sockets, self._engine, self._serving, self._start = service, sockets, engine, serving, start
         protocol = timed_protocol(header_seconds=serving.header_timeout, body_seconds=serving.body_timeout)
         config = uvicorn.Config(
@@ -129,7 +131,11 @@ class Lifecycle:
             raise OptionError("skip_tokenizer_init is not possible here", why="a server reads and writes text", next="remove it")
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
         output = await asyncio.to_thread(self._detect_output, tokenizer)
-        client = self._client = await self._start(options)
+        describing = asyncio.create_task(asyncio.to_thread(self._app.openapi))  # it takes 0.3 s: the first who asks would wait
+        try:
+            client = self._client = await self._start(options)
+        finally:
+            await describing
         if not client.eos_token_ids and tokenizer.eos_token_id is not None:
             client.eos_token_ids = list(known_eos_ids([tokenizer.eos_token_id], client.facts.vocab_size, "the tokenizer"))
         facts, metrics = client.facts, service.metrics

@@ -45,6 +45,7 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._texts: dict[int, str] = {}  # of single tokens
         self._sources = templates
         self._compiled: dict[str, ChatTemplate] = {}
 
@@ -92,8 +93,14 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of a single token, special tokens included; an incomplete character is U+FFFD."""
-        return self.decode([token_id], skip_special_tokens=False)
+        """The text of a single token, special tokens included; an incomplete character is U+FFFD. It is kept: scores have twenty
+        tokens at each position, and each call of the library gives up the interpreter lock."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self.decode([token_id], skip_special_tokens=False)
+            if 0 <= token_id < self.vocab_size:  # others are refused, or are the padding of a model's vocabulary
+                self._texts[token_id] = text
+        return text
 
     @cached_property
     def max_token_characters(self) -> int:

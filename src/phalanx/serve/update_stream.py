@@ -7,6 +7,7 @@ import asyncio
 
 from phalanx.engine.messages import RequestUpdate
 from phalanx.errors import PhalanxError
+from phalanx.serve.openai.long_answers import discard
 
 COALESCED_TOKENS = 128
 """Tokens that wake the reader of a stream with `coalesce`."""
@@ -46,6 +47,11 @@ class UpdateStream:
         self.ended = update.finish_reason is not None
         if self.ended or len(pending.tokens) >= self._min_tokens:
             self._wake()
+
+    def discard(self) -> None:
+        """Free what nobody has read, off the event loop: scores of a long prompt are half a million objects."""
+        if self._pending is not None and self._pending.prompt_logprobs is not None:
+            discard(self._pending.prompt_logprobs)
 
     def fail(self, error: PhalanxError) -> None:
         """End with this error, after the updates that came before it."""

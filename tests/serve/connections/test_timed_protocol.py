@@ -10,7 +10,9 @@ import time
 
 import pytest
 
+from phalanx.serve.connections.timed_protocol import MAX_HEAD_BYTES, MAX_PIPELINED
 from tests.support.serve_http_app import MODEL, Scripted, live
+from tests.support.serve_processes import until
 
 HEAD_SECONDS, BODY_SECONDS = 0.5, 0.7
 CLOSED_SECONDS = 20.0
@@ -117,3 +119,111 @@ def test_a_hundred_slow_connections_cost_nothing(served):
     with served.client() as http:
         assert http.get("/live").status_code == 200
     assert served.service.admission.open == 0
+
+
+LINE = b"x-a: " + b"b" * 993 + b"\r\n"
+START = b"GET /live HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+OVERSIZED = {
+    "a path": (b"GET /", b"a" * 1000),
+    "headers": (START, LINE),
+    "one header": (START + b"x-a: ", b"a" * 1000),
+    "an extension of a chunk": (CHUNKED + b"1;", b"a" * 1000),
+    "trailers": (CHUNKED + b"0\r\n", LINE),
+    "trailers of a body": (CHUNKED + b"%x\r\n%b\r\n0\r\n" % (len(BODY), BODY), LINE),
+}
+
+
+@pytest.mark.parametrize("name", OVERSIZED)
+def test_a_head_has_a_limit(served, name):
+    """The connection is closed long before all of it has arrived, and the client is told."""
+    first, unit = OVERSIZED[name]
+    with connect(served) as connection:
+        connection.sendall(first)
+        sent, answer = 0, b""
+        connection.settimeout(0.002)
+        try:
+            while sent < 8 * MAX_HEAD_BYTES:
+                connection.sendall(unit)
+                sent += len(unit)
+                with contextlib.suppress(TimeoutError):
+                    answer += connection.recv(65536)
+                    break
+        except ConnectionError:
+            pass
+        assert sent < 2 * MAX_HEAD_BYTES
+        if answer:  # the rest of what was sent may have reset the connection before
+            assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+            assert b"request_header_too_large" in answer + connection.recv(65536)
+
+
+def test_a_head_that_comes_at_once_has_the_same_limit(served):
+    for lines, status in ((60, b"200"), (70, b"431")):
+        with connect(served) as connection:
+            connection.sendall(START + LINE * lines + b"Connection: close\r\n\r\n")
+            assert answer_of(connection)[0].startswith(b"HTTP/1.1 " + status)
+
+
+def test_requests_of_one_connection_count_by_themselves(served):
+    with connect(served) as connection:
+        for _ in range(3):
+            connection.sendall(START + LINE * 40 + b"\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_in_short_chunks_has_no_head_that_is_too_large(served):
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1, "user": "x" * 20_000}).encode()
+    with connect(served) as connection:
+        connection.sendall(CHUNKED.replace(b"Host", b"Connection: close\r\nHost"))
+        connection.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        assert answer_of(connection)[0].startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "identity", ""])
+def test_an_encoded_body_is_refused_as_what_it_is(served, encoding):
+    with served.client() as http:
+        answer = http.post(
+            "/v1/completions", content=BODY, headers={"content-type": "application/json", "content-encoding": encoding}
+        )
+    assert (answer.status_code == 400) == (encoding == "gzip"), answer.text
+    assert ("Content-Encoding 'gzip' is not supported" in answer.text) == (encoding == "gzip")
+
+
+CLOSE = b"\r\nConnection: close\r\n\r\n"
+PIPELINED = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("count", [3, MAX_PIPELINED + 1])
+def test_pipelined_requests_are_answered_in_order(served, count):
+    with connect(served) as connection:
+        connection.sendall(PIPELINED * (count - 1) + PIPELINED.replace(b"/version", b"/live").replace(b"\r\n\r\n", CLOSE))
+        text, _ = answer_of(connection)
+    assert (text.count(b"HTTP/1.1 200 OK"), text.count(b'"version"'), text.count(b'"live"')) == (count, count - 1, 1)
+    assert text.endswith(b'"reason":null}')
+
+
+def test_too_many_pipelined_requests_close_the_connection(served):
+    """Those that were queued are answered; the last says that nothing follows."""
+    with connect(served) as connection:
+        connection.sendall(PIPELINED * 20 * MAX_PIPELINED)
+        text, _ = answer_of(connection)
+    assert text.count(b"HTTP/1.1") == text.count(b"HTTP/1.1 200 OK")
+    assert MAX_PIPELINED <= text.count(b"HTTP/1.1 200 OK") <= 2 * MAX_PIPELINED
+    assert text.rpartition(b"HTTP/1.1 200 OK")[2].lower().count(b"connection: close") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_with_more_requests_queued_aborts(served, stream):
+    """Only the latest request was told: the one in progress went on to its end."""
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": stream}).encode()
+    head = HEAD.replace(b"Length: %d" % len(BODY), b"Length: %d" % len(body))
+    aborted, added = len(served.engine.aborted), len(served.engine.added)
+    with connect(served) as connection:
+        connection.sendall((head + body) * 3)
+        until(lambda: len(served.engine.added) == added + 1)
+    until(lambda: len(served.engine.aborted) == aborted + 1, 5.0)
+    until(lambda: served.service.admission.open == 0, 5.0)
+    assert len(served.engine.added) == added + 1

@@ -8,6 +8,8 @@ import asyncio
 import openai
 import pytest
 
+from phalanx.serve.openai import completions
+from phalanx.serve.openai.logprobs import prompt_logprobs
 from phalanx.serve.openai.schema.responses import CompletionResponse
 from tests.serve.openai.conftest import TEXT
 from tests.support.serve_http_app import MODEL, tokenizer_of
@@ -178,3 +180,26 @@ def test_async_client(server):
             return await asyncio.gather(*(one(i) for i in range(20)))
 
     assert asyncio.run(ask()) == [TEXT] * 20
+
+
+@pytest.mark.parametrize("prompt", [[5] * 8, [5] * 600])
+def test_completions_share_the_scores_of_their_prompt(server, client, monkeypatch, prompt):
+    """They are encoded once, and each choice has them."""
+    encoded = []
+    monkeypatch.setattr(completions, "prompt_logprobs", lambda *args: encoded.append(prompt_logprobs(*args)) or encoded[-1])
+    answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=4, n=3, extra_body={"prompt_logprobs": 1})
+    first, *others = [choice.to_dict()["prompt_logprobs"] for choice in answer.choices]
+    assert (len(first), first[0]) == (len(prompt), None)
+    assert others == [first, first]
+    assert len(encoded) == 1
+
+
+def test_an_echo_with_scores_in_a_stream_with_the_usage_so_far(client):
+    """Its first event is long: it comes in parts, and is the same event."""
+    fields = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    stream = client.completions.create(
+        model=MODEL, prompt=[5] * 600, max_tokens=3, echo=True, logprobs=1, stream=True, extra_body=fields
+    )
+    chunks = list(stream)
+    assert all(chunk.usage is not None for chunk in chunks)
+    assert sum(len(choice.logprobs.tokens) for chunk in chunks for choice in chunk.choices if choice.logprobs) == 603

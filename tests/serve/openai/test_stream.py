@@ -19,19 +19,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from phalanx.errors import RankDied
 from phalanx.serve.openai.api_errors import ApiError
+from phalanx.serve.openai.long_answers import PART
 from phalanx.serve.openai.schema.responses import ErrorResponse
-from phalanx.serve.openai.stream import (
-    DONE,
-    PART,
-    SHORT_SEND,
-    EventStream,
-    _parts,
-    _until_disconnect,
-    chunks,
-    encode_json,
-    encode_small,
-    event,
-)
+from phalanx.serve.openai.stream import DONE, SEND_BYTES, SHORT_SEND, Chunks, EventStream, JsonBody, _until_disconnect, event
 from tests.support.serve_http_app import MODEL, Live, Scripted, live
 
 LONG = "What is a rank? " * 200
@@ -48,25 +38,50 @@ def until(condition, seconds=10.0):
 def test_a_chunk_is_its_head_with_one_choice():
     head = {"id": 'a"b', "created": 1, "usage": None}
     choice = {"index": 0, "text": 'x"\n\u2028\U0001f642\x00', "logprobs": None}
-    chunk = chunks(head)(choice)
+    chunk = Chunks(head).of(choice)
     assert (chunk[:6], chunk[-2:]) == (b"data: ", b"\n\n")
     assert json.loads(chunk[6:]) == {**head, "choices": [choice]} == json.loads(event({**head, "choices": [choice]})[6:])
     assert chunk.count(b"\n") == 2  # an event ends with an empty line, and must hold no other
 
-
-@pytest.mark.parametrize("count", [0, 1, PART, PART + 1, 3 * PART + 5])
-def test_a_long_answer_is_encoded_in_short_parts(count):
-    top = [{"token": "b", "logprob": -2.0, "bytes": [98, 99]}] * 20
-    content = [{"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": top}] * count
-    scores = [None] + [{str(i): {"logprob": -1.0, "rank": i} for i in range(20)}] * count
-    choices = [{"index": i, "text": 'x"', "logprobs": {"content": content, "text_offset": list(range(count))}} for i in range(3)]
-    body = {"id": "x", "choices": choices, "empty": [], "none": {}, "prompt_logprobs": scores, "usage": None}
-    parts = list(_parts(body))
-    assert b"".join(parts) == encode_json(body) == encode_small(body)
-    assert max(map(len, parts)) < 2 * PART * len(encode_small(content[:1] or top))
+    with_usage = Chunks(head).of(choice, {"total_tokens": 3})
+    assert json.loads(with_usage[6:]) == {**head, "choices": [choice], "usage": {"total_tokens": 3}}
+    assert asyncio.run(Chunks(head).of_any(choice)) == chunk
+    long = {**choice, "logprobs": {"text_offset": list(range(3 * PART))}}
+    parts = asyncio.run(Chunks(head).of_any({**choice, "logprobs": {"text_offset": list(range(3 * PART))}}))
+    assert isinstance(parts, list)
+    assert b"".join(parts) == Chunks(head).of(long)
 
 
-async def texts(*parts: bytes, error: Exception | None = None):
+def written_by(response) -> list[dict]:
+    """The messages of a response."""
+    messages = []
+
+    async def run() -> None:
+        async def send(message):
+            messages.append(message)
+
+        await response({"type": "http"}, None, send)
+
+    asyncio.run(run())
+    return messages
+
+
+@pytest.mark.parametrize("sizes", [[0], [5], [SEND_BYTES], [3, SEND_BYTES + 1, 2 * SEND_BYTES], [7 * SEND_BYTES + 9]])
+def test_a_long_body_is_written_in_short_parts(sizes):
+    """A connection takes megabytes at once, and the event loop would copy them in one go."""
+    parts = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
+    start, *bodies = written_by(JsonBody(parts))
+    assert dict(start["headers"])[b"content-length"] == b"%d" % sum(sizes)
+    assert b"".join(one["body"] for one in bodies) == b"".join(parts)
+    assert max(len(one["body"]) for one in bodies) <= SEND_BYTES
+    assert [one["more_body"] for one in bodies] == [True] * (len(bodies) - 1) + [False]
+    _, short = sent_by(texts(b"data: 1\n\n", [b"data: ", *parts, b"\n\n"], b"data: " + parts[-1] + b"\n\n" + DONE))
+    assert b"".join(one["body"] for one in short) == b"data: 1\n\ndata: %b\n\ndata: %b\n\n%b" % (b"".join(parts), parts[-1], DONE)
+    assert max(len(one["body"]) for one in short) <= SEND_BYTES
+    assert [one["more_body"] for one in short] == [True] * (len(short) - 1) + [False]
+
+
+async def texts(*parts: bytes | list[bytes], error: Exception | None = None):
     for part in parts:
         yield part
     if error is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
@@ -21,7 +21,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from phalanx.serve.openai.api_errors import ApiError, bad_request, validation_api_error
+from phalanx.serve.openai.api_errors import ApiError, bad_request, clip, validation_api_error
 from phalanx.serve.openai.large_bodies.gate import Place
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -57,23 +57,29 @@ async def read_request(
     request: Request,
     model: type[Model],
     prepare: Callable[[Model], Result],
-    prepare_large: Callable[[bytes], Awaitable[Result]],
+    prepare_large: Callable[[Sequence[bytes]], Awaitable[Result]],
     *,
     refers_to_much: Callable[[Model], bool] = lambda _: False,
 ) -> Result:
-    """`prepare` of the body of `request`, validated as `model`; of a large body, which must not be parsed here, `prepare_large`.
-    refers_to_much: whether a small body must be treated as a large one.
+    """`prepare` of the body of `request`, validated as `model`; of a large body, which must not be parsed here, `prepare_large`,
+    with the parts in which it came: to join them would hold up the streams. refers_to_much: whether a small body must be treated as
+    a large one.
 
     Raises ApiError 400, 408 or 413, and what the two raise.
     """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise bad_request("the body must be JSON, and Content-Type application/json", code="invalid_content_type")
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
+        raise bad_request(
+            f"Content-Encoding {clip(encoding)!r} is not supported; send the body as it is", code="unsupported_content_encoding"
+        )
     service = request.app.state.service
     with service.gate.request() as place:
-        body = await _bounded(request, place)
-        if len(body) > LARGE_BYTES:
-            return await prepare_large(body)
+        parts = await _bounded(request, place)
+        if sum(map(len, parts)) > LARGE_BYTES:
+            return await prepare_large(parts)
+    body = b"".join(parts)
     accepted: set[str] = set()
     async with service.parsing:
         parsed = parse(body, model, accepted)
@@ -81,7 +87,7 @@ async def read_request(
         if len(body) > SMALL_BYTES:  # of many that have arrived together, one is parsed in each iteration of the event loop
             await asyncio.sleep(0)
     if result is None:
-        return await prepare_large(body)
+        return await prepare_large([body])
     for field in accepted:
         service.metrics.accepted_field(field)
     return result
@@ -122,7 +128,7 @@ def parse(body: bytes, model: type[Model], accepted: set[str] | None = None) -> 
         raise validation_api_error(error, model) from None
 
 
-async def _bounded(request: Request, place: Place) -> bytes:
+async def _bounded(request: Request, place: Place) -> list[bytes]:
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 15 or int(length) > MAX_BODY_BYTES):
         raise _too_large()
@@ -146,7 +152,7 @@ async def _bounded(request: Request, place: Place) -> bytes:
                     parts.append(part)
     except ClientDisconnect:
         raise bad_request("the body is incomplete: the client disconnected") from None
-    return b"".join(parts)
+    return parts
 
 
 def _too_large() -> ApiError:

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +16,7 @@ from starlette.responses import Response
 from phalanx.serve.openai.body import RequestRoute, read_request
 from phalanx.serve.openai.generate import UsageCounter, generate
 from phalanx.serve.openai.logprobs import chat_logprobs, prompt_logprobs
+from phalanx.serve.openai.long_answers import JsonParts, discard, off_loop
 from phalanx.serve.openai.prepare import PreparedChat, prepare_chat
 from phalanx.serve.openai.prompts import encode_chat, reasoning_variables, renders_quickly
 from phalanx.serve.openai.request_params import (
@@ -30,16 +30,13 @@ from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompletionResponse
 from phalanx.serve.openai.service import Service, ServingEngine, service_of
 from phalanx.serve.openai.stream import (
-    DONE,
     CancellableResponse,
+    Chunks,
     EventStream,
     LastEvent,
-    chunks,
-    encode_json,
-    encode_small,
     event,
-    off_loop,
 )
+from phalanx.serve.openai.stream import Event as StreamEvent
 from phalanx.serve.output_parsing import CallArguments, CallBegin, ContentText, Event, OutputFormat, OutputParser, ReasoningText
 from phalanx.serve.output_parsing.reasoning import Begin
 from phalanx.serve.output_parsing.structural_tags import after_reasoning, forced_parser
@@ -80,7 +77,7 @@ class ChatHandler:
         self.streams = bool(prepared.request.stream)
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self.usage: UsageCounter | None = None
-        self._prompt_logprobs: msgspec.Raw | None = None
+        self._prompt_logprobs: JsonParts | None = None
 
     async def response(self) -> dict[str, Any]:
         """The body of the response."""
@@ -95,24 +92,23 @@ class ChatHandler:
             **({} if self._params.prompt_logprobs is None else {"prompt_logprobs": self._prompt_logprobs}),
         }
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[StreamEvent, None]:
         """The chunks of the response as server-sent events."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats)
         head = self._head("chat.completion.chunk")
-        as_event = chunks({**head, "usage": None} if with_usage else head)
+        chunks = Chunks({**head, "usage": None} if with_usage and not continuous else head)
         last = LastEvent(self._params.n)
         async with aclosing(self.deltas()) as deltas:
             async for choice in deltas:
-                if continuous:
-                    data = event({**head, "choices": [choice], "usage": self._usage_body()})
-                else:  # an event without logprobs has a few short lists: counting their entries takes longer than encoding them
-                    data = as_event(choice, encode_small if choice["logprobs"] is None else encode_json)
+                so_far = self._usage_body() if continuous else None
+                # An event without logprobs has a few short lists: counting their entries takes longer than encoding them.
+                data = chunks.of(choice, so_far) if choice["logprobs"] is None else await chunks.of_any(choice, so_far)
                 if not last.holds(choice, data):
                     yield data
         usage = event({**head, "choices": [], "usage": self._usage_body()}) if with_usage else b""
-        yield last.data + usage + DONE
+        yield last.with_end(usage)
 
     def _usage_body(self) -> dict[str, Any] | None:
         return None if self.usage is None else self.usage.body()
@@ -142,7 +138,10 @@ class ChatHandler:
                     usage.add(delta)
                     if delta.prompt_logprobs is not None:
                         scores, text_of = delta.prompt_logprobs, engine.tokenizer.token_text
-                        self._prompt_logprobs = await off_loop(prompt_logprobs, scores, text_of, entries=len(scores))
+                        try:
+                            self._prompt_logprobs = await off_loop(prompt_logprobs, scores, text_of, entries=len(scores))
+                        finally:
+                            discard(scores)
                     for choice in writers[delta.index].push(delta):
                         yield choice
 

@@ -21,6 +21,7 @@ from phalanx.engine.messages import TokenLogprobs
 from phalanx.serve.openai.body import RequestRoute, read_request
 from phalanx.serve.openai.generate import Deltas, UsageCounter, generate
 from phalanx.serve.openai.logprobs import CompletionLogprobsWriter, prompt_logprobs
+from phalanx.serve.openai.long_answers import PART, JsonParts, discard, off_loop
 from phalanx.serve.openai.prepare import PreparedCompletion, prepare_completion
 from phalanx.serve.openai.prompts import encode_prompts, encodes_quickly
 from phalanx.serve.openai.schema.completion import CompletionRequest
@@ -28,16 +29,12 @@ from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import CompletionResponse
 from phalanx.serve.openai.service import Service, ServingEngine, service_of
 from phalanx.serve.openai.stream import (
-    DONE,
-    PART,
     CancellableResponse,
+    Chunks,
+    Event,
     EventStream,
     LastEvent,
-    chunks,
-    encode_small,
-    entries_of,
     event,
-    off_loop,
 )
 from phalanx.serve.outputs import CompletionDelta
 
@@ -88,26 +85,22 @@ class CompletionHandler:
                 _join(choices.setdefault(choice["index"], {}), choice)
         return {**self._head, "choices": [choices[i] for i in sorted(choices)], "usage": self._usage_body()}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[Event, None]:
         """The chunks of the response as server-sent events."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats)
-        as_event = chunks({**self._head, "usage": None} if with_usage else self._head)
+        chunks = Chunks({**self._head, "usage": None} if with_usage and not continuous else self._head)
         texts_only = self._request.logprobs is None and self._request.prompt_logprobs is None
         last = LastEvent(len(self._prompts) * self._params.n)
         async with aclosing(self._choices()) as choice_deltas:
             async for choice in choice_deltas:
-                if continuous:
-                    data = event({**self._head, "choices": [choice], "usage": self._usage_body()})
-                elif texts_only or (entries := entries_of(choice)) <= PART:
-                    data = as_event(choice, encode_small)
-                else:
-                    data = await off_loop(as_event, choice, entries=entries)
+                so_far = self._usage_body() if continuous else None
+                data = chunks.of(choice, so_far) if texts_only else await chunks.of_any(choice, so_far)
                 if not last.holds(choice, data):
                     yield data
         usage = event({**self._head, "choices": [], "usage": self._usage_body()}) if with_usage else b""
-        yield last.data + usage + DONE
+        yield last.with_end(usage)
 
     def _usage_body(self) -> dict[str, Any] | None:
         if self._usage is None:
@@ -138,7 +131,11 @@ class CompletionHandler:
                     usage.add(delta)
                     writer = writers[delta.index]
                     entries = writer.entries(delta)
-                    choice = writer.push(delta) if entries <= PART else await off_loop(writer.push, delta, entries=entries)
+                    try:
+                        choice = writer.push(delta) if entries <= PART else await off_loop(writer.push, delta, entries=entries)
+                    finally:
+                        if params.n == 1:
+                            discard(delta.prompt_logprobs)
                     if choice is not None:
                         yield choice
 
@@ -151,25 +148,30 @@ async def _scores_first(running: Deltas, params: SamplingParams) -> Deltas:
     """The same deltas. If a prompt is scored, those of its other completions follow the one with the scores, and get them, too."""
     scores: dict[int, list[TokenLogprobs | None]] = {}
     waiting: dict[int, list[CompletionDelta]] = {}
-    async with aclosing(running) as deltas:
-        async for delta in deltas:
-            prompt = delta.index // params.n
-            if delta.prompt_logprobs is not None:
-                scores[prompt] = delta.prompt_logprobs
-                for each in (delta, *waiting.pop(prompt, ())):
-                    yield msgspec.structs.replace(each, prompt_logprobs=scores[prompt])
-            elif prompt in scores:
-                yield msgspec.structs.replace(delta, prompt_logprobs=scores[prompt])
-            else:
-                waiting.setdefault(prompt, []).append(delta)
+    try:
+        async with aclosing(running) as deltas:
+            async for delta in deltas:
+                prompt = delta.index // params.n
+                if delta.prompt_logprobs is not None:
+                    scores[prompt] = delta.prompt_logprobs
+                    for each in (delta, *waiting.pop(prompt, ())):
+                        yield msgspec.structs.replace(each, prompt_logprobs=scores[prompt])
+                elif prompt in scores:
+                    yield msgspec.structs.replace(delta, prompt_logprobs=scores[prompt])
+                else:
+                    waiting.setdefault(prompt, []).append(delta)
+    finally:
+        for one in scores.values():
+            discard(one)
 
 
-@dataclass(frozen=True)
+@dataclass
 class EchoedPrompt:
-    """A prompt as it was sent, and its token ids."""
+    """A prompt as it was sent, and its token ids. scores: those of its tokens as JSON, which all its completions share."""
 
     prompt: Any  # a text, or token ids
     token_ids: list[int]
+    scores: JsonParts | None = None
 
 
 class ChoiceWriter:
@@ -213,7 +215,10 @@ class ChoiceWriter:
             return None
         choice = {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
         if self._scores and delta.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs, self._tokenizer.token_text)
+            self._scores = False
+            if self._prompt.scores is None:
+                self._prompt.scores = prompt_logprobs(delta.prompt_logprobs, self._tokenizer.token_text)
+            choice["prompt_logprobs"] = self._prompt.scores
         return choice
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from phalanx.engine.messages import TokenLogprobs
+from phalanx.serve.openai.long_answers import JsonParts
 
 _PART = 64
 """Tokens whose alternatives are encoded at once: a millisecond."""
@@ -30,7 +31,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], text_of: Callable[[int], st
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], text_of: Callable[[int], str]) -> msgspec.Raw:
+def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], text_of: Callable[[int], str]) -> JsonParts:
     """`prompt_logprobs` in vLLM's form, as JSON: per token of the prompt a map of token ids, the token's own and the most likely
     ones, to logprob, rank (from 1) and text. The first token has none. text_of: token id -> its text.
 
@@ -45,11 +46,11 @@ def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], text_of: Callable[
             for token, (logprob, rank) in ranked.items()
         }
 
-    parts = [
-        _encode([None if one is None else entries(one) for one in logprobs[start : start + _PART]])[1:-1]
-        for start in range(0, len(logprobs), _PART)
-    ]
-    return msgspec.Raw(b"[%b]" % b",".join(parts))
+    parts: list[bytes | memoryview] = [b"["]
+    for start in range(0, len(logprobs), _PART):
+        part = [None if one is None else entries(one) for one in logprobs[start : start + _PART]]
+        parts.append((b"," if start else b"") + _encode(part)[1:-1])
+    return JsonParts([*parts, b"]"], len(logprobs))
 
 
 class CompletionLogprobsWriter:

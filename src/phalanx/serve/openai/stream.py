@@ -10,28 +10,21 @@ only its own events: a write waits until the connection takes more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from phalanx.serve.openai.api_errors import ApiError
+from phalanx.serve.openai.long_answers import PART, discard, encode_json, encode_parts, encode_small, entries_of, off_loop
 
 ErrorToResponse = Callable[[BaseException], ApiError]
-PART = 256
-"""Entries of a list (tokens with logprobs) that are encoded, or made, at once: a few milliseconds, in which no stream goes on."""
-_DEPTH = 6  # how deep the lists of an answer lie
-
-Result = TypeVar("Result")
-
-encode_small = msgspec.json.Encoder().encode
-# One thread: several would take the interpreter lock from each other before the event loop gets it.
-_long_answers = ThreadPoolExecutor(1, thread_name_prefix="long answers")
+SEND_BYTES = 2**17
+"""Bytes of a body that are written at once. A connection takes megabytes at once, and the event loop would copy all of them."""
+Event = bytes | list[bytes | memoryview]
+"""A server-sent event, or the parts of a long one."""
 
 DONE = b"data: [DONE]\n\n"
 SHORT_SEND = "phalanx.short_send"
@@ -46,69 +39,25 @@ _HEADERS = [
 class LastEvent:
     """Holds back the event in which the last choice of a response ends: nothing follows but the end, which is written with it.
 
-    data: that event; empty before. choices: of the response."""
+    choices: of the response."""
 
     def __init__(self, choices: int) -> None:
-        self.data, self._running = b"", choices
+        self._data: Event = b""
+        self._running = choices
 
-    def holds(self, choice: Mapping[str, Any], data: bytes) -> bool:
+    def holds(self, choice: Mapping[str, Any], data: Event) -> bool:
         """Whether `data`, the event of `choice`, is kept rather than to be written now."""
         if choice["finish_reason"] is not None:
             self._running -= 1
         if self._running:
             return False
-        self.data = data
+        self._data = data
         return True
 
-
-async def off_loop(work: Callable[..., Result], *args: Any, entries: int) -> Result:
-    """`work(*args)`, on a thread if it is about many entries."""
-    if entries <= PART:
-        return work(*args)
-    return await asyncio.get_running_loop().run_in_executor(_long_answers, partial(work, *args))
-
-
-def encode_json(value: Any) -> bytes:
-    """JSON. A long answer is encoded in parts, between which another thread may take the interpreter lock."""
-    return encode_small(value) if entries_of(value) <= PART else b"".join(_parts(value))
-
-
-def entries_of(value: Any, depth: int = _DEPTH) -> int:
-    """The entries of all lists in an answer; it stops counting where there are more than PART."""
-    count = 0
-    if isinstance(value, dict) and depth > 0:
-        for inner in value.values():
-            if isinstance(inner, (dict, list)):  # every event of a stream comes here, and most have nothing but texts
-                count += entries_of(inner, depth - 1)
-                if count > PART:
-                    break
-    elif isinstance(value, list):
-        count = len(value)
-        for inner in value:
-            if count > PART or depth <= 0 or not isinstance(inner, (dict, list)):
-                break
-            count += entries_of(inner, depth - 1)
-    return count
-
-
-def _parts(value: Any, depth: int = _DEPTH) -> Iterator[bytes]:
-    """The JSON of a value in pieces, each of which has few entries."""
-    if entries_of(value, depth) <= PART:
-        yield encode_small(value)
-    elif isinstance(value, dict):
-        for number, (name, inner) in enumerate(value.items()):
-            yield (b"," if number else b"{") + encode_small(name) + b":"
-            yield from _parts(inner, depth - 1)
-        yield b"}"
-    elif isinstance(value[0], dict) and entries_of(value[0], depth - 1) > PART // 2:
-        for number, inner in enumerate(value):
-            yield b"," if number else b"["
-            yield from _parts(inner, depth - 1)
-        yield b"]"
-    else:
-        for start in range(0, len(value), PART):
-            yield (b"," if start else b"[") + encode_small(value[start : start + PART])[1:-1]
-        yield b"]"
+    def with_end(self, usage: bytes) -> Event:
+        """That event, then the one of the usage, if any, and the end."""
+        end = usage + DONE
+        return self._data + end if isinstance(self._data, bytes) else [*self._data, end]
 
 
 def event(data: Any) -> bytes:
@@ -116,22 +65,65 @@ def event(data: Any) -> bytes:
     return b"data: " + encode_json(data) + b"\n\n"
 
 
-def chunks(head: dict[str, Any]) -> Callable[..., bytes]:
-    """A function equal to event({**head, "choices": [choice]}) that encodes the common part only once.
+class Chunks:
+    """The events of a response's choices. head: what they have in common, which is encoded only once."""
 
-    Its second argument encodes the choice: `encode_small` where the caller has counted at most PART entries already."""
-    before = b"data: " + encode_json(head)[:-1] + b',"choices":['
+    def __init__(self, head: dict[str, Any]) -> None:
+        self._before = b"data: " + encode_json(head)[:-1] + b',"choices":['
 
-    def chunk(choice: dict[str, Any], encode: Callable[[Any], bytes] = encode_json) -> bytes:
-        return b"%b%b]}\n\n" % (before, encode(choice))
+    def of(self, choice: dict[str, Any], usage: Mapping[str, Any] | None = None) -> bytes:
+        """The event of a choice with at most PART entries. usage: that so far, if each event has it."""
+        if usage is None:
+            return b"%b%b]}\n\n" % (self._before, encode_small(choice))
+        return b"%b%b%b" % (self._before, encode_small(choice), _after(usage))
 
-    return chunk
+    async def of_any(self, choice: dict[str, Any], usage: Mapping[str, Any] | None = None) -> Event:
+        """The same of any choice, which nobody uses any more."""
+        entries = entries_of(choice)
+        if entries <= PART:
+            return self.of(choice, usage)
+        parts = await off_loop(encode_parts, choice, entries=entries)
+        discard(choice)
+        return [self._before, *parts, _after(usage)]
+
+
+def _after(usage: Mapping[str, Any] | None) -> bytes:
+    return b"]}\n\n" if usage is None else b'],"usage":%b}\n\n' % encode_small(usage)
+
+
+class JsonBody(Response):
+    """A JSON body in parts, which are sent one after the other."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
+        super().__init__(headers={"Content-Length": str(sum(map(len, parts)))})
+        self._parts = parts
+
+    @classmethod
+    async def of(cls, value: Any) -> JsonBody:
+        """The body of a value, encoded off the event loop if it has many entries."""
+        return cls(await off_loop(encode_parts, value, entries=entries_of(value)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts[:-1]:
+            await _write(send, part)
+        await _write(send, self._parts[-1], more=False)
+
+
+async def _write(send: Send, data: bytes | memoryview, *, more: bool = True) -> None:
+    """Write a part of a body; a long one in several, between which other streams go on. more: whether another part follows."""
+    start = 0
+    while len(data) - start > SEND_BYTES:
+        await send({"type": "http.response.body", "body": bytes(data[start : start + SEND_BYTES]), "more_body": True})
+        start += SEND_BYTES
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": bytes(data[start:] if start else data), "more_body": more})
 
 
 class CancellableResponse(Response):
-    """A JSON body that `work` returns."""
-
-    media_type = "application/json"
+    """A JSON body that `work` returns, and that nobody else uses any more."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], error_to_response: ErrorToResponse) -> None:
         super().__init__()
@@ -141,10 +133,11 @@ class CancellableResponse(Response):
         await _until_disconnect(receive, self._respond(scope, receive, send))
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response: Response
         try:
             body = await self._work
-            content = await off_loop(encode_json, body, entries=entries_of(body))
-            response = Response(content, media_type="application/json")
+            response = await JsonBody.of(body)
+            discard(body)
         except Exception as error:
             response = self._error_to_response(error).response()
         await response(scope, receive, send)
@@ -153,12 +146,13 @@ class CancellableResponse(Response):
 class EventStream(Response):
     """Server-sent events: those of `events`, then an error event if they fail.
 
-    Several events may come as one text. One that ends with DONE is the last, and is written together with the end of the body.
+    Several events may come as one text, and a long one in parts. One that ends with DONE is the last, and is written together with
+    the end of the body.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], error_to_response: ErrorToResponse) -> None:
+    def __init__(self, events: AsyncGenerator[Event, None], error_to_response: ErrorToResponse) -> None:
         super().__init__()
         self._events, self._error_to_response = events, error_to_response
 
@@ -178,10 +172,17 @@ class EventStream(Response):
                     if not started:
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    if data.endswith(DONE):
-                        await write({"type": "http.response.body", "body": data, "more_body": False})
+                    if not isinstance(data, bytes):
+                        for part in data[:-1]:
+                            await _write(write, part)
+                        data = bytes(data[-1])
+                    last = data.endswith(DONE)
+                    if len(data) <= SEND_BYTES:
+                        await write({"type": "http.response.body", "body": data, "more_body": not last})
+                    else:
+                        await _write(write, data, more=not last)
+                    if last:
                         return
-                    await write({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             api_error = self._error_to_response(error)
             if not started:

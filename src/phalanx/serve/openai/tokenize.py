@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from phalanx.serve.openai.api_errors import bad_request
 from phalanx.serve.openai.body import read_request
+from phalanx.serve.openai.long_answers import JsonParts, encode_json
 from phalanx.serve.openai.prompt_context import PromptContext
 from phalanx.serve.openai.prompts import encode_chat
 from phalanx.serve.openai.request_params import check_token
@@ -21,7 +21,7 @@ from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import DetokenizeResponse, TokenizeResponse
 from phalanx.serve.openai.schema.tokenize import DetokenizeRequest, TokenizeRequest
 from phalanx.serve.openai.service import Service, service_of
-from phalanx.serve.openai.stream import CancellableResponse, encode_json
+from phalanx.serve.openai.stream import CancellableResponse
 
 router = APIRouter()
 
@@ -45,19 +45,19 @@ async def _answer(
 ) -> Response:
     service = service_of(http_request)
 
-    async def prepare_large(body: bytes) -> Callable[[], bytes]:
+    async def prepare_large(body: Sequence[bytes]) -> Callable[[], bytes | memoryview]:
         content = await service.large_bodies.answer(route, body)
         return lambda: content
 
-    def prepare(request: Model) -> Callable[[], bytes]:
+    def prepare(request: Model) -> Callable[[], bytes | memoryview]:
         return partial(answer, request, service.require_engine(request.model))
 
     content = await read_request(http_request, model, prepare, prepare_large)
-    return CancellableResponse(_raw(service, content), service.api_error)
+    return CancellableResponse(_encoded(service, content), service.api_error)
 
 
-async def _raw(service: Service, content: Callable[[], bytes]) -> msgspec.Raw:
-    return msgspec.Raw(await service.run_on_thread(content))
+async def _encoded(service: Service, content: Callable[[], bytes | memoryview]) -> JsonParts:
+    return JsonParts([await service.run_on_thread(content)])
 
 
 def _check(request: TokenizeRequest) -> None:

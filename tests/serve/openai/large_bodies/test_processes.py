@@ -60,7 +60,7 @@ def test_a_close_ends_a_process_that_reads() -> None:
         assert session_nice(child.pid) in (None, nice), "it has its full weight beside the server"
         os.kill(child.pid, signal.SIGSTOP)
         body = json.dumps({"model": MODEL, "prompt": "a rank"}).encode()
-        reading = asyncio.create_task(bodies.completion(body))
+        reading = asyncio.create_task(bodies.completion([body]))
         while not bodies._busy:
             await asyncio.sleep(0.01)
         begin = time.monotonic()
@@ -82,14 +82,14 @@ def test_a_thread_that_asks_a_loop_that_has_ended_is_let_go(monkeypatch: pytest.
         coroutine.close()
         return Future()
 
-    def read(process: object, route: str, body: bytes, ask: processes.Lookup) -> Stored:
+    def read(process: object, route: str, body: bytes, ask: processes.StoredLookup) -> Stored:
         return ask(messages.WantedItem("msg_1"))
 
     async def run() -> None:
         bodies = large_bodies()
         monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", never)
         monkeypatch.setattr(processes._ReaderProcess, "read", read)
-        reading = asyncio.create_task(bodies.response(b"{}", lambda _: Stored([])))
+        reading = asyncio.create_task(bodies.response([b"{}"], lambda _: Stored([])))
         while not bodies._busy:
             await asyncio.sleep(0.01)
         bodies.close()

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx.serve.openai.body import LARGE_BYTES
+from phalanx.serve.openai.large_bodies import messages
+from phalanx.serve.openai.large_bodies.messages import unpacked
 from tests.support.serve_http_app import HERMES_TEMPLATE, MODEL, Live, Scripted, live, tokenizer_of
 
 CHAT, PLAIN, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -45,6 +47,8 @@ REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "a wrong value": (CHAT, {"messages": [USER], "temperature": 9}),
     "a token of no model": (PLAIN, {"prompt": [2_000_000]}),
     "a prompt that is too long": (PLAIN, {"prompt": [5] * 3000}),
+    "a text that is too long": (PLAIN, {"prompt": "one two " * 900, "max_tokens": 7}),
+    "a chat that is too long": (CHAT, {"messages": [{"role": "user", "content": "one two " * 900}], "max_tokens": 7}),
     "two formats": (CHAT, {"messages": [USER], "guided_regex": "a", "guided_json": {}}),
     "neither prompt nor messages": ("/tokenize", {}),
     "a response to nothing": (RESPONSES, {"input": "x", "previous_response_id": "resp_0"}),
@@ -119,6 +123,16 @@ def test_a_small_body_that_goes_on_after_much_is_a_large_one(server, monkeypatch
         assert create(input=[{"type": "item_reference", "id": items[0]["id"]}, {"role": "user", "content": "x"}]).status_code == 200
         assert len(bodies) == 3
         assert http.get(f"{RESPONSES}/{first['id']}").json() == first
+
+
+def test_the_server_gets_no_tokens_of_a_prompt_that_is_too_long(server, monkeypatch):
+    """A body has up to eight million tokens, of which the server's interpreter lock would make a list for 0.2 s."""
+    numbers = []
+    monkeypatch.setattr(messages, "unpacked", lambda data: numbers.append(len(data)) or unpacked(data))
+    for name in ("a prompt that is too long", "a text that is too long", "a chat that is too long"):
+        [_, (status, error)] = answers(server, *REQUESTS[name])
+        assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
+    assert numbers == []
 
 
 def test_accepted_fields_are_counted(server):

@@ -9,7 +9,8 @@ import json
 import openai
 import pytest
 
-from phalanx.serve.openai.responses import conversation
+from phalanx.serve.openai.body import LARGE_BYTES
+from phalanx.serve.openai.responses import conversation, stored_items
 from phalanx.serve.openai.schema.responses_object import DeletedResponse, InputItemList, ResponseObject, ResponseStreamEvent
 from tests.serve.openai.conftest import TEXT
 from tests.support.serve_http_app import HERMES_TEMPLATE, MODEL, Scripted, live, tokenizer_of
@@ -288,3 +289,21 @@ def test_references_are_few(client, monkeypatch):
     with pytest.raises(openai.BadRequestError, match="more than 3 references") as error:
         client.responses.create(model=MODEL, input=[reference] * 4)
     assert error.value.code == "too_many_references"
+
+
+@pytest.mark.parametrize("padding", [0, LARGE_BYTES])
+def test_references_are_short_together(client, monkeypatch, padding):
+    """Those of a request count as often as it refers to them, read on the event loop or by another process."""
+    text = "x" * (LARGE_BYTES // 4)
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+    first = client.responses.create(model=MODEL, input=[{"role": "user", "content": "One?"}, thought])
+    listed = client.responses.input_items.list(first.id, order="asc").data
+    reference = {"type": "item_reference", "id": listed[1].id}
+    assert listed[1].to_dict()["content"][0]["text"] == text
+    monkeypatch.setattr(stored_items, "MAX_BODY_BYTES", 3 * len(text))
+    ask = {"role": "user", "content": "x"}
+    more = {"metadata": {"a": "b"}, "extra_body": {"user": "x" * padding}}
+    client.responses.create(model=MODEL, input=[reference, reference, ask], max_output_tokens=16, **more)
+    with pytest.raises(openai.BadRequestError, match=r"have more than \d+ bytes; refer to fewer") as error:
+        client.responses.create(model=MODEL, input=[reference, reference, reference, ask], **more)
+    assert error.value.code == "references_too_large"

@@ -8,7 +8,9 @@ import tracemalloc
 
 import pytest
 
+from phalanx.serve.openai.large_bodies.messages import WantedItem
 from phalanx.serve.openai.responses.store import EncodedItems, ResponseStore, StoredResponse
+from phalanx.serve.openai.responses.stored_items import StoredItems
 
 
 def stored(name: str, *, text: str = "", before=()) -> StoredResponse:
@@ -103,7 +105,7 @@ def test_an_item_is_there_as_long_as_a_response_that_has_it():
     store = ResponseStore(count=9, seconds=10)
     store.put(stored("a"))
     store.put(stored("b", before=store.get("a").conversation))
-    copied = json.loads(store.item("out_a"))
+    copied = json.loads(bytes(store.item("out_a")))
     store.put(StoredResponse({"id": "c", "output": []}, [copied, copied]))
     for name in ("a", "b"):
         assert store.item("in_a") is not None
@@ -133,8 +135,19 @@ def test_a_page_of_the_input():
     store.put(StoredResponse({"id": "b", "output": []}, [{"id": "6", "text": "é,]"}, {"id": "7"}], store.get("a").conversation))
     page = store.get("b").input_page
     assert [name for name, _ in page(9, latest_first=False)] == list("01234567")
-    assert [json.loads(text)["id"] for _, text in page(3, latest_first=True, after="6")] == ["5", "4", "3"]
+    assert [json.loads(bytes(text))["id"] for _, text in page(3, latest_first=True, after="6")] == ["5", "4", "3"]
     assert page(2, latest_first=False, after="5") == [("6", '{"id":"6","text":"é,]"}'.encode()), ("7", b'{"id":"7"}')]
     assert page(2, latest_first=False, after="7") == []
     with pytest.raises(LookupError):
         page(2, latest_first=False, after="8")
+
+
+def test_a_large_item_is_not_copied():
+    """64 references to an item of 7 MiB had the event loop copy it 64 times only to learn its size: 0.1 s."""
+    store = ResponseStore(count=9, seconds=10)
+    store.put(StoredResponse({"id": "a", "output": []}, [{"id": "5", "text": "x" * 2**20}]))
+    [items, _] = store.get("a").conversation
+    assert store.item("5").obj is items.text
+    [(_, text)] = store.get("a").input_page(9, latest_first=False)
+    assert text.obj is items.text
+    assert StoredItems(store).find(WantedItem("5")).texts[0].obj is items.text

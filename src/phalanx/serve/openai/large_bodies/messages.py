@@ -2,7 +2,10 @@
 """What a server and the processes that read its large bodies say to each other, over a Unix socket: frames of a length and bytes.
 
 The server begins with `Setup`. Then it sends a `Job` and, as a frame of its own, a body; the process may ask for what is stored
-(`WantedItem`, `WantedConversation`), each answered by a frame `Stored`, and ends with `Prepared`, `Answer` or `Refused`.
+(`WantedItem`, `WantedConversation`), each answered by a `TextCount` and its texts, and ends with `Prepared`, `Answer` or `Refused`.
+
+What may have megabytes is a frame of its own, or a view into the frame it came in: a copy would take the server's interpreter lock
+for as long as it takes.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import socket
 import struct
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -74,17 +78,25 @@ class Refused(msgspec.Struct, tag=True):
         return ApiError(self.status, self.message, type=self.kind, param=self.param, code=self.code, headers=self.headers)
 
 
-class Stored(msgspec.Struct):
-    """JSON lists of items, one behind the other; or why there are none."""
+@dataclass(frozen=True)
+class Stored:
+    """The JSON of an item, or of the lists of items of a conversation, the first ones first; or why there is none."""
 
-    texts: list[bytes]
+    texts: Sequence[bytes | memoryview]
+    refused: Refused | None = None
+
+
+class TextCount(msgspec.Struct):
+    """So many texts follow, each as a frame; or why there are none."""
+
+    count: int
     refused: Refused | None = None
 
 
 class Answer(msgspec.Struct, tag=True):
     """The body of the answer. accepted: the fields of the request that had no effect."""
 
-    content: bytes
+    content: memoryview
     accepted: list[str]
 
 
@@ -94,7 +106,7 @@ class Prepared(msgspec.Struct, tag=True):
 
     request: bytes
     params: SamplingParams
-    token_ids: list[bytes]
+    token_ids: list[memoryview]
     accepted: list[str]
     structured_output: StructuredOutputParams | None = None
     param: str | None = None
@@ -108,39 +120,42 @@ Reply = WantedItem | WantedConversation | Refused | Answer | Prepared
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
 decode_job = msgspec.msgpack.Decoder(Job).decode
-decode_stored = msgspec.msgpack.Decoder(Stored).decode
+decode_text_count = msgspec.msgpack.Decoder(TextCount).decode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
-def decode_reply(frame: bytes) -> Reply:
+def decode_reply(frame: bytearray) -> Reply:
     """A message of a process."""
     reply: Reply = _decode_reply(frame)
     return reply
 
 
-def packed(tokens: Sequence[int]) -> bytes:
+def packed(tokens: Sequence[int]) -> memoryview:
     """Token ids as 32-bit integers."""
-    return array("i", tokens).tobytes()
+    return memoryview(array("i", tokens)).cast("B")
 
 
-def unpacked(data: bytes) -> list[int]:
+def unpacked(data: memoryview) -> list[int]:
     """The token ids that `packed` wrote."""
-    return array("i", data).tolist()
+    tokens = array("i")
+    tokens.frombytes(data)
+    return tokens.tolist()
 
 
-def send(connection: socket.socket, data: bytes) -> None:
-    """Send a frame."""
-    connection.sendall(_LENGTH.pack(len(data)))
-    connection.sendall(data)
+def send(connection: socket.socket, *parts: bytes | memoryview) -> None:
+    """Send a frame, which these are the parts of."""
+    connection.sendall(_LENGTH.pack(sum(map(len, parts))))
+    for part in parts:
+        connection.sendall(part)
 
 
-def receive(connection: socket.socket) -> bytes | None:
+def receive(connection: socket.socket) -> bytearray | None:
     """The next frame; None at the end of the connection."""
     head = _receive(connection, _LENGTH.size)
     return None if head is None else _receive(connection, _LENGTH.unpack(head)[0])
 
 
-def _receive(connection: socket.socket, size: int) -> bytes | None:
+def _receive(connection: socket.socket, size: int) -> bytearray | None:
     data = bytearray(size)
     view, start = memoryview(data), 0
     while start < size:
@@ -148,4 +163,4 @@ def _receive(connection: socket.socket, size: int) -> bytes | None:
         if count == 0:
             return None
         start += count
-    return bytes(data)
+    return data

@@ -33,6 +33,7 @@ from phalanx.serve.openai.large_bodies.messages import (
     Refused,
     Setup,
     Stored,
+    TextCount,
     WantedConversation,
     WantedItem,
 )
@@ -75,19 +76,19 @@ class LargeBodies:
         self._lock = threading.Lock()
         self._closed = False
 
-    async def completion(self, body: bytes) -> PreparedCompletion:
-        """A request of /v1/completions. This and the others raise ApiError and Overloaded."""
+    async def completion(self, body: Sequence[bytes]) -> PreparedCompletion:
+        """A request of /v1/completions. body: its parts. This and the others raise ApiError and Overloaded."""
         return await self._run("completion", body, lambda reply: completion_of(_prepared(reply)))
 
-    async def chat(self, body: bytes) -> PreparedChat:
+    async def chat(self, body: Sequence[bytes]) -> PreparedChat:
         """A request of /v1/chat/completions."""
         return await self._run("chat", body, lambda reply: chat_of(_prepared(reply), _prepared(reply).request))
 
-    async def response(self, body: bytes, lookup: StoredLookup) -> PreparedResponse:
+    async def response(self, body: Sequence[bytes], lookup: StoredLookup) -> PreparedResponse:
         """A request of /v1/responses. lookup: finds what is stored; called on the event loop."""
         return await self._run("response", body, lambda reply: response_of(_prepared(reply)), lookup)
 
-    async def answer(self, route: str, body: bytes) -> bytes:
+    async def answer(self, route: str, body: Sequence[bytes]) -> memoryview:
         """The body of the answer of /tokenize or /detokenize (its name without the slash)."""
         return await self._run(route, body, _content)
 
@@ -109,7 +110,7 @@ class LargeBodies:
             process.end()
 
     async def _run(
-        self, route: str, body: bytes, convert: Callable[[Answer | Prepared], T], lookup: StoredLookup | None = None
+        self, route: str, body: Sequence[bytes], convert: Callable[[Answer | Prepared], T], lookup: StoredLookup | None = None
     ) -> T:  # fmt: skip
         loop = asyncio.get_running_loop()
 
@@ -129,7 +130,9 @@ class LargeBodies:
             self._accepted(field)
         return result
 
-    def _read(self, route: str, body: bytes, convert: Callable[[Answer | Prepared], T], ask: StoredLookup) -> tuple[list[str], T]:
+    def _read(
+        self, route: str, body: Sequence[bytes], convert: Callable[[Answer | Prepared], T], ask: StoredLookup
+    ) -> tuple[list[str], T]:  # fmt: skip
         process = self._process()
         with self._lock:
             self._busy.add(process)
@@ -205,17 +208,20 @@ class _ReaderProcess:
     def alive(self) -> bool:
         return self._child.alive
 
-    def read(self, route: str, body: bytes, ask: StoredLookup) -> Answer | Prepared | Refused:
+    def read(self, route: str, body: Sequence[bytes], ask: StoredLookup) -> Answer | Prepared | Refused:
         """What it makes of a body. Raises EngineError if it ends, or takes too long; then it must be ended."""
         problem = "failed"
         try:
             messages.send(self._connection, messages.encode(Job(route)))
-            messages.send(self._connection, body)
+            messages.send(self._connection, *body)
             while (frame := messages.receive(self._connection)) is not None:
                 reply = messages.decode_reply(frame)
                 if not isinstance(reply, (WantedItem, WantedConversation)):
                     return reply
-                messages.send(self._connection, messages.encode(ask(reply)))
+                stored = ask(reply)
+                messages.send(self._connection, messages.encode(TextCount(len(stored.texts), stored.refused)))
+                for text in stored.texts:
+                    messages.send(self._connection, text)
         except TimeoutError:
             problem = f"took longer than {_READ_SECONDS:g} s"
         except OSError:
@@ -262,7 +268,7 @@ def _prepared(reply: Answer | Prepared) -> Prepared:
     return reply
 
 
-def _content(reply: Answer | Prepared) -> bytes:
+def _content(reply: Answer | Prepared) -> memoryview:
     assert isinstance(reply, Answer)
     return reply.content
 

@@ -12,11 +12,14 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import tokenizers
 
 from phalanx import log
 from phalanx.comm.launch import read_config
+from phalanx.config.sampling_params import SamplingParams
 from phalanx.serve import allocator
+from phalanx.serve.engine_requests import build_request, check_request
 from phalanx.serve.openai.api_errors import api_error_of, bad_request
 from phalanx.serve.openai.body import check_counts, parse
 from phalanx.serve.openai.large_bodies import messages
@@ -80,7 +83,7 @@ class Reader:
             body = messages.receive(self._connection)
             if body is None:
                 return
-            reply = self._reply(messages.decode_job(job).route, body)
+            reply = self._reply(messages.decode_job(job).route, bytes(body))
             messages.send(self._connection, messages.encode(reply))
             del job, body, reply
             if self._trim is not None:
@@ -102,6 +105,8 @@ class Reader:
         request = self._read(body, CompletionRequest, accepted)
         prepared = prepare_completion(request, self._engine)
         tokens = encode_prompts(prepared.prompts, self._engine, request)
+        for one in tokens:
+            self._check(one, prepared.params)
         field = prepared.structured_output
         return Prepared(
             request=_remaining(request, {"prompt", *_STRUCTURED_OUTPUT}, b'"prompt":""'),
@@ -119,6 +124,7 @@ class Reader:
 
     def _prepared_chat(self, chat: PreparedChat, accepted: set[str]) -> Prepared:
         tokens = encode_chat(chat.request, self._engine)
+        self._check(tokens, chat.params)
         field = chat.structured_output
         return Prepared(
             request=_remaining(chat.request, {*_CONVERSATION, *_STRUCTURED_OUTPUT}, _NO_MESSAGES),
@@ -128,6 +134,12 @@ class Reader:
             structured_output=None if field is None else field.structured_output,
             param=None if field is None else field.param,
         )
+
+    def _check(self, tokens: list[int], params: SamplingParams) -> None:
+        """Raise the error of the engine for a prompt that is too long: a body may have millions of tokens, which the server would
+        hold up its streams to read."""
+        if len(tokens) > self._engine.facts.max_seq_len:
+            check_request(build_request("", tokens, params, []), self._engine.facts)
 
     def _response(self, body: bytes, accepted: set[str]) -> Prepared:
         request = self._read(body, ResponsesRequest, accepted)
@@ -139,32 +151,36 @@ class Reader:
 
     def _tokenize(self, body: bytes, accepted: set[str]) -> Answer:
         request = self._read(body, TokenizeRequest, accepted)
-        return Answer(tokenized(request, self._engine), sorted(accepted))
+        return Answer(memoryview(tokenized(request, self._engine)), sorted(accepted))
 
     def _detokenize(self, body: bytes, accepted: set[str]) -> Answer:
         request = self._read(body, DetokenizeRequest, accepted)
-        return Answer(detokenized(request, self._engine), sorted(accepted))
+        return Answer(memoryview(detokenized(request, self._engine)), sorted(accepted))
 
     # ---- Items: what the server stores ---------------------------------------------------------------------------------
 
     def item(self, item_id: str) -> Item | None:
         """The stored item of this id."""
-        items = self._stored(WantedItem(item_id))
-        return items[0] if items else None
+        texts = self._stored(WantedItem(item_id))
+        item: Item | None = msgspec.json.decode(texts[0]) if texts else None
+        return item
 
     def conversation(self, response_id: str) -> list[Item]:
         """All items of a stored response's conversation. Raises ApiError 400 if there is none."""
-        return self._stored(WantedConversation(response_id))
+        return [item for text in self._stored(WantedConversation(response_id)) for item in decode_items(text)]
 
-    def _stored(self, wanted: WantedItem | WantedConversation) -> list[Item]:
+    def _stored(self, wanted: WantedItem | WantedConversation) -> list[bytearray]:
         messages.send(self._connection, messages.encode(wanted))
+        texts = messages.decode_text_count(self._frame())
+        if texts.refused is not None:
+            raise texts.refused.error()
+        return [self._frame() for _ in range(texts.count)]
+
+    def _frame(self) -> bytearray:
         frame = messages.receive(self._connection)
         if frame is None:
             raise SystemExit  # the server has ended
-        stored = messages.decode_stored(frame)
-        if stored.refused is not None:
-            raise stored.refused.error()
-        return [item for text in stored.texts for item in decode_items(text)]
+        return frame
 
 
 def engine_of(setup: Setup) -> PromptContextCopy:

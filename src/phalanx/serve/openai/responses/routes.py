@@ -6,18 +6,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from phalanx.serve.openai.api_errors import ApiError, bad_request, clip
 from phalanx.serve.openai.body import read_request
 from phalanx.serve.openai.chat import ChatHandler
+from phalanx.serve.openai.long_answers import PART, discard, encode_parts, encode_small, entries_of, off_loop
 from phalanx.serve.openai.prepare import PreparedResponse, prepare_response
 from phalanx.serve.openai.responses.output import Event, ResponseWriter
 from phalanx.serve.openai.responses.store import ResponseStore, StoredResponse
@@ -26,7 +27,8 @@ from phalanx.serve.openai.schema.openapi import query_parameter, request_body, r
 from phalanx.serve.openai.schema.responses_object import DeletedResponse, InputItemList, ResponseObject, ResponseStreamEvent
 from phalanx.serve.openai.schema.responses_request import FunctionTool, ResponsesRequest
 from phalanx.serve.openai.service import Service, ServingEngine, service_of
-from phalanx.serve.openai.stream import CancellableResponse, EventStream, encode_json, encode_small, entries_of, off_loop
+from phalanx.serve.openai.stream import CancellableResponse, EventStream, JsonBody
+from phalanx.serve.openai.stream import Event as StreamEvent
 
 router = APIRouter()
 
@@ -119,31 +121,15 @@ async def list_input_items(http_request: Request, response_id: str) -> Response:
     ends = {"first_id": page[0][0] if page else None, "last_id": page[-1][0] if page else None}
     head = b'{"object":"list","data":['
     tail = b"]," + encode_small({**ends, "has_more": more})[1:]
-    parts = [head, *(part for _, text in page for part in (b",", text))]
+    parts: list[bytes | memoryview] = [head, *(part for _, text in page for part in (b",", text))]
     del parts[1:2]
-    return _in_parts([*parts, tail])
-
-
-def _in_parts(parts: Sequence[bytes]) -> Response:
-    """A JSON body that is sent part after part: together they may have hundreds of megabytes."""
-
-    async def each() -> AsyncGenerator[bytes, None]:
-        for part in parts:
-            yield part
-
-    return StreamingResponse(each(), media_type="application/json", headers={"Content-Length": str(sum(map(len, parts)))})
+    return JsonBody([*parts, tail])  # together they may have hundreds of megabytes
 
 
 async def _as_it_is(stored: StoredResponse) -> Response:
     """The body of a stored response."""
     content = stored.content
-    if isinstance(content, dict):
-        content = await off_loop(encode_json, dict(content), entries=entries_of(content))
-    return _json(content)
-
-
-def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
+    return await JsonBody.of(dict(content)) if isinstance(content, dict) else JsonBody([content])
 
 
 def _stored(store: ResponseStore, response_id: str) -> StoredResponse:
@@ -177,12 +163,18 @@ class ResponseHandler:
                 pass
         return self._response
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[StreamEvent, None]:
         """The events of the response, as server-sent events."""
-        async with aclosing(self._events()) as events:
-            async for one in events:
-                content = await off_loop(encode_json, one, entries=entries_of(one))
-                yield b"event: %b\ndata: %b\n\n" % (one["type"].encode(), content)
+        try:
+            async with aclosing(self._events()) as events:
+                async for one in events:
+                    entries, head = entries_of(one), b"event: %b\ndata: " % one["type"].encode()
+                    if entries <= PART:
+                        yield b"%b%b\n\n" % (head, encode_small(one))
+                    else:
+                        yield [head, *(await off_loop(encode_parts, one, entries=entries)), b"\n\n"]
+        finally:
+            discard(self._response)
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         """The events as they come. A task of its own makes them, so that a cancellation stops it, and not the HTTP response."""

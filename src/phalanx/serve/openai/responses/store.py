@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.serve.openai.stream import encode_json
+from phalanx.serve.openai.long_answers import encode_json
 
 Item = dict[str, Any]
 
@@ -49,10 +49,10 @@ class EncodedItems(msgspec.Struct, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def item(self, number: int) -> bytes:
-        """The JSON of one item."""
+    def item(self, number: int) -> memoryview:
+        """The JSON of one item, which may have megabytes: it is not copied."""
         ends = memoryview(self.ends).cast("Q")
-        return self.text[ends[number - 1] + 1 if number else 1 : ends[number]]
+        return memoryview(self.text)[ends[number - 1] + 1 if number else 1 : ends[number]]
 
     @property
     def size(self) -> int:
@@ -106,7 +106,7 @@ class StoredResponse:
         """All items up to the end of this response."""
         return (*self.before, self._output)
 
-    def input_page(self, limit: int, *, latest_first: bool, after: str | None = None) -> list[tuple[str, bytes]]:
+    def input_page(self, limit: int, *, latest_first: bool, after: str | None = None) -> list[tuple[str, memoryview]]:
         """Up to `limit` of the items before its output, each with its id: the first ones, or those behind the one of the id
         `after`. Raises LookupError if there is none of that id."""
         lists = [items for items in self.before if items.ids]
@@ -189,7 +189,7 @@ class ResponseStore:
         self._index.remove(conversation)
         return True
 
-    def item(self, item_id: str) -> bytes | None:
+    def item(self, item_id: str) -> memoryview | None:
         """The JSON of the item of this id, in whichever response has it."""
         self._expire()
         return self._index.item(item_id)
@@ -235,6 +235,6 @@ class _ItemIndex:
         if copies is not None and not copies:
             del self._copies[name]
 
-    def item(self, name: str) -> bytes | None:
+    def item(self, name: str) -> memoryview | None:
         items, number = self._places.get(name, (None, 0))
         return None if items is None else items.item(number)

@@ -8,7 +8,7 @@ from itertools import islice
 import msgspec
 
 from phalanx.serve.openai.api_errors import ApiError, bad_request
-from phalanx.serve.openai.body import LARGE_BYTES
+from phalanx.serve.openai.body import LARGE_BYTES, MAX_BODY_BYTES
 from phalanx.serve.openai.large_bodies.messages import Refused, Stored, WantedConversation, WantedItem
 from phalanx.serve.openai.responses.conversation import MAX_REFERENCES
 from phalanx.serve.openai.responses.store import Item, ResponseStore, StoredResponse, decode_items
@@ -16,16 +16,26 @@ from phalanx.serve.openai.schema.responses_request import ItemReference, Respons
 
 
 class StoredItems:
-    """Those of a store, as `conversation.Items`."""
+    """Those of a store, as `conversation.Items`, for one request."""
 
     def __init__(self, store: ResponseStore) -> None:
-        self._store = store
+        self._store, self._bytes = store, 0
 
     def item(self, item_id: str) -> Item | None:
-        """The item of this id."""
-        text = self._store.item(item_id)
+        """The item of this id. Raises ApiError 400 if those of the request are too large together."""
+        text = self._text(item_id)
         item: Item | None = None if text is None else msgspec.json.decode(text)
         return item
+
+    def _text(self, item_id: str) -> memoryview | None:
+        text = self._store.item(item_id)
+        self._bytes += 0 if text is None else len(text)
+        if self._bytes > MAX_BODY_BYTES:
+            raise bad_request(
+                f"the items that the input refers to have more than {MAX_BODY_BYTES} bytes; refer to fewer",
+                param="input", code="references_too_large",
+            )  # fmt: skip
+        return text
 
     def conversation(self, response_id: str) -> list[Item]:
         """All items up to the end of this response. Raises ApiError 400."""
@@ -34,10 +44,10 @@ class StoredItems:
 
     def find(self, wanted: WantedItem | WantedConversation) -> Stored:
         """What another process asks for."""
-        if isinstance(wanted, WantedItem):
-            text = self._store.item(wanted.id)
-            return Stored([] if text is None else [b"[" + text + b"]"])
         try:
+            if isinstance(wanted, WantedItem):
+                text = self._text(wanted.id)
+                return Stored([] if text is None else [text])
             return Stored([items.text for items in previous_response(self._store, wanted.response_id).conversation])
         except ApiError as error:
             return Stored([], Refused.of(error))
