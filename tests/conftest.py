@@ -78,19 +78,21 @@ def gpu_count() -> int:
 
 
 SLOW_FILES = (
-    "acceptance/test_tokens.py", "acceptance/test_ray_hosts.py", "serve/test_app_schemathesis.py",
-    "kernels/attention/test_decode.py", "acceptance/test_paths.py", "acceptance/test_kubelet.py",
-    "acceptance/test_tokens_experts.py", "worker/test_memory_profile_variants.py", "kernels/attention/test_prefill.py",
-    "acceptance/test_everything.py", "comm/test_twoshot.py", "kernels/gemm/test_block_gemm.py", "comm/test_oneshot.py",
-    "health/test_checks_host.py", "acceptance/test_tokens_deepseek.py", "tune/test_cli.py", "serve/test_llm.py",
-    "serve/test_app_ranks.py", "kernels/sampling/test_filter_thresholds.py", "acceptance/test_experts.py",
-    "kernels/moe/test_grouped_gemm.py", "serve/test_app_worst_bodies.py", "acceptance/test_tokens_gpt_oss.py",
-    "kernels/moe/test_biased_gemm.py", "kernels/attention/test_latent_decode.py", "acceptance/test_two_hosts.py",
+    "acceptance/test_ray_hosts.py", "serve/test_app_schemathesis.py", "acceptance/test_tokens.py", "acceptance/test_kubelet.py",
+    "serve/test_app_worst_bodies.py", "kernels/attention/test_prefill.py", "acceptance/test_paths.py",
+    "kernels/attention/test_decode.py", "acceptance/test_tokens_experts.py", "health/test_checks_host.py",
+    "acceptance/test_everything.py", "serve/test_llm.py", "tune/test_cli.py", "comm/test_twoshot.py",
+    "kernels/gemm/test_block_gemm.py", "acceptance/test_tokens_deepseek.py", "serve/test_app_ranks.py",
+    "kernels/sampling/test_filter_thresholds.py", "kernels/moe/test_grouped_gemm.py", "worker/test_cuda_graphs_stages.py",
+    "comm/test_oneshot.py", "kernels/moe/test_biased_gemm.py", "worker/test_memory_profile_variants.py",
+    "worker/test_cuda_graphs_mixed.py", "kernels/attention/test_latent_decode.py", "acceptance/test_experts.py",
+    "acceptance/test_tokens_gpt_oss.py", "health/test_failed_start.py", "kernels/ops/test_silu_and_mul.py",
     "serve/test_app_surroundings.py", "serve/structured_output/test_compiler.py", "bench/prediction/test_calibrate.py",
-    "kernels/attention/test_split_kv.py", "executor/test_node.py", "acceptance/test_documents.py", "tune/test_html_report.py",
-    "acceptance/test_hostile_host.py",
+    "acceptance/test_two_hosts.py", "serve/test_allocator.py", "serve/test_app_reasoning.py", "tune/test_runner.py",
+    "worker/test_worker.py", "tune/test_html_report.py", "acceptance/test_documents.py", "kernels/gemm/test_gemv_fused.py",
+    "serve/test_app_overload.py", "executor/test_node.py", "acceptance/test_hostile_host.py",
 )  # fmt: skip
-"""The longest files, the longest first: a file runs on one worker, and one that began last would leave the other worker idle."""
+"""The longest files, the longest first: a file runs on one worker, and one that began last would leave the others idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -84,12 +84,14 @@ def test_tokens_equal_transformers(reference, tp, pp):
 
 
 def _cache_bytes(reference: Reference, tp: int, pp: int, longest: int) -> int:
-    """Room for one request at its largest and a half, on the rank with the most layers; a window bounds what a request keeps."""
+    """Room for one request at its largest and a half, on the rank with the most layers. A window bounds what a request keeps: there
+    is room for hardly more than one, as few are at their largest at once."""
     from phalanx.config.model import ModelShape, load_config
     from phalanx.plan.shard import heads
 
     shape = ModelShape.from_config(load_config(reference.folder))
     kv_heads = len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv)
     block = 2 * kv_heads * shape.head_dim * 4 * BLOCK * -(-shape.num_layers // pp)
-    most = longest if shape.window is None else shape.window + STEP_TOKENS + 2 * BLOCK
-    return block * (3 * most // (2 * BLOCK) + 1)
+    if shape.window is not None:
+        return block * ((shape.window + STEP_TOKENS) // BLOCK + 3)
+    return block * (3 * longest // (2 * BLOCK) + 1)

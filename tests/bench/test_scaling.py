@@ -14,6 +14,8 @@ from phalanx.errors import CapacityError, EngineError, OptionError
 from phalanx.hardware import provenance
 from tests.bench.conftest import requested_options
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 BATCH, DECODE = workloads.parse("batch-8x16x8"), workloads.parse("decode-1x16x8")
 RATES = {(1, 1): 100.0, (2, 1): 180.0, (4, 1): 300.0, (1, 2): 150.0, (2, 2): 320.0}
 

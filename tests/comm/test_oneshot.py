@@ -14,6 +14,8 @@ from phalanx.comm.symmetric import BOARD_PLACES
 from phalanx.kernels.scaled_tensors import Unscaled
 
 NUM_SMS = 132
+LAYOUTS = [(80, 2), (90, 4), (100, 4)]
+"""Capability and ranks, the same for both tests: each compiles plain kernels, and the second finds those of the first."""
 
 
 def sound(launch: oneshot.OneshotLaunch) -> None:
@@ -45,7 +47,7 @@ def test_rows_are_covered(rows: int, pitch: int, world: int, whole_rows: bool) -
         assert launch.loop == (launch.programs < rows)
 
 
-@pytest.mark.parametrize(("capability", "world"), [(80, 2), (90, 2), (90, 4), (90, 8), (100, 4)])
+@pytest.mark.parametrize(("capability", "world"), [*LAYOUTS, (90, 8)])
 def test_kernels_compile(capability: int, world: int) -> None:
     pytest.importorskip("triton")
     from tests.support import comm_compiled
@@ -62,7 +64,7 @@ def test_kernels_compile(capability: int, world: int) -> None:
         assert "local" not in kernel.asm["ptx"].split(".reg")[0]
 
 
-@pytest.mark.parametrize(("capability", "world"), [(80, 2), (90, 4), (100, 2)])
+@pytest.mark.parametrize(("capability", "world"), LAYOUTS)
 def test_kernels_that_apply_scales_compile(capability: int, world: int) -> None:
     """Loads of a vector of 16-bit values bring two vectors of scales along; the rest is as without."""
     pytest.importorskip("triton")

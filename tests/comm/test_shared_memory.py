@@ -122,6 +122,26 @@ found["why"] = shared_memory.form(group, 1 << 20)
     assert {rank["why"] for rank in comm_cpu_ranks.run(2, body, tmp_path)} == {"rank 1: 64 MiB free, and 100 MiB are needed"}
 
 
+def test_a_rank_looks_on_only_where_there_are_cores_for_all_and_the_engine(tmp_path: Path) -> None:
+    """Else it naps after some 50 rounds: it keeps the rank that it waits for from its part."""
+    body = """
+import os, time
+from phalanx.comm import shared_memory
+yields, sched_yield = [], os.sched_yield
+os.sched_yield = lambda: (yields.append(1), sched_yield())
+for cores in (2, 3):
+    shared_memory.cores = lambda: cores
+    memory = shared_memory.form(group, 1 << 16)
+    group.barrier()
+    yields.clear()
+    time.sleep(0.5 * rank)
+    memory.oneshot(torch.ones(1, 8))
+    found[cores] = len(yields)
+"""
+    first, _ = comm_cpu_ranks.run(2, body, tmp_path)
+    assert first[2] <= 50 < first[3]
+
+
 def test_faster_than_gloo_for_small_messages(tmp_path: Path) -> None:
     body = """
 import statistics, time

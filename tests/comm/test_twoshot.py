@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from phalanx.comm import twoshot
 
 NUM_SMS = 132
+LAYOUTS = [(80, 2), (90, 4), (100, 2)]
+"""Capability and ranks, the same for both tests: each compiles plain kernels, and the second finds those of the first."""
 
 
 def sound(launch: twoshot.TwoshotLaunch) -> None:
@@ -37,7 +39,7 @@ def test_rows_are_covered(rows: int, pitch: int, world: int) -> None:
     assert launch.block >= pitch
 
 
-@pytest.mark.parametrize(("capability", "world"), [(80, 4), (90, 2), (90, 8), (100, 2)])
+@pytest.mark.parametrize(("capability", "world"), [*LAYOUTS, (90, 8)])
 def test_kernels_compile(capability: int, world: int) -> None:
     pytest.importorskip("triton")
     from tests.support import comm_compiled
@@ -54,7 +56,7 @@ def test_kernels_compile(capability: int, world: int) -> None:
             assert f".maxnreg {metadata.maxnreg}" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize(("capability", "world"), [(80, 2), (90, 4), (100, 2)])
+@pytest.mark.parametrize(("capability", "world"), LAYOUTS)
 def test_kernels_that_apply_scales_compile(capability: int, world: int) -> None:
     """Each load of values brings its loads of scales along; the rest is as without."""
     pytest.importorskip("triton")

@@ -15,6 +15,8 @@ import torch
 from phalanx.health import pair_worker, pairs
 from phalanx.health.pairs import Measured
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def test_real_copies_between_cpu_tensors():
     results = pairs.measure(2, device="cpu", quick=True)

@@ -16,6 +16,8 @@ from phalanx.errors import ModelError, ModelNotFound, RequestError
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_small_tokenizers import byte_level, sentencepiece, write
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 LISTED = {
     "900": {"content": "<late>", "special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False},
 }  # fmt: skip

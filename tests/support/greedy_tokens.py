@@ -17,7 +17,7 @@ from phalanx.engine.messages import Stats
 Prompts = Sequence[Sequence[int]]
 ALL, SHARED = slice(None), slice(-3, None)
 """Of the prompts: all of them, and those that begin with the same tokens."""
-NEW_TOKENS, BLOCK, STEP_TOKENS = 20, 4, 16
+NEW_TOKENS, BLOCK, STEP_TOKENS = 12, 4, 16
 
 
 def prompts_of_all_lengths() -> list[list[int]]:

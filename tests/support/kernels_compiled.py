@@ -12,9 +12,20 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+
+def by_generation(variants: Sequence[Any], ways: Collection[Any], generations: Sequence[int] = (80, 90, 100)) -> list[Any]:
+    """Parameters (variant, generation) of a test: all variants for Hopper, and for the generations before and after it those of
+    `ways`, which together go all ways through the kernel. What else a variant changes (sizes, unrolled loops) is the same code for
+    each generation."""
+    assert set(ways) <= set(variants)
+    chosen = [(variant, arch) for arch in generations for variant in variants if arch == 90 or variant in ways]
+    return [pytest.param(variant, arch, id=f"{arch} {variant}") for variant, arch in chosen]
 
 
 def compiled(kernel: Any, kinds: dict[str, Any], constants: dict[str, Any], arch: int) -> Any:
@@ -61,7 +72,7 @@ def spilled(kernel: Any) -> int:
     return int(sizes[1]) + int(sizes[2])
 
 
-SIZES = (256, 512, 1024, 2048, 4096, 8192)
+SIZES = (256, 512, 1024)
 
 
 def main() -> None:

@@ -59,8 +59,9 @@ class _Torch(TorchFunctionMode):
             return new if new.is_floating_point() else new.zero_()
         if func is torch.nn.functional.linear:
             return args[0].new_empty(args[0].shape[0], args[1].shape[0])
-        if func in (torch.mm, torch._scaled_mm):
-            shape, dtype = (args[0].shape[0], args[1].shape[1]), kwargs.get("out_dtype") or args[0].dtype
+        if func in (torch.mm, torch.addmm, torch.bmm, torch._scaled_mm):
+            left, right = args[1:3] if func is torch.addmm else args[:2]
+            shape, dtype = (*left.shape[:-1], right.shape[-1]), kwargs.get("out_dtype") or left.dtype
             return torch.empty(shape, dtype=dtype) if kwargs.get("out") is None else kwargs["out"]
         return func(*args, **kwargs)
 

@@ -18,6 +18,8 @@ from phalanx.worker.worker import Worker
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import Drive, expected, options, prompts
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 LAYOUTS = [(2, 1), (1, 2), (2, 2)]
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
 from phalanx.errors import RankStalled
+from phalanx.hardware.probe import cores
 from phalanx.kernels.scaled_tensors import Unscaled
 
 FOLDER = Path("/dev/shm")
@@ -35,7 +36,9 @@ CHUNK_BYTES = 2 << 20
 """The longest post of a rank; longer messages run in chunks."""
 _LINE = 64  # bytes of a cache line: one counter on each
 _OUTPUTS = 3  # chunks that the outputs of a fusion may take: norm, its quantization, scales, residual
-_ROUNDS_BEFORE_YIELD, _ROUNDS_BEFORE_NAP, _NAP = 50, 2000, 50e-6
+_ROUNDS_BEFORE_YIELD, _NAP = 50, 50e-6
+_ROUNDS_BEFORE_NAP, _ROUNDS_ON_FEW_CORES = 2000, 100
+"""About a millisecond, and about what a nap takes: where ranks share cores, a rank that looks on keeps others from their part."""
 
 
 def chunk_bytes(message_bytes: int) -> int:
@@ -67,6 +70,8 @@ class SharedMemory:
 
     def __init__(self, memory: mmap.mmap, rank: int, world: int, chunk: int, timeout: float, what: str = "an all-reduce") -> None:
         self.rank, self.world, self._chunk, self._timeout, self._what = rank, world, chunk, timeout, what
+        # A core for each rank, and one for the engine.
+        self._rounds_before_nap = _ROUNDS_BEFORE_NAP if cores() > world else _ROUNDS_ON_FEW_CORES
         self._counters = memoryview(memory).cast("q")
         self._step = 0
         self._calls = 0
@@ -215,7 +220,7 @@ class SharedMemory:
                 rounds += 1
                 if rounds < _ROUNDS_BEFORE_YIELD:
                     continue
-                if rounds < _ROUNDS_BEFORE_NAP:
+                if rounds < self._rounds_before_nap:
                     os.sched_yield()
                     continue
                 began = began or time.monotonic()

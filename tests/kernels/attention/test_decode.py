@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import DecodeTiling
 from tests.support.kernels_attention import SCALES, in_int8, sinks_of
-from tests.support.kernels_compiled import compiled_as
+from tests.support.kernels_compiled import by_generation, compiled_as
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
@@ -264,22 +264,23 @@ SIGNATURE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "kv", "rows", "short"),
-    [
-        (128, "*bf16", "model", 64, False), (128, "*bf16", "fp8", 64, False), (128, "*bf16", "fp8", 1, False),
-        (128, "*bf16", "model", 1, True), (128, "*bf16", "fp8", 1, True), (80, "*fp16", "model", 1, True),
-        (128, "*bf16", "fp8", 512, False), (64, "*bf16", "model", 1, True), (64, "*bf16", "fp8", 64, False),
-        (128, "*bf16", "int8", 64, False), (128, "*bf16", "int8", 1, False), (128, "*bf16", "int8", 1, True),
-        (128, "*bf16", "int8", 512, False), (64, "*bf16", "int8", 64, False),
-    ],
-)  # fmt: skip
-def test_compiles(head_dim: int, dtype: str, kv: str, rows: int, short: bool, arch: int) -> None:
+SINKS, SHORT_ROW, UNSPLIT = (64, "*bf16", "fp8", 64, False), (128, "*bf16", "model", 1, True), (128, "*bf16", "fp8", 512, False)
+INT8, INT8_SHORT_ROW = (128, "*bf16", "int8", 64, False), (128, "*bf16", "int8", 1, True)
+VARIANTS = [
+    (128, "*bf16", "model", 64, False), (128, "*bf16", "fp8", 64, False), (128, "*bf16", "fp8", 1, False), SHORT_ROW,
+    (128, "*bf16", "fp8", 1, True), (80, "*fp16", "model", 1, True), UNSPLIT, (64, "*bf16", "model", 1, True), SINKS, INT8,
+    (128, "*bf16", "int8", 1, False), INT8_SHORT_ROW, (128, "*bf16", "int8", 512, False), (64, "*bf16", "int8", 64, False),
+]  # fmt: skip
+"""head_dim, dtype, what the cache is, rows, whether they are short."""
+
+
+@pytest.mark.parametrize(("variant", "arch"), by_generation(VARIANTS, {SINKS, SHORT_ROW, UNSPLIT, INT8, INT8_SHORT_ROW}))
+def test_compiles(variant: tuple[int, str, str, int, bool], arch: int) -> None:
     """Down to machine code, as it is launched for so many rows: on tensor cores, with reads of 16 bytes under way. With a head_dim
     of 64, there are sinks."""
     from phalanx.kernels.attention.heuristics import select_decode
 
+    head_dim, dtype, kv, rows, short = variant
     itemsize = 2 if kv == "model" else 1
     tiling = select_decode(rows, 8, 4, head_dim, itemsize, 132, short=short)
     compiled = compiled_kernel(tiling, dtype, kv=kv, group=4, head_dim=head_dim, early=kv != "model" or short, arch=arch)

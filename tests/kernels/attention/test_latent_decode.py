@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import LatentTiling
-from tests.support.kernels_compiled import compiled_as, spilled
+from tests.support.kernels_compiled import by_generation, compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
@@ -164,13 +164,17 @@ SIGNATURE = {
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize(("heads", "fp8", "rows"), [(16, False, 64), (16, True, 1), (128, False, 64), (128, True, 5000)])
-def test_compiles(heads: int, fp8: bool, rows: int, arch: int) -> None:
+SPLIT, UNSPLIT = (16, False, 64), (128, True, 5000)
+"""Heads, whether the cache is e4m3, rows."""
+
+
+@pytest.mark.parametrize(("variant", "arch"), by_generation([SPLIT, (16, True, 1), (128, False, 64), UNSPLIT], {SPLIT, UNSPLIT}))
+def test_compiles(variant: tuple[int, bool, int], arch: int) -> None:
     """Down to machine code, as it is launched for DeepSeek-V3 in bf16 on 8 ranks and on one: within a multiprocessor's shared
     memory, with reads of 16 bytes under way."""
     from phalanx.kernels.attention.heuristics import select_latent_decode
 
+    heads, fp8, rows = variant
     tiling = select_latent_decode(rows, heads, 576, 1 if fp8 else 2, 132, shared_memory=SHARED[arch])
     compiled = compiled_kernel(tiling, fp8=fp8, heads=heads, arch=arch)
     assert compiled.metadata.shared <= SHARED[arch]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import PrefillTiling, count_prefill_tiles, max_prefill_tiles, select_prefill, tile_tokens
 from tests.support.kernels_attention import SCALES, in_int8, sinks_of
-from tests.support.kernels_compiled import compiled_as, spilled
+from tests.support.kernels_compiled import by_generation, compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
@@ -244,23 +244,19 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may have."""
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "kv", "window"),
-    [
-        (128, "*bf16", "model", False),
-        (128, "*bf16", "fp8", False),
-        (128, "*bf16", "int8", False),
-        (64, "*bf16", "model", True),
-        (64, "*bf16", "fp8", False),
-        (80, "*fp16", "model", True),
-        (256, "*bf16", "fp8", True),
-        (256, "*bf16", "int8", True),
-        (192, "*bf16", "model", False),
-    ],
-)
-def test_compiles(head_dim: int, dtype: str, kv: str, window: bool, arch: int) -> None:
+PLAIN, SINKS, WIDE_HEADS = (128, "*bf16", "model", False), (64, "*bf16", "fp8", False), (256, "*bf16", "fp8", True)
+INT8 = (128, "*bf16", "int8", False)
+VARIANTS = [
+    PLAIN, (128, "*bf16", "fp8", False), INT8, (64, "*bf16", "model", True), SINKS, (80, "*fp16", "model", True), WIDE_HEADS,
+    (256, "*bf16", "int8", True), (192, "*bf16", "model", False),
+]  # fmt: skip
+"""head_dim, dtype, what the cache is, whether there is a window."""
+
+
+@pytest.mark.parametrize(("variant", "arch"), by_generation(VARIANTS, {PLAIN, SINKS, WIDE_HEADS, INT8}))
+def test_compiles(variant: tuple[int, str, str, bool], arch: int) -> None:
     """Down to machine code that fits a multiprocessor: on tensor cores, with loads of 16 bytes in flight."""
+    head_dim, dtype, kv, window = variant
     tiling = select_prefill(head_dim, 2)
     compiled = compiled_kernel(tiling, dtype, kv=kv, head_dim=head_dim, window=window, arch=arch)
     ptx = compiled.asm["ptx"]

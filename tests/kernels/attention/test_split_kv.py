@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, ROW_CLASSES, DecodeTiling, row_class
-from tests.support.kernels_compiled import compiled_as
+from tests.support.kernels_compiled import by_generation, compiled_as
 from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
@@ -94,8 +94,7 @@ def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.attention.test_split_kv").split() == [check.__name__ for check in CHECKS]
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("rows", ROW_CLASSES)
+@pytest.mark.parametrize(("rows", "arch"), by_generation(ROW_CLASSES, ROW_CLASSES[1:2]))
 def test_compiles(rows: int, arch: int) -> None:
     from phalanx.kernels.attention import split_kv
 

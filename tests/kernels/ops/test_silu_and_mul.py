@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx.kernels.scaled_tensors import Unscaled
-from tests.support.kernels_compiled import compiled
+from tests.support.kernels_compiled import by_generation, compiled
 from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
@@ -87,13 +87,17 @@ def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.ops.test_silu_and_mul").split() == [check.__name__ for check in CHECKS]
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("unscaled", [False, True])
-@pytest.mark.parametrize("kernel", ["silu_mul", "silu_mul_quant_fp8", "silu_mul_static_fp8"])
-def test_compiles(kernel: str, unscaled: bool, arch: int) -> None:
+VARIANTS = list(itertools.product(("silu_mul", "silu_mul_quant_fp8", "silu_mul_static_fp8"), (False, True)))
+"""Function, and whether it applies scales."""
+WAYS = {("silu_mul", True), ("silu_mul_quant_fp8", True), ("silu_mul_static_fp8", False)}
+
+
+@pytest.mark.parametrize(("variant", "arch"), by_generation(VARIANTS, WAYS))
+def test_compiles(variant: tuple[str, bool], arch: int) -> None:
     """Down to machine code. The launch's own choices (PDL from Hopper on, the FP8 conversion from Ada on) compile with it."""
     from phalanx.kernels.ops import silu_and_mul
 
+    kernel, unscaled = variant
     signature, constants = {"gate_up": "*bf16", "width": "i32"}, {}
     if kernel == "silu_mul":
         function = silu_and_mul._silu_mul

@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import socket
+import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -212,19 +213,22 @@ def slow_schema(number=0):
 
 def test_short_ones_pass_long_ones(tokenizer):
     """Four formats that reach the limit of time, of which two run at a time, hold up no other; callers share a compilation."""
-    compiler = StructuredOutputCompiler(token_bytes(tokenizer, WIDTH), [0], seconds=1.5)
+    compiler = StructuredOutputCompiler(token_bytes(tokenizer, WIDTH), [0], seconds=2.5)
     compiler.compile(StructuredOutputParams(regex="start"))
     with ThreadPoolExecutor(12) as threads:
         slow = [threads.submit(compiler.compile, slow_schema(number)) for number in (0, 1, 2, 3, 0, 0)]
         time.sleep(0.2)
-        for moment in range(6):
+        seconds = []
+        for moment in range(4):
             began = time.monotonic()
             assert compiler.compile(StructuredOutputParams(regex=f"[ab]{{{moment + 1}}}")).compiled
-            assert time.monotonic() - began < 1.0
-            time.sleep(0.1)
+            seconds.append(time.monotonic() - began)
+            time.sleep(0.05)
+        # One or two may meet a moment in which others have the cores; behind a long one, all would be late.
+        assert statistics.median(seconds) < 1.0, seconds
         assert not all(one.done() for one in slow)
         for one in slow:
-            with pytest.raises(OptionError, match=r"longer than 1\.5 s"):
+            with pytest.raises(OptionError, match=r"longer than 2\.5 s"):
                 one.result()
     assert slow[0].exception() is slow[4].exception() is slow[5].exception()
     compiler.close()

@@ -98,7 +98,7 @@ class StructuredOutputCompiler:
         seconds: float = _COMPILE_SECONDS,
         memory: int = _COMPILE_MEMORY,
     ) -> None:
-        self._process = _Process(vocabulary, eos_token_ids, seconds, memory)
+        self._process = _CompilerProcess(vocabulary, eos_token_ids, seconds, memory)
         self._end = weakref.finalize(self, self._process.end)
         self._cached: OrderedDict[tuple[str, str], _CachedGrammar] = OrderedDict()
         self._compiling: dict[tuple[str, str], Future[str]] = {}
@@ -164,7 +164,7 @@ class _CachedGrammar:
         self.compiled = json.dumps({"tokenizer": str(tokenizer), "grammar": str(grammar)})
 
 
-class _Process:
+class _CompilerProcess:
     """The compiler's process (`structured_output.worker`): started when it is first needed, and again after it has ended.
 
     Several threads wait for its replies at once, which a thread of its own receives.

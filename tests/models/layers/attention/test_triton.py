@@ -25,6 +25,8 @@ from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend
 from tests.support.models_attention import as_read, as_read_int8, in_fp8, in_int8, made_batch, naive
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 CPU = torch.device("cpu")
 
 

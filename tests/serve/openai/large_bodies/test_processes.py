@@ -82,13 +82,13 @@ def test_a_thread_that_asks_a_loop_that_has_ended_is_let_go(monkeypatch: pytest.
         coroutine.close()
         return Future()
 
-    def read(process: object, route: str, body: bytes, ask: processes.Lookup) -> Stored:
+    def read(process: object, route: str, body: bytes, ask: processes.StoredLookup) -> Stored:
         return ask(messages.WantedItem("msg_1"))
 
     async def run() -> None:
         bodies = large_bodies()
         monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", never)
-        monkeypatch.setattr(processes._Process, "read", read)
+        monkeypatch.setattr(processes._ReaderProcess, "read", read)
         reading = asyncio.create_task(bodies.response([b"{}"], lambda _: Stored([])))
         while not bodies._busy:
             await asyncio.sleep(0.01)
@@ -108,5 +108,5 @@ def test_a_process_that_ends_before_it_is_told_its_engine_leaves_no_socket(monke
 
     monkeypatch.setattr(messages, "send", broken)
     with pytest.raises(BrokenPipeError):
-        processes._Process(b"")
+        processes._ReaderProcess(b"")
     assert children() == []

@@ -62,7 +62,7 @@ _READ_SECONDS = 120.0
 """Of one body. The largest takes a second of a core, and a machine may be busy."""
 
 Accepted = Callable[[str], None]
-Lookup = Callable[[WantedItem | WantedConversation], Stored]
+StoredLookup = Callable[[WantedItem | WantedConversation], Stored]
 
 
 class LargeBodies:
@@ -71,8 +71,8 @@ class LargeBodies:
     def __init__(self, setup: Callable[[], Setup], *, refused: Callable[[str], None], accepted: Accepted) -> None:
         self._setup, self._accepted = setup, accepted
         self._threads = Threads("large bodies", PROCESSES, max_tasks=MAX_WAITING, refused=refused)
-        self._idle: list[_Process] = []
-        self._busy: set[_Process] = set()
+        self._idle: list[_ReaderProcess] = []
+        self._busy: set[_ReaderProcess] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -84,7 +84,7 @@ class LargeBodies:
         """A request of /v1/chat/completions."""
         return await self._run("chat", body, lambda reply: chat_of(_prepared(reply), _prepared(reply).request))
 
-    async def response(self, body: Sequence[bytes], lookup: Lookup) -> PreparedResponse:
+    async def response(self, body: Sequence[bytes], lookup: StoredLookup) -> PreparedResponse:
         """A request of /v1/responses. lookup: finds what is stored; called on the event loop."""
         return await self._run("response", body, lambda reply: response_of(_prepared(reply)), lookup)
 
@@ -97,7 +97,7 @@ class LargeBodies:
         await asyncio.gather(*(self._threads.run(self._start) for _ in range(count)))
 
     def _start(self) -> None:
-        self._keep(_Process(messages.encode(self._setup())))
+        self._keep(_ReaderProcess(messages.encode(self._setup())))
 
     def close(self) -> None:
         """End the processes. Threads that wait for one of them end with it, or the interpreter would wait for these."""
@@ -110,7 +110,7 @@ class LargeBodies:
             process.end()
 
     async def _run(
-        self, route: str, body: Sequence[bytes], convert: Callable[[Answer | Prepared], T], lookup: Lookup | None = None
+        self, route: str, body: Sequence[bytes], convert: Callable[[Answer | Prepared], T], lookup: StoredLookup | None = None
     ) -> T:  # fmt: skip
         loop = asyncio.get_running_loop()
 
@@ -131,7 +131,7 @@ class LargeBodies:
         return result
 
     def _read(
-        self, route: str, body: Sequence[bytes], convert: Callable[[Answer | Prepared], T], ask: Lookup
+        self, route: str, body: Sequence[bytes], convert: Callable[[Answer | Prepared], T], ask: StoredLookup
     ) -> tuple[list[str], T]:  # fmt: skip
         process = self._process()
         with self._lock:
@@ -152,16 +152,16 @@ class LargeBodies:
             raise reply.error()
         return reply.accepted, convert(reply)
 
-    def _process(self) -> _Process:
+    def _process(self) -> _ReaderProcess:
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
                 if process.alive:
                     return process
                 process.end()
-        return _Process(messages.encode(self._setup()))
+        return _ReaderProcess(messages.encode(self._setup()))
 
-    def _keep(self, process: _Process) -> None:
+    def _keep(self, process: _ReaderProcess) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(process)
@@ -169,7 +169,7 @@ class LargeBodies:
         process.end()
 
 
-class _Process:
+class _ReaderProcess:
     """One process. setup: what it is told first."""
 
     def __init__(self, setup: bytes) -> None:
@@ -208,7 +208,7 @@ class _Process:
     def alive(self) -> bool:
         return self._child.alive
 
-    def read(self, route: str, body: Sequence[bytes], ask: Lookup) -> Answer | Prepared | Refused:
+    def read(self, route: str, body: Sequence[bytes], ask: StoredLookup) -> Answer | Prepared | Refused:
         """What it makes of a body. Raises EngineError if it ends, or takes too long; then it must be ended."""
         problem = "failed"
         try:

@@ -141,7 +141,7 @@ class ResponseStore:
         # Each with its bytes, and with the items of it that are in the index.
         self._stored: OrderedDict[str, tuple[StoredResponse, int, tuple[EncodedItems, ...]]] = OrderedDict()
         self._bytes = 0
-        self._index = _Index()
+        self._index = _ItemIndex()
 
     @property
     def stores(self) -> bool:
@@ -195,7 +195,7 @@ class ResponseStore:
         return self._index.item(item_id)
 
 
-class _Index:
+class _ItemIndex:
     """Where each item of the stored conversations is."""
 
     def __init__(self) -> None:
