@@ -108,8 +108,8 @@ def check_tiles_with_more_than_they_hold() -> None:
     routing = Routing(torch.rand(len(ids), 1), ids)
     for kind, rows, (tokens, extra) in (("plain", 32, (16, 8)), ("row", 32, (16, 16)), ("block", 16, (16, 8))):
         tiles = sort_by_expert(ids, first=0, experts=len(sizes), tokens=tokens, extra=extra)
-        made = [tile[:3] for tile in tiles.tiles[: int(tiles.num_tiles)].tolist()]
-        assert made == [
+        begins = [tile[:3] for tile in tiles.tiles[: int(tiles.num_tiles)].tolist()]
+        assert begins == [
             [expert, sum(sizes[:expert]) + at, tokens if size - at > tokens + extra else size - at]
             for expert, size in enumerate(sizes)
             for at in range(0, max(size - extra, min(size, 1)), tokens)
