@@ -79,8 +79,9 @@ def collectives_document() -> dict[str, Any]:
         nccl: list[tuple[float, float]] = []
         with (RESULTS / f"allreduce/benchmark.tp{world}.sm90.csv").open(encoding="utf-8") as lines:
             for row in csv.DictReader(lines):
-                wide = int(row["hidden_size"]) == 8192 or (int(row["num_tokens"]) == 1 and int(row["hidden_size"]) in (2048, 4096))
-                if row["fusion"] != "RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE" or not wide:
+                hidden, tokens = int(row["hidden_size"]), int(row["num_tokens"])
+                in_curve = hidden == 8192 or (tokens == 1 and hidden in (2048, 4096))
+                if row["fusion"] != "RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE" or not in_curve:
                     continue
                 (nccl if row["strategy"] == "NCCL" else auto).append((float(row["size"]), float(row["time (us)"])))
         with (RESULTS / f"comm_rs_norm_ag.tp{world}.sm90.csv").open(encoding="utf-8") as lines:

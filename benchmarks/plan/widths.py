@@ -46,11 +46,11 @@ def nine_of_ten(relative_errors: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Promise:
-    """A prediction that was committed before its figure. seen: whether the fit had rows of its kind then."""
+    """A prediction that was committed before its figure. of_fitted_kind: whether the fit had rows of its kind then."""
 
     kind: search.Kind
     model: str
-    seen: bool
+    of_fitted_kind: bool
     error: float
     inside: bool
 
@@ -76,14 +76,14 @@ def widths(
     are 4 models of each. contexts: errors of layers of long contexts."""
     kinds: dict[search.Kind, dict[str, float]] = {}
     for name in get_args(search.Kind):
-        left_out = dict.fromkeys(PARTS, 0.0)
+        from_rows = dict.fromkeys(PARTS, 0.0)
         if name in ("dense", "experts"):
-            left_out = {part: half_width([row[f"{part}_left_out"] for row in rows_of]) for part in PARTS}
+            from_rows = {part: half_width([row[f"{part}_left_out"] for row in rows_of]) for part in PARTS}
         elif name == "contexts" and contexts:
-            left_out = dict.fromkeys(PARTS, half_width(contexts))
-        seen, unseen = ([each.error for each in kept if each.kind == name and each.seen is was] for was in (True, False))
-        layout = max(left_out["layout"], nine_of_ten(seen))
-        kinds[name] = {"layout": layout, "model": max(layout, left_out["model"], nine_of_ten(unseen))}
+            from_rows = dict.fromkeys(PARTS, half_width(contexts))
+        before, first = ([each.error for each in kept if each.kind == name and each.of_fitted_kind is was] for was in (True, False))
+        layout = max(from_rows["layout"], nine_of_ten(before))
+        kinds[name] = {"layout": layout, "model": max(layout, from_rows["model"], nine_of_ten(first))}
     return kinds
 
 
@@ -98,9 +98,9 @@ def coverage(rows_of: Sequence[dict[str, Any]], kept: Sequence[Promise], part: s
         for group, model in {(str(row[part]), row["model"]) for row in of_kind}:
             rest = [row for row in rows_of if str(row[part]) != group]
             others[group, model] = widths(rest, (), [each for each in kept if each.model != model])[name][part]
-        given = [(row[f"{part}_left_out"], others[str(row[part]), row["model"]]) for row in of_kind]
-        inside = sum(half(error) <= width for error, width in given)
-        median = round(float(np.median([width for _, width in given])), 4)
+        errors_and_widths = [(row[f"{part}_left_out"], others[str(row[part]), row["model"]]) for row in of_kind]
+        inside = sum(half(error) <= width for error, width in errors_and_widths)
+        median = round(float(np.median([width for _, width in errors_and_widths])), 4)
         checked[name] = {"rows": len(of_kind), "inside": inside, "median_half_width": median}
     return checked
 
@@ -114,7 +114,7 @@ def kept_promises(
     without = {each.model: widths(rows_of, contexts, [other for other in kept if other.model != each.model]) for each in kept}
     counts: dict[str, dict[str, int]] = {}
     for each in kept:
-        part = "layout" if each.seen else "model"
+        part = "layout" if each.of_fitted_kind else "model"
         count = counts.setdefault(each.kind, dict.fromkeys(("figures", "inside", "inside_now", "inside_by_others"), 0))
         count["figures"] += 1
         count["inside"] += each.inside

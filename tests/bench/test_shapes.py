@@ -38,8 +38,8 @@ def test_a_folder_that_lives_as_long_as_it_is_needed():
 
 def test_a_shape_cut_to_its_first_layers():
     with shapes.folder_of("deepseek-v3:5") as folder:
-        cut, whole = ModelShape.from_folder(Path(folder)), ModelShape.from_config(shapes.SHAPES["deepseek-v3"])
-        assert (cut.num_layers, whole.num_layers) == (5, 61)
+        cut, full = ModelShape.from_folder(Path(folder)), ModelShape.from_config(shapes.SHAPES["deepseek-v3"])
+        assert (cut.num_layers, full.num_layers) == (5, 61)
         layers = {name.split(".")[2] for name in tensors(cut) if name.startswith("model.layers.")}
         assert layers == {"0", "1", "2", "3", "4"}
         assert {"model.embed_tokens.weight", "lm_head.weight"} < tensors(cut).keys()

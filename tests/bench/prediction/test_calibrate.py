@@ -18,7 +18,9 @@ from phalanx.plan.memory import KvFormat
 def test_the_fit_finds_what_made_the_points():
     shape, spec = subject.shape_for("llama-3-8b"), catalogue.gpu("H100")
     base = cost.coefficients_for(spec)[0]
-    true = replace(base, e_bytes_16=base.e_bytes_16 * 0.8, c_layer=base.c_layer * 1.6, c_one=base.c_one * 1.3)
+    true = replace(
+        base, e_bytes_16=base.e_bytes_16 * 0.8, c_layer=base.c_layer * 1.6, c_one=base.c_one * 1.3, c_few=base.c_few * 1.6
+    )
     true = replace(true, e_flops=base.e_flops * 0.9, tflops_per_watt=base.tflops_per_watt * 0.9, c_step=60.0, e_kv=base.e_kv * 0.8)
     sizes = [(kind, lengths) for kind, lengths in calibrate._SIZES if len(lengths) <= 64]
     points = [
@@ -35,7 +37,8 @@ def test_the_fit_finds_what_made_the_points():
 def test_a_cpu_has_no_graphs_and_pays_for_calls_of_other_sizes():
     spec = GpuSpec("CPU", 0, 1 << 34, 1e10, 5e10, None, "shm", 1e10, 1e10, None, 1)
     shape, base = subject.shape_for("demo"), replace(cost.coefficients_for(catalogue.gpu("H100"))[0], c_eager=0.0, c_call=20.0)
-    true = replace(base, e_kv=base.e_kv * 0.1, e_prompt=base.e_prompt * 3, c_layer=300.0, c_one=250.0, c_call=90.0, c_step=400.0)
+    chain = {"c_layer": 300.0, "c_few": 300.0 * base.c_few / base.c_layer, "c_one": 250.0}
+    true = replace(base, e_kv=base.e_kv * 0.1, e_prompt=base.e_prompt * 3, c_call=90.0, c_step=400.0, **chain)
     points = [
         Point(kind, lengths, calibrate.predicted(Point(kind, lengths, 1.0), shape, "fp32", KvFormat(4), spec, true))
         for kind, lengths in calibrate._SIZES

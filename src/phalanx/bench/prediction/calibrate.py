@@ -47,7 +47,8 @@ _PULL = 0.01  # on the logarithm of each multiplier, towards 0: as much as an er
 _STEP = 1e-4  # of a logarithm, for slopes
 TUNED = {
     "memory": ("e_bytes", "e_bytes_16", "e_experts"), "kv": ("e_kv", "e_kv_fp8", "e_far", "e_far_fp8"),
-    "flops": ("e_flops", "e_experts_flops", "tflops_per_watt"), "prompt": ("e_prompt", "e_prompt_fp8"), "chain": ("c_layer",),
+    "flops": ("e_flops", "e_experts_flops", "tflops_per_watt"), "prompt": ("e_prompt", "e_prompt_fp8"),
+    "chain": ("c_layer", "c_few"),
     "chain_of_one": ("c_one",), "rest": ("c_step",), "call": ("c_call",),
 }  # fmt: skip
 """Multiplier -> the coefficients that it scales."""
