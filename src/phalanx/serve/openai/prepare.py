@@ -51,23 +51,23 @@ class PreparedResponse:
     chat: PreparedChat
 
 
-def prepare_completion(request: CompletionRequest, engine: PromptContext) -> PreparedCompletion:
+def prepare_completion(request: CompletionRequest, context: PromptContext) -> PreparedCompletion:
     """Raises ApiError 400 naming the field."""
     prompts = prompts_of(request)
-    params = completion_params(request, engine.facts)
-    return PreparedCompletion(request, params, structured_output_of(request, engine.output), prompts)
+    params = completion_params(request, context.facts)
+    return PreparedCompletion(request, params, structured_output_of(request, context.output), prompts)
 
 
-def prepare_chat(request: ChatRequest, engine: PromptContext) -> PreparedChat:
+def prepare_chat(request: ChatRequest, context: PromptContext) -> PreparedChat:
     """Raises ApiError 400 naming the field."""
-    params = chat_params(request, engine.facts)
-    return PreparedChat(request, params, structured_output_of(request, engine.output))
+    params = chat_params(request, context.facts)
+    return PreparedChat(request, params, structured_output_of(request, context.output))
 
 
-def prepare_response(request: ResponsesRequest, engine: PromptContext, stored: Items) -> PreparedResponse:
+def prepare_response(request: ResponsesRequest, context: PromptContext, stored: Items) -> PreparedResponse:
     """stored: the items of earlier responses. Raises ApiError 400 naming the field."""
     previous: list[dict[str, Any]] = []
     if request.previous_response_id is not None:
         previous = stored.conversation(request.previous_response_id)
     items = input_items(request, stored)
-    return PreparedResponse(request, items, prepare_chat(chat_request(request, [*previous, *items]), engine))
+    return PreparedResponse(request, items, prepare_chat(chat_request(request, [*previous, *items]), context))

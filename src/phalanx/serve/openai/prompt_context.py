@@ -36,15 +36,15 @@ class PromptContextCopy:
     escape_special_tokens: bool
 
 
-def encode(engine: PromptContext, text: str, *, add_special_tokens: bool = True, continues: bool = False) -> list[int]:
+def encode(context: PromptContext, text: str, *, add_special_tokens: bool = True, continues: bool = False) -> list[int]:
     """Token ids of a prompt, or of a part of one that continues another part. Raises PromptTooLong before it tokenizes a text
     that is far too long, since this takes a second and 200 MB per million characters."""
-    min_tokens = len(text) // engine.tokenizer.max_token_characters
-    if min_tokens > engine.facts.max_seq_len:
+    min_tokens = len(text) // context.tokenizer.max_token_characters
+    if min_tokens > context.facts.max_seq_len:
         raise PromptTooLong(
-            f"the prompt has at least {min_tokens} tokens, and max_seq_len is {engine.facts.max_seq_len}",
+            f"the prompt has at least {min_tokens} tokens, and max_seq_len is {context.facts.max_seq_len}",
             next="shorten the prompt",
         )  # fmt: skip
     if continues:
-        return engine.tokenizer.encode_continuation(text)
-    return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return context.tokenizer.encode_continuation(text)
+    return context.tokenizer.encode(text, add_special_tokens=add_special_tokens)

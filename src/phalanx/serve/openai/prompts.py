@@ -60,20 +60,20 @@ def renders_quickly(request: ChatRequest) -> bool:
 
 
 def encode_prompts(
-    prompts: Sequence[str] | Sequence[list[int]], engine: PromptContext, request: SampledRequest | None = None
+    prompts: Sequence[str] | Sequence[list[int]], context: PromptContext, request: SampledRequest | None = None
 ) -> list[list[int]]:
     """Token ids of each prompt. Raises ApiError or RequestError for an empty prompt, or one that is invalid for this model."""
     special = request is None or request.add_special_tokens is not False
     encoded = []
     for prompt in prompts:
-        tokens = encode(engine, prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        tokens = encode(context, prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
         if not isinstance(prompt, str):
-            check_token(max(tokens), engine.facts, "prompt")
-        encoded.append(_not_empty(tokens if request is None else truncated(tokens, request, engine)))
+            check_token(max(tokens), context.facts, "prompt")
+        encoded.append(_not_empty(tokens if request is None else truncated(tokens, request, context)))
     return encoded
 
 
-def encode_chat(request: ChatRequest | TokenizeRequest, engine: PromptContext) -> list[int]:
+def encode_chat(request: ChatRequest | TokenizeRequest, context: PromptContext) -> list[int]:
     """Token ids of a conversation, by the model's chat template. Raises as `encode_prompts`, and if the template rejects it."""
     if reserved := TEMPLATE_NAMES & set(request.chat_template_kwargs or ()):
         name = sorted(reserved)[0]
@@ -82,7 +82,7 @@ def encode_chat(request: ChatRequest | TokenizeRequest, engine: PromptContext) -
     choice = None
     if isinstance(request, ChatRequest):
         choice = request.tool_choice
-        variables = {**reasoning_variables(request, engine), **variables}
+        variables = {**reasoning_variables(request, context), **variables}
     if request.tools and choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
     messages = request.messages or []
@@ -90,12 +90,12 @@ def encode_chat(request: ChatRequest | TokenizeRequest, engine: PromptContext) -
     if calls:  # each is parsed by itself, and together they are held in memory
         check_counts(",".join(call.function.arguments or "" for call in calls).encode(errors="replace"), "messages")
     plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    text, breaks = _rendered(request, plain, tools, variables, engine)
+    text, breaks = _rendered(request, plain, tools, variables, context)
     special = bool(request.add_special_tokens)
     tokens: list[int] = []
     for i, part in enumerate(breaks.parts(text)):
-        tokens += encode(engine, part, add_special_tokens=special, continues=i > 0)
-    return _not_empty(truncated(tokens, request, engine) if isinstance(request, ChatRequest) else tokens)
+        tokens += encode(context, part, add_special_tokens=special, continues=i > 0)
+    return _not_empty(truncated(tokens, request, context) if isinstance(request, ChatRequest) else tokens)
 
 
 def _rendered(
@@ -103,10 +103,10 @@ def _rendered(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     variables: Mapping[str, Any],
-    engine: PromptContext,
+    context: PromptContext,
 ) -> tuple[str, Breaks]:
     """The text of the prompt, and the breaks in it that keep the texts of special tokens in the request from becoming tokens."""
-    escaped = engine.tokenizer if engine.escape_special_tokens else None
+    escaped = context.tokenizer if context.escape_special_tokens else None
     breaks = Breaks(messages, escaped, tools=tools, variables=variables)
     begin = request.add_generation_prompt is not False
     if request.continue_final_message:
@@ -117,7 +117,7 @@ def _rendered(
             )
         breaks.messages[-1]["content"] += breaks.end
     try:
-        text = engine.tokenizer.apply_chat_template(
+        text = context.tokenizer.apply_chat_template(
             breaks.messages, tools=breaks.tools, add_generation_prompt=begin, **breaks.variables
         )
     except RequestError as error:
@@ -132,11 +132,11 @@ def _rendered(
     return continued, breaks
 
 
-def reasoning_variables(request: ChatRequest, engine: PromptContext) -> dict[str, Any]:
+def reasoning_variables(request: ChatRequest, context: PromptContext) -> dict[str, Any]:
     """What `reasoning_effort` is for the chat template; empty if the template reads nothing of the kind."""
-    if request.reasoning_effort is None or not engine.tokenizer.has_chat_template:
+    if request.reasoning_effort is None or not context.tokenizer.has_chat_template:
         return {}
-    names = engine.tokenizer.template_variables(tools=bool(request.tools))
+    names = context.tokenizer.template_variables(tools=bool(request.tools))
     variables: dict[str, Any] = {}
     if "reasoning_effort" in names:
         variables["reasoning_effort"] = request.reasoning_effort
@@ -145,7 +145,7 @@ def reasoning_variables(request: ChatRequest, engine: PromptContext) -> dict[str
     return variables
 
 
-def truncated(tokens: list[int], request: SampledRequest, engine: PromptContext) -> list[int]:
+def truncated(tokens: list[int], request: SampledRequest, context: PromptContext) -> list[int]:
     """The last tokens of a prompt, as many as `truncate_prompt_tokens` says."""
     count = request.truncate_prompt_tokens
     if count is None:
@@ -154,7 +154,7 @@ def truncated(tokens: list[int], request: SampledRequest, engine: PromptContext)
         raise bad_request("truncate_prompt_tokens=0 leaves no prompt", param="truncate_prompt_tokens")
     if count < 0:
         limit = getattr(request, "max_completion_tokens", None) or getattr(request, "max_tokens", None) or 1
-        count = max(1, engine.facts.max_seq_len - limit)
+        count = max(1, context.facts.max_seq_len - limit)
     return tokens[-count:]
 
 

@@ -69,19 +69,19 @@ def _check(request: TokenizeRequest) -> None:
                 raise bad_request(f"{name} needs messages: a prompt has no template", param=name)
 
 
-def tokenized(request: TokenizeRequest, engine: PromptContext) -> bytes:
+def tokenized(request: TokenizeRequest, context: PromptContext) -> bytes:
     """The body of the answer. Raises ApiError 400 where the fields contradict each other."""
     _check(request)
     if request.prompt is None:
-        tokens = encode_chat(request, engine)
+        tokens = encode_chat(request, context)
     else:
-        tokens = engine.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
-    texts = [engine.tokenizer.token_text(token) for token in tokens]
-    body = {"count": len(tokens), "max_model_len": engine.facts.max_seq_len, "tokens": tokens, "token_strs": texts}
+        tokens = context.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+    texts = [context.tokenizer.token_text(token) for token in tokens]
+    body = {"count": len(tokens), "max_model_len": context.facts.max_seq_len, "tokens": tokens, "token_strs": texts}
     return encode_json(body)
 
 
-def detokenized(request: DetokenizeRequest, engine: PromptContext) -> bytes:
+def detokenized(request: DetokenizeRequest, context: PromptContext) -> bytes:
     """The body of the answer."""
-    check_token(max(request.tokens, default=0), engine.facts, "tokens")
-    return encode_json({"prompt": engine.tokenizer.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))})
+    check_token(max(request.tokens, default=0), context.facts, "tokens")
+    return encode_json({"prompt": context.tokenizer.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))})

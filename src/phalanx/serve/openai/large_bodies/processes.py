@@ -238,13 +238,13 @@ class _ReaderProcess:
         launch.stop([self._child], 0.0)
 
 
-def setup_of(engine: PromptContext, names: Sequence[str]) -> Setup:
+def setup_of(context: PromptContext, names: Sequence[str]) -> Setup:
     """What a process is told of an engine."""
-    tokenizer, output = engine.tokenizer, engine.output
+    tokenizer, output = context.tokenizer, context.output
     return Setup(
-        names=list(names), facts=engine.facts, tokenizer=tokenizer.text, special=tokenizer.special,
+        names=list(names), facts=context.facts, tokenizer=tokenizer.text, special=tokenizer.special,
         templates=tokenizer.chat_templates, origin=tokenizer.origin, reasoning=output.reasoning, tools=output.tools,
-        markers=output.markers.special, escape_special_tokens=engine.escape_special_tokens,
+        markers=output.markers.special, escape_special_tokens=context.escape_special_tokens,
     )  # fmt: skip
 
 
