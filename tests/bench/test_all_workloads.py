@@ -16,8 +16,6 @@ from phalanx.errors import EngineError, OptionError
 from phalanx.hardware import provenance
 from tests.bench.conftest import requested_options
 
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 WORKLOADS = [workloads.parse(name) for name in ("decode-1x8x8", "decode-2x8x8", "batch-4x8x4")]
 
 

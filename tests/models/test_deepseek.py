@@ -24,6 +24,7 @@ from phalanx.models import registry, weights
 from phalanx.models.layers.attention import sdpa_latent as latent_backend
 from phalanx.plan import footprint
 from phalanx.plan.families import known
+from phalanx.plan.memory import KvFormat
 from phalanx.plan.shape import Shape
 from phalanx.plan.weight_tensors import layer_bytes, tensors
 from tests.support import quantized_checkpoints
@@ -391,7 +392,7 @@ def test_planner_and_engine_count_the_same_bytes(name: str, tp: int, moe_ep: int
     nbytes = [sum(weight.nbytes for weight in layer.parameters()) for layer in model.layers]
     assert nbytes == [footprint.layer_weight_bytes(Shape.of(shape), layer, "bf16", split) for layer in layers]
     specs = model.kv_specs()
-    assert footprint.kv_token_bytes(Shape.of(shape), 2, "bf16", split) == (KV_BYTES[name],)
+    assert footprint.kv_token_bytes(Shape.of(shape), KvFormat(2), "bf16", split) == (KV_BYTES[name],)
     assert specs[0].bytes_per_token * shape.num_layers == KV_BYTES[name]
     assert len(set(specs)) == 1
 

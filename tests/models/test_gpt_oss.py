@@ -26,6 +26,7 @@ from phalanx.kernels.moe.packing import SCALES_IN_WORD, packed, tiled
 from phalanx.models import registry, weights
 from phalanx.plan import footprint
 from phalanx.plan.families import known
+from phalanx.plan.memory import KvFormat
 from phalanx.plan.shape import Shape
 from phalanx.plan.weight_tensors import layer_bytes, tensors
 from tests.support import mxfp4_checkpoints
@@ -277,7 +278,7 @@ def test_planner_and_engine_count_the_same_bytes(name: str, tp: int, moe_ep: int
     nbytes = sum(each.nbytes for each in [*model.parameters(), model.rotary_emb.inv_freq])
     assert footprint.weight_bytes(Shape.of(shape), "bf16", split) == (nbytes,)
     per_token = sum(spec.bytes_per_token for spec in model.kv_specs())
-    assert footprint.kv_token_bytes(Shape.of(shape), 2, "bf16", split) == (per_token,)
+    assert footprint.kv_token_bytes(Shape.of(shape), KvFormat(2), "bf16", split) == (per_token,)
     assert per_token * tp == {"gpt-oss-20b": 49_152, "gpt-oss-120b": 73_728}[name]
 
 
