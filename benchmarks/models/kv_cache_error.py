@@ -16,14 +16,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.models.fp8_error import BLOCK, prefill
+from benchmarks.models.fp8_error import BLOCK, Error, prefill
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
@@ -37,16 +37,6 @@ CHUNK = 128  # positions whose distributions are in fp64 at once
 
 VARIANTS: dict[str, torch.dtype] = {"fp32": torch.float32, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """The dtypes of caches that stand beside bf16."""
-
-
-@dataclass(frozen=True)
-class Error:
-    """Against the cache in bf16, over `positions`. KL in nats."""
-
-    positions: int
-    top1: float
-    kl_mean: float
-    kl_p99: float
 
 
 def main() -> int:

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.random_order import step_ranks
+
 Memory = list[list[dict[tuple[int, int], object]]]  # [rank][half][(place, source)]
 
 
@@ -60,24 +62,13 @@ def take(memory: Memory, rank: int, half: int, key: tuple[int, int], value: obje
 
 
 def run(kinds: list, world: int, halves: int, seed: int) -> None:
-    """Step the ranks in random order until all are done: some run far ahead of the others."""
-    maker = random.Random(seed)
     memory: Memory = [[{} for _ in range(halves)] for _ in range(world)]
 
-    def calls(rank: int) -> Generator[None, None, None]:
-        rng = random.Random(seed * 31 + rank)
+    def calls(rank: int, rng: random.Random) -> Generator[None, None, None]:
         for call, kind in enumerate(kinds):
             yield from kind(call, rank, world, call % halves, memory, rng)
 
-    ranks = {rank: calls(rank) for rank in range(world)}
-    weights = {rank: maker.choice((1, 1, 30)) for rank in range(world)}
-    for _ in range(200_000):
-        if not ranks:
-            break
-        rank = maker.choices(list(ranks), [weights[r] for r in ranks])[0]
-        if next(ranks[rank], "done") == "done":
-            del ranks[rank]
-    assert not ranks, "ranks wait for each other"
+    step_ranks(world, seed, calls)
     assert not any(words for halves_of in memory for words in halves_of), "words were left behind"
 
 

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.random_order import step_ranks
+
 Key = tuple[object, ...]
 Memory = list[dict[Key, object]]  # [rank]
 
@@ -60,24 +62,13 @@ def exchange(
 
 
 def run(calls: int, world: int, halves: int, seed: int) -> None:
-    """Step the ranks in random order until all are done: some run far ahead of the others."""
-    maker = random.Random(seed)
     memory: Memory = [{} for _ in range(world)]
 
-    def all_calls(rank: int) -> Generator[None, None, None]:
-        rng = random.Random(seed * 31 + rank)
+    def all_calls(rank: int, rng: random.Random) -> Generator[None, None, None]:
         for call in range(calls):
             yield from exchange(call, rank, world, halves, memory, rng, seed)
 
-    ranks = {rank: all_calls(rank) for rank in range(world)}
-    weights = {rank: maker.choice((1, 1, 30)) for rank in range(world)}
-    for _ in range(200_000):
-        if not ranks:
-            break
-        rank = maker.choices(list(ranks), [weights[r] for r in ranks])[0]
-        if next(ranks[rank], "done") == "done":
-            del ranks[rank]
-    assert not ranks, "ranks wait for each other"
+    step_ranks(world, seed, all_calls)
     assert not any(memory), "words were left behind"
 
 
