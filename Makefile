@@ -18,7 +18,6 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar o
 demo: $(VENV)/.bare
 	@$(PY) scripts/demo.py
 
-# Three processes for two cores: a fifth of the time of two is waiting for processes, probes and limits of time.
 test: $(VENV)/.dev
 	@echo "== tests that measure gaps between tokens, alone on this machine"
 	@$(PY) -m pytest -q -m alone tests/serve/test_app_bodies_beside_streams.py

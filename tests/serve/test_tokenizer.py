@@ -186,6 +186,7 @@ def test_many_threads(pairs):
         assert [text in prompt for text, prompt in zip(texts, prompts, strict=True)] == [True] * 200
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_loading_does_not_wait_for_transformers(tmp_path):
     folder = write(tmp_path, byte_level(300))
     code = f"import sys; from phalanx.serve.tokenizer import Tokenizer; t = Tokenizer.load({str(folder)!r});"
