@@ -19,10 +19,7 @@ demo: $(VENV)/.bare
 	@$(PY) scripts/demo.py
 
 test: $(VENV)/.dev
-	@echo "== tests that measure gaps between tokens, alone on this machine"
-	@$(PY) -m pytest -q -m alone tests/serve/test_app_bodies_beside_streams.py
-	@echo "== tests (several minutes: they start real ranks and servers)"
-	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS)
+	@$(PY) scripts/run_tests.py $(ARGS)
 
 # Two at a time; each prints its lines when it ends.
 check: $(VENV)/.dev

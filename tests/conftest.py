@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent
+
+# Nothing that is imported or collected is garbage: to look through all of it again and again is a sixth of the time that it takes.
+gc.disable()
 
 # Rank processes of the tests share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -93,6 +98,30 @@ SLOW_FILES = (
     "serve/test_app_overload.py", "executor/test_node.py", "acceptance/test_hostile_host.py",
 )  # fmt: skip
 """The longest files, the longest first: a file runs on one worker, and one that began last would leave the others idle."""
+BACKGROUND = (
+    "kernels/[!c]*", "models/*", "tables/*", "bench/prediction/test_simulate.py", "comm/sequence_parallel/*", "comm/test_oneshot.py",
+    "comm/test_twoshot.py", "worker/test_memory_profile_variants.py", "worker/test_cuda_graphs*.py", "tune/test_html_report.py",
+    "tune/test_plots.py", "deploy/test_objects.py", "acceptance/test_fp8_error.py",
+)  # fmt: skip
+"""Files whose tests only compute, without a limit of time: see `scripts/run_tests.py`."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lane", choices=("foreground", "background"), help="run the tests of one lane, see scripts/run_tests.py")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    lane = config.getoption("--lane")
+    if lane is None or collection_path.suffix != ".py":
+        return None
+    name = collection_path.relative_to(ROOT).as_posix() if collection_path.is_relative_to(ROOT) else ""
+    return True if any(fnmatch(name, pattern) for pattern in BACKGROUND) != (lane == "background") else None
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,7 +18,7 @@ def interpreted(module: str, *arguments: str) -> str:
     imported. An error in the module is an error here."""
     done = subprocess.run(
         [sys.executable, "-m", __name__, module, *arguments], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=250, check=False,
+        capture_output=True, text=True, timeout=1000, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -287,7 +287,7 @@ def check(world: int, programs: int) -> None:
             child = os.fork()
             if child == 0:
                 status = 1
-                signal.alarm(200)
+                signal.alarm(900)
                 try:
                     program(board, rank, own)
                     status = 0
