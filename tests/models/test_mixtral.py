@@ -17,11 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx import kernels
+from phalanx.comm import tuned_group
+from phalanx.comm.group import Group
+from phalanx.comm.sequence_parallel import unshard
 from phalanx.errors import ModelError, WeightError
 from phalanx.kernels.moe import reference
 from tests.support import quantized_checkpoints
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.support.models_formation import Formation, run_steps
+from tests.support.models_formation import Formation, ShardedFormation, run_steps
 from tests.support.models_logits import STEPS, assert_same, logits_of
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -160,6 +163,34 @@ def test_fp8_gemms_of_experts_stay_near(root: Path) -> None:
         expected = reference.fused_experts(x, plain, reference.topk_softmax(block.gate(x), 2, True))
         error = (block.partial_sum(x) - expected).norm() / expected.norm()
         assert error < 1e-6 if not fp8_gemm else 1e-3 < error < 0.06
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(("tp", "moe_ep"), [(2, 1), (4, 2)])
+def test_the_residual_stays_sharded_around_experts_in_fp8(
+    family: str, tp: int, moe_ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm before a router is needed in 16 bit and in FP8: sequence parallelism gives both, and no layer gathers the
+    residual. Logits are those without it, to the last bit."""
+    sizes = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 12, "num_key_value_heads": 12}
+    sizes |= {"moe_intermediate_size": 192} if family == "qwen3_moe" else {}
+    folder = write_checkpoint(tmp_path, family, num_hidden_layers=3, **sizes)
+    gathered = list[object]()
+
+    def unsharded(x: Tensor, group: Group) -> Tensor:
+        gathered.append(x)
+        return unshard(x, group)
+
+    monkeypatch.setattr(tuned_group, "unshard", unsharded)
+    options = {"tp": tp, "moe_ep": moe_ep, "fp8": True, "fp8_gemm": True}
+    plain, sharded = Formation(folder, **options), ShardedFormation(folder, **options)
+    tokens = torch.arange(11) % 7
+    for step in ([(0, tokens), (1, tokens[:3])], [(0, tokens[:1]), (1, tokens[:2])], [(1, tokens[:1])]):
+        for logits, wanted in zip(sharded.step(step, padding=1), plain.step(step, padding=1), strict=True):
+            assert torch.equal(logits, wanted)
+    assert not gathered, f"{len(gathered)} residuals were gathered"
+    calls = sharded.groups[0].calls
+    assert calls["RS_NORM_AG/RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE"] == 3 * 3, calls
 
 
 def test_blocks_of_another_width_are_refused(tmp_path: Path) -> None:

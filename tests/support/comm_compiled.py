@@ -69,6 +69,13 @@ def workspace(world: int, capability: int, message_bytes: int = 64 << 20) -> Sym
     )
 
 
+def outputs_of(dtype: torch.dtype, quant: str, scale: torch.Tensor | None, keep_norm: bool) -> list[torch.dtype]:
+    """The dtypes of what a fusion gives beside the new residual."""
+    norm = [dtype] if quant == "none" or keep_norm else []
+    quantized = [] if quant == "none" else [torch.float8_e4m3fn]
+    return [*norm, *quantized, *([torch.float32] if quantized and scale is None else [])]
+
+
 def fused(launch: Launched) -> int:
     """Multiplications that a launch's kernel does not round before it adds their product to something."""
     return int(launch[2].asm["ptx"].count("fma.rn.f32"))

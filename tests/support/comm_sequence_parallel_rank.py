@@ -37,7 +37,15 @@ from phalanx.tables.strategy import Strategy
 from tests.support.comm_allreduce_rank import same, tensor_of
 from tests.support.comm_gpu_ranks import replayed
 
-MODES = (("none", None), ("fp8", 0.02), ("fp8", None))
+Mode = tuple[str, float | None, bool]
+"""quant, the static scale, keep_norm."""
+MODES: tuple[Mode, ...] = (
+    ("none", None, False),
+    ("fp8", 0.02, False),
+    ("fp8", None, False),
+    ("fp8", 0.02, True),
+    ("fp8", None, True),
+)
 VARIANTS = ((32, 1, 1), (16, 2, 2), (16, 3, 1), (16, 3, 2), (8, 4, 2))
 SHAPES = ((1, 16), (2, 1008), (3, 5120), (17, 5120), (64, 8192), (255, 4096), (1000, 8192))
 SHAPES_405B = ((64, 16384), (257, 16384), (1000, 16384))
@@ -59,9 +67,7 @@ def agrees(outputs: tuple[Tensor, ...], wanted: tuple[Tensor, ...], workspace: S
         same(new.local[rows.start : rows.stop], wanted[-1][rows.start : rows.stop], f"{what}: residual of {rows}")
 
 
-def case(
-    workspace: SymmetricWorkspace, tokens: int, hidden: int, dtype: torch.dtype, mode: tuple[str, float | None]
-) -> tuple[Any, ...]:
+def case(workspace: SymmetricWorkspace, tokens: int, hidden: int, dtype: torch.dtype, mode: Mode) -> tuple[Any, ...]:
     """(this rank's part, the same without its scales, the sum, a fusion)."""
     parts, bare = [], []
     for rank in range(workspace.world):
@@ -71,7 +77,7 @@ def case(
         parts.append(bare[-1].to_fp32().to(dtype))
     weight = (1 + 0.1 * tensor_of(98, 1, hidden, dtype, 23)[0]).contiguous()
     scale = None if mode[1] is None else torch.tensor(mode[1], device="cuda")
-    fusion = ResidualRmsNorm(tensor_of(99, tokens, hidden, dtype, 24), weight, 1e-5, mode[0], scale)  # type: ignore[arg-type]
+    fusion = ResidualRmsNorm(tensor_of(99, tokens, hidden, dtype, 24), weight, 1e-5, mode[0], scale, mode[2])  # type: ignore[arg-type]
     return parts[workspace.rank], bare[workspace.rank], reference.all_reduce(parts), fusion
 
 
@@ -88,7 +94,7 @@ def rows_of_405b(workspace: SymmetricWorkspace) -> None:
     gemm_rs_with(workspace, cases)
 
 
-def rs_norm_ag_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
+def rs_norm_ag_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype, int, int, Mode]]) -> None:
     for dtype, tokens, hidden, mode in cases:
         part, bare, total, fusion = case(workspace, tokens, hidden, dtype, mode)
         once = finish(total, fusion)
@@ -109,7 +115,7 @@ def rs_norm_ag_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.d
 def launches(workspace: SymmetricWorkspace) -> None:
     """Other launches than a size's own."""
     for tokens in (5, 256, 1000):
-        for mode in (MODES[0], MODES[2]):
+        for mode in (MODES[0], MODES[2], MODES[4]):
             part, _, total, fusion = case(workspace, tokens, 8192, torch.bfloat16, mode)
             for shape in VARIANTS:
                 for time_of in range(3):
@@ -148,14 +154,14 @@ def strange_values(workspace: SymmetricWorkspace) -> None:
             parts.append(bits.to(torch.int32).cuda().view(dtype))
         total, weight = reference.all_reduce(parts), torch.ones(parts[0].shape[1], device="cuda", dtype=dtype)
         assert total[7:].isfinite().all(), "rows that show more than where NaN is"
-        for quant, static_scale in MODES:
+        for quant, static_scale, keep in MODES:
             scale = None if static_scale is None else torch.tensor(static_scale, device="cuda")
-            fusion = ResidualRmsNorm(torch.zeros_like(total), weight, 1e-5, quant, scale)  # type: ignore[arg-type]
+            fusion = ResidualRmsNorm(torch.zeros_like(total), weight, 1e-5, quant, scale, keep)  # type: ignore[arg-type]
             for _ in range(3):
                 *outputs, new = RsNormAg(workspace).all_reduce_norm(parts[workspace.rank], fusion)
                 *wanted, residual = finish(total, fusion)
                 for left, right in zip(outputs, wanted, strict=True):
-                    alike(left, right, f"{dtype} {quant} {static_scale}")
+                    alike(left, right, f"{dtype} {quant} {static_scale} {keep}")
                 (rows_here,) = rank_rows(11, new.chunk_rows, workspace.rank, workspace.world)  # type: ignore[attr-defined]
                 alike(
                     new.local[rows_here.start : rows_here.stop],
@@ -188,6 +194,8 @@ def repeated(
         for number, size in enumerate(sizes):
             x = base[size] + step
             fusion = ResidualRmsNorm(residuals[size], weight[: size[1]], 1e-5, "fp8" if number % 2 else "none")
+            if number % 4 == 3:
+                fusion = replace(fusion, keep_norm=True)
             wanted = (oneshot, twoshot)[number % 2].all_reduce_norm(x, fusion, workspace)
             outputs = act(x, fusion)
             for left, right in zip(outputs[:-1], wanted[:-1], strict=True):
@@ -224,8 +232,8 @@ def picked(workspace: SymmetricWorkspace) -> None:
 
         def chain(own: bool, part: Tensor = part, fusion: ResidualRmsNorm = fusion) -> tuple[Tensor, ...]:
             through, residual, outputs = group if own else plain, fusion.residual, []
-            for quant in ("fp8", "fp8", "fp8", "none"):
-                step_fusion = replace(fusion, residual=residual, quant=quant, accepts_sharded=own)  # type: ignore[arg-type]
+            for quant, keep in (("fp8", False), ("fp8", True), ("fp8", False), ("none", False)):
+                step_fusion = replace(fusion, residual=residual, quant=quant, keep_norm=keep, accepts_sharded=own)  # type: ignore[arg-type]
                 *norms, residual = through.all_reduce(part.clone(), step_fusion)
                 outputs += norms
             return (*outputs, unshard(residual, through))
@@ -268,7 +276,7 @@ def gemm_rs(workspace: SymmetricWorkspace) -> None:
     gemm_rs_with(workspace, [*cases, *((dtype, 333, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
 
 
-def gemm_rs_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
+def gemm_rs_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype, int, int, Mode]]) -> None:
     buffer, late = buffer_of(workspace), random.Random(workspace.rank)
     for dtype, tokens, hidden, mode in cases:
         part, _, total, fusion = case(workspace, tokens, hidden, dtype, mode)
@@ -293,7 +301,7 @@ def gemm_rs_in_a_graph(workspace: SymmetricWorkspace) -> None:
         GemmRs(workspace, buffer).all_reduce_norm(replace(fusion, residual=again[-1]))
         return outputs
 
-    repeated(workspace, ((64, 4096), (700, 1024), (300, 8192)), act)
+    repeated(workspace, ((64, 4096), (700, 1024), (300, 8192), (333, 2048)), act)
 
 
 def gemm_rs_in_fp8(workspace: SymmetricWorkspace) -> None:

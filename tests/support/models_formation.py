@@ -19,6 +19,7 @@ from phalanx.models.batch import Batch, KvCache, empty_cache
 from phalanx.models.layers.attention.select import select_backend
 from phalanx.plan.layout import stages
 from phalanx.plan.weight_tensors import layer_bytes
+from tests.support.comm_poisoned import poisoned
 
 CPU = torch.device("cpu")
 
@@ -108,6 +109,16 @@ class Formation:
         gone = max(0, next_position - self.shape.window + 1) // self.block_size
         self.free += [block for block in table[:gone] if block]
         table[:gone] = [0] * gone
+
+
+class ShardedFormation(Formation):
+    """Its ranks own rows, by chunks of five; whoever reads a row that another owns reads NaN. groups: of all ranks and stages."""
+
+    gemm_rs_min_tokens = 1 << 30
+
+    def _rank(self, group: Group, layers: range, folder: Path) -> registry.Model:
+        self.groups = [*getattr(self, "groups", []), sharding := poisoned(group, gemm_rs_min_tokens=self.gemm_rs_min_tokens)]
+        return super()._rank(sharding, layers, folder)
 
 
 def run_steps(

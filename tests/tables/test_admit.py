@@ -39,7 +39,7 @@ def test_refused():
 @pytest.mark.parametrize("caller", Caller)
 @pytest.mark.parametrize("world", range(2, 9))
 def test_sequence_parallelism_needs_a_caller_and_a_fusion_that_allow_it(fusion, caller, world):
-    can = fusion is Fusion.RESIDUAL_RMS_NORM or (fusion.quant == "fp8" and not fusion.keeps_norm)
+    can = fusion is Fusion.RESIDUAL_RMS_NORM or fusion.quant == "fp8"
     assert fusion.shards == can
     for dtype in ("bf16", "fp16", "fp32"):
         for link, sm in (("nvlink", 90), ("pcie_p2p", 89), ("shm", 0)):

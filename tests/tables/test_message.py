@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.config.dtypes import parse_dtype
 from phalanx.errors import OptionError
-from phalanx.tables.message import STANDS_IN, Fusion, Message
+from phalanx.tables.message import Caller, Fusion, Message
 
 
 def test_numbers_are_the_incumbents():
@@ -25,9 +25,17 @@ def test_fusion_of_what_a_layer_asks():
     assert Fusion.of("nvfp4", token_scale=True, keep_norm=True) is Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_NVFP4
 
 
-def test_stand_ins_quantize_alike():
-    for fusion, others in STANDS_IN.items():
-        assert all(other.quant == fusion.quant for other in others)
+def test_stand_ins_send_the_same_bytes():
+    """Or, as the last resort, those of a quantization alike."""
+    for caller in Caller:
+        for fusion in Fusion:
+            others = caller.stand_ins(fusion)
+            plain = Fusion.RESIDUAL_RMS_NORM
+            assert fusion not in others
+            assert all(other.quant == fusion.quant for other in others if other is not plain)
+            assert (plain in others) == (caller is not Caller.REPLICATED and fusion.keeps_norm and fusion.quant == "fp8")
+            if plain in others:
+                assert all(other.keeps_norm for other in others[: others.index(plain)])
 
 
 def test_names():

@@ -92,3 +92,14 @@ def test_cpu_ranks_run_sequence_parallelism_only_where_it_was_tuned(tmp_path):
 def test_the_files_of_version_1_that_were_measured_are_the_shipped_tables(world):
     old = load(ROOT / "benchmarks" / "results" / "allreduce" / "tables" / f"sm90.nvlink.tp{world}.json")
     assert old == load(shipped._SHIPPED / f"sm90.nvlink.tp{world}.json")
+
+
+@pytest.mark.parametrize(("world", "first"), [(2, 128), (4, 64)])
+def test_a_norm_before_experts_in_fp8_leaves_the_residual_sharded_on_h200(world, first):
+    """The fusions of a norm that is kept for a router, in tables that did not measure it."""
+    table = shipped.table_for(Fingerprint(90, "nvlink", world))
+    for fusion in (Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8, Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE):
+        for caller in (Caller.SHARDED, Caller.GEMM):
+            assert table.lookup("bf16", fusion, first - 1, 4096, caller).strategy is not Strategy.RS_NORM_AG
+            assert table.lookup("bf16", fusion, first, 4096, caller).strategy is Strategy.RS_NORM_AG
+        assert table.lookup("bf16", fusion, 16384, 4096, Caller.GEMM).strategy is Strategy.GEMM_RS

@@ -64,7 +64,7 @@ def test_sections_name_only_what_their_callers_allow():
     for wrong in (
         section(Strategy.RS_NORM_AG, Caller.REPLICATED), section(Strategy.GEMM_RS, Caller.SHARDED),
         section(Strategy.RS_NORM_AG, Caller.SHARDED, Fusion.NONE), section(Strategy.RS_NORM_AG, Caller.GEMM),
-        section(Strategy.GEMM_RS, Caller.GEMM, Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8),
+        section(Strategy.GEMM_RS, Caller.GEMM, Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_NVFP4),
     ):  # fmt: skip
         with pytest.raises(TableError, match="cannot run there; tune again"):
             Table(MACHINE, (wrong,), default(MACHINE))
@@ -92,6 +92,27 @@ def test_stand_ins():
         assert (answered.source == "table") == (fusion.quant == "fp8")
     assert "with bf16 RESIDUAL_RMS_NORM_QUANT_FP8" in table.lookup("fp16", Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8, 1, 8).reason
     assert table.lookup("fp32", Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, 1, 8).source == "estimated"
+
+
+def test_a_kept_norm_is_sent_as_one_that_is_not_quantized():
+    """So that one answers for it where the residual is sharded, and its quantization where that is replicated."""
+    kept = (Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8, Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE)
+    sections = [
+        Section("bf16", fusion, (HiddenRange(8, 8, (Span(1, 1, Choice(strategy)),)),), caller)
+        for fusion, caller, strategy in (
+            (Fusion.RESIDUAL_RMS_NORM, Caller.REPLICATED, Strategy.TWOSHOT),
+            (Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, Caller.REPLICATED, Strategy.ONESHOT),
+            (Fusion.RESIDUAL_RMS_NORM, Caller.SHARDED, Strategy.RS_NORM_AG),
+            (Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, Caller.SHARDED, Strategy.ONESHOT),
+            (Fusion.RESIDUAL_RMS_NORM, Caller.GEMM, Strategy.GEMM_RS),
+            (Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, Caller.GEMM, HAND_OVER.strategy),
+        )
+    ]
+    table = Table(MACHINE, tuple(sections), default(MACHINE))
+    for fusion in kept:
+        answers = [table.lookup("bf16", fusion, 1, 8, caller) for caller in Caller]
+        assert [entry.strategy for entry in answers] == [Strategy.ONESHOT, Strategy.RS_NORM_AG, Strategy.GEMM_RS]
+        assert {entry.source for entry in answers} == {"table"}
 
 
 def test_what_is_no_message():

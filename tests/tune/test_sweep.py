@@ -22,7 +22,7 @@ def test_the_guides_grid():
         len(tasks)
         == len(set(tasks))
         == len(TOKENS) * len(HIDDEN) * sum(len(choices(fusion, Caller.SHARDED)) for fusion in Fusion)
-        + len(HIDDEN) * len([tokens for tokens in TOKENS if tokens >= 64]) * 3 * 7
+        + len(HIDDEN) * len([tokens for tokens in TOKENS if tokens >= 64]) * 5 * 7
     )
     assert (TOKENS[0], TOKENS[-1], len(TOKENS)) == (1, 16384, 15)
     assert (HIDDEN[0], HIDDEN[-1], len(HIDDEN)) == (128, 8192, 7)
@@ -59,7 +59,7 @@ def test_layers_are_measured_by_every_strategy_where_gemm_rs_is():
         *((64, x) for x in layers),
     ]
     assert [task.op for task in tasks] == [ALL_REDUCE] * 8 + [GEMM_ALL_REDUCE] * 5
-    for fusion in ("NONE", "RESIDUAL_RMS_NORM_OUT_QUANT_FP8"):
+    for fusion in ("NONE", "RESIDUAL_RMS_NORM_OUT_QUANT_NVFP4"):
         assert {task.choice.strategy for task in Sweep.from_text(NVLINK, fusions=fusion, **size).plan()[0]} == {
             Strategy.NCCL,
             Strategy.TWOSHOT,

@@ -128,6 +128,7 @@ GPT_OSS = {
     "qkv_bias": True, "output_bias": True, "sinks": True,
     "experts": Experts(8, 4, 2880, biases=True, mxfp4=True, swiglu=ClampedSwiGlu(1.702, 7.0)),
 }  # fmt: skip
+EXPERTS = {"architecture": "MixtralForCausalLM", "experts": Experts(8, 2, 1024)}
 DEEPSEEK = {
     "architecture": "DeepseekV3ForCausalLM", "num_kv_heads": 16, "head_dim": 192,
     "latent": Latent(1536, 512, 128, 64, 128, softmax_scale=0.1), "experts": Experts(
@@ -145,6 +146,7 @@ CASES = {
     "fp8, few slots, eager": Case(fp8=True, graphs=False, slots=16),
     "blocks": Case({"quantization": BLOCKS}, fp8=True),
     "fp8, 4 ranks": Case({"qkv_bias": True, "intermediate_size": 4 * 12288}, fp8=True, ranks=4),
+    "experts, fp8, 2 ranks": Case(EXPERTS, fp8=True, ranks=2),
     "of 2 stages": Case(fp8=True, ranks=2, slots=2 * SLOTS, stages=2),
     "of 3 stages, eager": Case(graphs=False, slots=3 * SLOTS, stages=3),
     "gpt-oss": Case(GPT_OSS),

@@ -239,8 +239,8 @@ class Costs:
         """Microseconds of the two all-reduces of each layer, beyond the norms that a chain has without them.
 
         Long steps of dense layers hide a part, since their GEMMs write to the ranks that own the rows. In layers with experts in
-        FP8 the norm is kept for the router, which an all-reduce of owned rows does not do: from OWNED_ROWS on, where the others
-        own rows, each such layer gathers the residual first."""
+        FP8 the norm is kept for the router, which an all-reduce of owned rows did not do when the coefficients were measured: from
+        OWNED_ROWS on, each such layer gathered the residual first. It no longer does."""
         cs, nbytes = self.machine.coefficients, tokens * self.shape.hidden_size * 2.0
         tuned = self.strategy != "NCCL"
         hidden_part = cs.gemm_rs_hidden_part * min(tokens / LONG_STEP, 1.0) if tuned else 0.0

@@ -32,7 +32,7 @@ def _admit_sequence_parallel(strategy: Strategy, message: Message) -> str | None
     if message.caller is Caller.REPLICATED:
         return f"{strategy.name} leaves the residual sharded, and every rank needs the whole residual here"
     if not message.fusion.shards:
-        return f"{strategy.name} runs the norm unquantized or in FP8 alone, not {message.fusion.name}"
+        return f"{strategy.name} runs a norm, unquantized, in FP8 or both, and not {message.fusion.name}"
     if message.hidden % 16:
         return f"{strategy.name} gathers 16 elements at a time, and hidden size {message.hidden} is not a multiple of 16"
     if strategy is Strategy.RS_NORM_AG:

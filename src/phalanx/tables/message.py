@@ -58,20 +58,33 @@ class Fusion(IntEnum):
 
     @property
     def shards(self) -> bool:
-        """Whether sequence parallelism has it: the residual can stay sharded, since no rank needs the norm in 16 bit beside its
-        quantization."""
-        return self.quant != "nvfp4" and not self.keeps_norm and self is not Fusion.NONE
+        """Whether sequence parallelism has it: a norm, unquantized, in FP8 or both."""
+        return self.quant != "nvfp4" and self is not Fusion.NONE
 
 
 # Where a fusion was not measured, the nearest one that sends the same bytes answers for it. (TensorRT-LLM's table also holds
 # OUT_QUANT in the place of QUANT.)
-STANDS_IN = {
+_STANDS_IN = {
     Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8: (Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,),
     Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_NVFP4: (Fusion.RESIDUAL_RMS_NORM_QUANT_NVFP4,),
     Fusion.RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE: (Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,),
     Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE: (
         Fusion.RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE,
         Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8,
+        Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,
+    ),
+}
+# Sequence parallelism sends a norm that is kept beside its quantization in 16 bit alone, as one that is not quantized at all.
+_STANDS_IN_SHARDED = _STANDS_IN | {
+    Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8: (
+        Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE,
+        Fusion.RESIDUAL_RMS_NORM,
+        Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,
+    ),
+    Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE: (
+        Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8,
+        Fusion.RESIDUAL_RMS_NORM,
+        Fusion.RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE,
         Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,
     ),
 }
@@ -98,6 +111,10 @@ class Caller(IntEnum):
     def less(self) -> Caller:
         """The caller that allows one thing less; of REPLICATED, itself."""
         return Caller(max(self - 1, 0))
+
+    def stand_ins(self, fusion: Fusion) -> tuple[Fusion, ...]:
+        """The fusions whose measurements answer for `fusion` where it was not measured for this caller, the nearest first."""
+        return (_STANDS_IN if self is Caller.REPLICATED else _STANDS_IN_SHARDED).get(fusion, ())
 
 
 @dataclass(frozen=True, slots=True)

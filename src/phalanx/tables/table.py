@@ -18,7 +18,7 @@ from typing import Any, Literal
 from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.tables.message import STANDS_IN, Caller, Fusion
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.seed import Seed
 from phalanx.tables.strategy import SEQUENCE_PARALLEL, Choice, Strategy, choices
 
@@ -128,7 +128,7 @@ class Table:
         on the wire), else that of the substitute fusion."""
         sections = {(section.dtype, section.fusion): section for section in self.sections if section.caller is caller}
         twin = {"bf16": "fp16", "fp16": "bf16"}.get(dtype)
-        for candidate in (fusion, *STANDS_IN.get(fusion, ())):
+        for candidate in (fusion, *caller.stand_ins(fusion)):
             for name in (dtype, twin):
                 if name is not None and (name, candidate) in sections:
                     return sections[name, candidate]

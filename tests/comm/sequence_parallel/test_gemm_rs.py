@@ -84,9 +84,9 @@ def test_targets_are_made_once_for_a_size() -> None:
     buffer, requests = buffer_of(1, 2, 8192 * 8192 * 2)
     gemm_rs = GemmRs(space(2, 8192 * 8192 * 2), buffer)
 
-    def fusion(tokens: int, quant: str = "fp8", hidden: int = 8192) -> ResidualRmsNorm:
+    def fusion(tokens: int, quant: str = "fp8", hidden: int = 8192, *, keep_norm: bool = False) -> ResidualRmsNorm:
         like = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=META)
-        return ResidualRmsNorm(like, like[0], 1e-5, quant)  # type: ignore[arg-type]
+        return ResidualRmsNorm(like, like[0], 1e-5, quant, keep_norm=keep_norm)  # type: ignore[arg-type]
 
     first = gemm_rs.targets(8192, 8192, fusion(8192))
     assert first is not None
@@ -97,6 +97,7 @@ def test_targets_are_made_once_for_a_size() -> None:
     assert gemm_rs.targets(16384, 8192, fusion(16384)) is None, "the buffer is too small"
     for tokens in (8192, 4096):
         assert gemm_rs.targets(tokens, 8192, fusion(tokens, "none")) is None, "the longest norms in 16 bit have no room"
+        assert gemm_rs.targets(tokens, 8192, fusion(tokens, keep_norm=True)) is None, "which are sent where they are kept, too"
         assert GemmRs(space(2, 8192 * 8192 * 2), buffer, sweeps=True).targets(2048, 8192, fusion(2048, "none")) is not None
     shorter = GemmRs(space(2, 4096 * 8192 * 2), buffer_of(1, 2, 4096 * 8192 * 2)[0])
     assert shorter.targets(4096, 8192, fusion(4096, "none")) is not None
@@ -137,14 +138,16 @@ def test_kernels_compile(capability: int, world: int) -> None:
     buffer, _ = buffer_of(world - 1, world, 32 << 20)
     gemm_rs = GemmRs(workspace, buffer)
     with comm_compiled.only(capability) as launched:
-        for tokens, quant, scale in ((700, "none", None), (4100, "fp8", None), (1100, "fp8", torch.ones(()))):
+        cases = ((700, "none", None, False), (4100, "fp8", None, False), (1100, "fp8", torch.ones(()), False))
+        for tokens, quant, scale, keep in (*cases, (4100, "fp8", None, True), (1100, "fp8", torch.ones(()), True)):
             x = torch.zeros(tokens, 4096, dtype=dtype)
-            *_, residual = gemm_rs.all_reduce_norm(ResidualRmsNorm(x, x[0], 1e-5, quant, scale))  # type: ignore[arg-type]
-            again = gemm_rs.all_reduce_norm(ResidualRmsNorm(residual, x[0], 1e-5, quant, scale))  # type: ignore[arg-type]
+            *outputs, residual = gemm_rs.all_reduce_norm(ResidualRmsNorm(x, x[0], 1e-5, quant, scale, keep))  # type: ignore[arg-type]
+            assert [out.dtype for out in outputs] == comm_compiled.outputs_of(dtype, quant, scale, keep)
+            again = gemm_rs.all_reduce_norm(ResidualRmsNorm(residual, x[0], 1e-5, quant, scale, keep))  # type: ignore[arg-type]
             assert isinstance(again[-1], ShardedResidual)
             assert len(list(rank_rows(tokens, again[-1].chunk_rows, 0, world))) == 1
     assert {name for name, _, _ in launched} == {"gemm_rs_norm_ag"}
-    assert len({kernel.hash for _, _, kernel in launched}) == 3, "a kernel is compiled for what it does, not for a number of tokens"
+    assert len({kernel.hash for _, _, kernel in launched}) == 5, "a kernel is compiled for what it does, not for a number of tokens"
     for _, grid, kernel in launched:
         per_sm, ptx = -(-grid[0] // NUM_SMS), kernel.asm["ptx"]
         assert kernel.metadata.shared * per_sm <= 200 << 10

@@ -24,7 +24,8 @@ pytestmark = [
 
 WORLD = 3
 SHAPES = ((1, 16), (2, 1008), (7, 64), (64, 512), (700, 128))
-MODES = (("none", None), ("fp8", 0.02), ("fp8", None))
+MODES = (("none", None, False), ("fp8", 0.02, False), ("fp8", None, False), ("fp8", 0.02, True), ("fp8", None, True))
+"""quant, scale, keep_norm."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -32,10 +33,10 @@ def tensor_of(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def fusion_of(shape: tuple[int, int], mode: tuple[str, float | None], dtype: torch.dtype) -> ResidualRmsNorm:
+def fusion_of(shape: tuple[int, int], mode: tuple[str, float | None, bool], dtype: torch.dtype) -> ResidualRmsNorm:
     scale = None if mode[1] is None else torch.tensor(mode[1])
     residual, weight = tensor_of(99, *shape, dtype=dtype), 1 + 0.1 * tensor_of(98, shape[1], dtype=dtype)
-    return ResidualRmsNorm(residual, weight, 1e-5, mode[0], scale)  # type: ignore[arg-type]
+    return ResidualRmsNorm(residual, weight, 1e-5, mode[0], scale, mode[2])  # type: ignore[arg-type]
 
 
 STRATEGIES = """

@@ -59,16 +59,18 @@ def test_kernels_compile(capability: int, world: int) -> None:
     from tests.support import comm_compiled
 
     workspace, dtype = comm_compiled.workspace(world, capability), comm_compiled.DTYPES[capability]
-    cases = [(3, "none", None, False), (700, "fp8", None, True), (1100, "fp8", torch.ones(()), True)]
+    cases = [(3, "none", None, False, False), (700, "fp8", None, False, True), (1100, "fp8", torch.ones(()), False, True)]
+    cases += [(700, "fp8", None, True, True), (1100, "fp8", torch.ones(()), True, False)]
     if dtype == torch.float32:
-        cases.append((3, "none", None, True))
+        cases.append((3, "none", None, False, True))
     sequence_parallel = RsNormAg(workspace)
     with comm_compiled.only(capability) as launched:
-        for tokens, quant, scale, bare in cases:
+        for tokens, quant, scale, keep, bare in cases:
             x = torch.zeros(tokens, 4096, dtype=dtype)
             output = Unscaled(x, torch.ones(tokens, 1), torch.ones(4096)) if bare else x
-            *_, residual = sequence_parallel.all_reduce_norm(output, ResidualRmsNorm(x, x[0], 1e-5, quant, scale))
-            again = sequence_parallel.all_reduce_norm(output, ResidualRmsNorm(residual, x[0], 1e-5, quant, scale))
+            *outputs, residual = sequence_parallel.all_reduce_norm(output, ResidualRmsNorm(x, x[0], 1e-5, quant, scale, keep))
+            assert [out.dtype for out in outputs] == comm_compiled.outputs_of(dtype, quant, scale, keep)
+            again = sequence_parallel.all_reduce_norm(output, ResidualRmsNorm(residual, x[0], 1e-5, quant, scale, keep))
             assert isinstance(again[-1], ShardedResidual)
             assert len(list(rank_rows(tokens, again[-1].chunk_rows, 0, world))) == 1
     assert {name for name, _, _ in launched} == {"rs_norm_ag"}

@@ -85,27 +85,57 @@ def test_a_tensor_stays_as_it_is() -> None:
 
 
 def test_a_group_unshards_it_for_a_fusion_that_needs_all_rows() -> None:
-    """keep_norm, and callers that accept no sharded residual."""
+    """NVFP4, and callers that accept no sharded residual."""
     x, residual, weight = torch.randn(2, 7, 32), torch.randn(7, 32), torch.rand(32)
-    plain = ResidualRmsNorm(residual, weight, 1e-5, "fp8", keep_norm=True)
+    plain = ResidualRmsNorm(residual, weight, 1e-5, "nvfp4", torch.tensor(0.02), keep_norm=True)
 
     def act(base: Group) -> tuple[torch.Tensor, ...]:
         group = poisoned(base)
         sharded = group.all_reduce(x[base.rank], ResidualRmsNorm(residual, weight, 1e-5, accepts_sharded=True))[-1]
         assert isinstance(sharded, ShardedResidual)
-        kept = group.all_reduce(x[base.rank], ResidualRmsNorm(sharded, weight, 1e-5, "fp8", keep_norm=True, accepts_sharded=True))
+        kept = group.all_reduce(x[base.rank], replace(plain, residual=sharded, accepts_sharded=True))
         last = group.all_reduce(x[base.rank], ResidualRmsNorm(sharded, weight, 1e-5))
         assert group.calls == {
             "RS_NORM_AG/RESIDUAL_RMS_NORM": 1,
-            "TWOSHOT/RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE": 1,
+            "TWOSHOT/RESIDUAL_RMS_NORM_OUT_QUANT_NVFP4": 1,
             "TWOSHOT/RESIDUAL_RMS_NORM": 1,
         }
         return (*kept, *last)
 
     total = x[0] + x[1]
     once = finish(total, ResidualRmsNorm(residual, weight, 1e-5))[-1]
-    wanted = (*finish(total, ResidualRmsNorm(once, weight, 1e-5, plain.quant, keep_norm=True)),)
+    wanted = (*finish(total, replace(plain, residual=once)),)
     wanted += (*finish(total, ResidualRmsNorm(once, weight, 1e-5)),)
+    for outputs in LocalWorld(2).run(act):
+        for left, right in zip(outputs, wanted, strict=True):
+            assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("scale", [None, torch.tensor(0.02)])
+def test_a_norm_that_is_kept_beside_its_fp8_leaves_the_residual_sharded(scale: torch.Tensor | None) -> None:
+    """As behind an attention before experts in FP8: in between, no rank gathers the residual."""
+    x, residual, weight = torch.randn(2, 7, 32), torch.randn(7, 32), torch.rand(32)
+    fusion = ResidualRmsNorm(residual, weight, 1e-5, "fp8", scale, keep_norm=True, accepts_sharded=True)
+    name = f"RESIDUAL_RMS_NORM_OUT_QUANT_FP8{'_TOKEN_SCALE' if scale is None else ''}"
+
+    def act(base: Group) -> tuple[torch.Tensor, ...]:
+        group = poisoned(base, gemm_rs_min_tokens=3)
+        first = group.all_reduce(x[base.rank], fusion)
+        second = group.all_reduce(x[base.rank], replace(fusion, residual=first[-1], quant="none", scale=None, keep_norm=False))
+        third = group.all_reduce(x[base.rank], replace(fusion, residual=second[-1]))
+        assert isinstance(third[-1], ShardedResidual)
+        scatter = group.gemm_reduce_scatter_targets(7, 32, fusion)
+        assert scatter is not None
+        for rows, out in scatter.targets:
+            out.copy_(x[base.rank][rows])
+        last = scatter.finish()
+        assert group.calls == {f"RS_NORM_AG/{name}": 2, "RS_NORM_AG/RESIDUAL_RMS_NORM": 1, f"GEMM_RS/{name}": 1}
+        return (*third[:-1], unshard(third[-1], group), *last[:-1], unshard(last[-1], group))
+
+    total, residuals = x[0] + x[1], [residual]
+    for _ in range(2):
+        residuals.append(total + residuals[-1])
+    wanted = (*finish(total, replace(fusion, residual=residuals[-1])), *finish(total, fusion))
     for outputs in LocalWorld(2).run(act):
         for left, right in zip(outputs, wanted, strict=True):
             assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))

@@ -31,7 +31,7 @@ NAN = float("nan")
 class Call:
     """rows x hidden; movers of the programs; scaled: x comes without its scales; gemm_rs: the first program of each rank has
     written it to the ranks that reduce its rows, on one rank long after the others; late: programs without a row begin long
-    after."""
+    after. keep_norm: beside its quantization."""
 
     dtype: torch.dtype
     rows: int
@@ -42,6 +42,7 @@ class Call:
     spoiled: bool = False
     gemm_rs: bool = False
     late: bool = False
+    keep_norm: bool = False
 
 
 CALLS = (
@@ -60,6 +61,18 @@ CALLS = (
     Call(torch.bfloat16, 6, 64, "fp8_token", 2, spoiled=True, gemm_rs=True),
     Call(torch.bfloat16, 3, 64, "none", 2, gemm_rs=True, late=True),
     Call(torch.bfloat16, 3, 64, "none", 2, gemm_rs=True),
+    Call(torch.bfloat16, 5, 272, "fp8_token", 2, keep_norm=True),
+    Call(torch.float16, 7, 80, "fp8", 1, scaled=True, keep_norm=True),
+    Call(torch.float32, 5, 48, "fp8_token", 1, keep_norm=True),
+    Call(torch.float32, 2, 32, "fp8", 2, keep_norm=True),
+    Call(torch.bfloat16, 3, 64, "fp8_token", 2, spoiled=True, keep_norm=True),
+    Call(torch.bfloat16, 3, 64, "fp8_token", 1),
+    Call(torch.bfloat16, 3, 64, "fp8", 1, spoiled=True, keep_norm=True),
+    Call(torch.bfloat16, 7, 80, "fp8_token", 2, gemm_rs=True, keep_norm=True),
+    Call(torch.float16, 9, 48, "fp8", 1, gemm_rs=True, keep_norm=True),
+    Call(torch.bfloat16, 6, 64, "fp8_token", 2, spoiled=True, gemm_rs=True, keep_norm=True),
+    Call(torch.float32, 5, 32, "fp8_token", 1, gemm_rs=True, keep_norm=True),
+    Call(torch.bfloat16, 5, 48, "none", 2),
 )
 BUFFER_BYTES = 1 << 12  # bytes; flags lie behind them
 LATE = 0.6  # s: longer than a kernel takes here
@@ -90,7 +103,7 @@ class Board:
             self.parts.append([self._part(call, rank) for rank in range(world)])
             self.residuals.append(torch.randn(size).to(call.dtype))
             self.weights.append(torch.rand(call.hidden).to(call.dtype))
-            norm_outputs = [NormOutputs(torch.empty(size, dtype=call.dtype), call.quant, False) for _ in range(world)]  # type: ignore[arg-type]
+            norm_outputs = [NormOutputs(torch.empty(size, dtype=call.dtype), call.quant, call.keep_norm) for _ in range(world)]  # type: ignore[arg-type]
             for rank_outputs in norm_outputs:
                 rank_outputs.residual.fill_(NAN)
                 for out in rank_outputs.outputs():
@@ -214,7 +227,7 @@ def program(board: Board, rank: int, own: int) -> None:
         number[0] = call_index
         norm_outputs = board.norm_outputs[call_index][rank]
         values, rows, columns = Unscaled.parts(board.parts[call_index][rank])
-        gathered = norm_outputs.norm if norm_outputs.quantized is None else norm_outputs.quantized
+        gathered = norm_outputs.quantized if norm_outputs.norm is None else norm_outputs.norm
         assert gathered is not None
         row = (
             board.residuals[call_index].view(torch.int32), board.weights[call_index].view(torch.int32),
@@ -224,6 +237,7 @@ def program(board: Board, rank: int, own: int) -> None:
         constants = {
             "KIND": DTYPE_NAMES[call.dtype],
             "QUANT": call.quant,
+            "KEEP_NORM": call.keep_norm,
             "RANK": rank,
             "WORLD": board.world,
             "BLOCK": 128,
@@ -253,8 +267,9 @@ def verify(board: Board) -> None:
         parts = [part.to_fp32().to(call.dtype) if isinstance(part, Unscaled) else part for part in board.parts[call_index]]
         quant, scale = ("none", None) if call.quant == "none" else ("fp8", board.scale if call.quant == "fp8" else None)
         wanted = residual_rms_norm(
-            reference.all_reduce(parts), board.residuals[call_index], board.weights[call_index], 1e-5, quant=quant, scale=scale
-        )  # type: ignore[arg-type]
+            reference.all_reduce(parts), board.residuals[call_index], board.weights[call_index], 1e-5, quant=quant, scale=scale,
+            keep_norm=call.keep_norm,
+        )  # type: ignore[arg-type] # fmt: skip
         for rank in range(board.world):
             *outputs, residual = board.norm_outputs[call_index][rank].outputs()
             first = board.norm_outputs[call_index][0].outputs()

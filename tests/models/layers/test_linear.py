@@ -11,14 +11,12 @@ import torch.nn.functional as F
 
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
-from phalanx.models import registry
 from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext
 from phalanx.plan import shard
 from tests.support.checkpoints import write_checkpoint
-from tests.support.comm_poisoned import poisoned
-from tests.support.models_formation import Formation
+from tests.support.models_formation import Formation, ShardedFormation
 from tests.support.models_layers import fill
 
 CPU = torch.device("cpu")
@@ -74,17 +72,7 @@ def test_qkv_holds_the_heads_of_its_rank(q: int, kv: int, tp: int) -> None:
         LocalWorld(tp).run(act)
 
 
-class _Owning(Formation):
-    """Its ranks own rows, by chunks of five; whoever reads a row that another owns reads NaN."""
-
-    gemm_rs_min_tokens = 1 << 30
-
-    def _rank(self, group: Group, layers: range, folder: Path) -> registry.Model:
-        self.groups = [*getattr(self, "groups", []), poisoned_group := poisoned(group, gemm_rs_min_tokens=self.gemm_rs_min_tokens)]
-        return super()._rank(poisoned_group, layers, folder)
-
-
-class _GemmRs(_Owning):
+class _GemmRs(ShardedFormation):
     """GEMM outputs of three tokens and more are written to the ranks that sum them; other values are NaN."""
 
     gemm_rs_min_tokens = 3
@@ -97,7 +85,7 @@ def test_a_model_whose_rows_have_owners_says_the_same(family: str, tp: int, pp: 
     folder = write_checkpoint(tmp_path, family, **heads)
     options = {"fp8": fp8, "fp8_gemm": fp8}
     unsharded = Formation(folder, tp=tp, pp=pp, **options)
-    owning = _Owning(folder, tp=tp, pp=pp, **options)
+    owning = ShardedFormation(folder, tp=tp, pp=pp, **options)
     tokens = torch.arange(11) % 7
     for step in ([(0, tokens), (1, tokens[:3])], [(0, tokens[:1]), (1, tokens[:2])], [(1, tokens[:1])]):
         for logits, wanted in zip(owning.step(step, padding=1), unsharded.step(step, padding=1), strict=True):

@@ -3,7 +3,7 @@
 `kernels.sequence_parallel.gemm_rs` continues from there with the sum, the norm and the all-gather.
 
     rows of rank r: sum = round(x of rank 0 + x of rank 1 + ...), then the fusion, on rank r
-    all ranks:      the norm, or its e4m3 values and scales, of all rows
+    all ranks:      the norm, or its e4m3 values and scales, or all of these, of all rows
 
 The bits are those of RS_NORM_AG behind an ordinary GEMM, as far as a GEMM of some of the rows gives the bits of the GEMM of all.
 """
@@ -60,7 +60,7 @@ class GemmRs:
         """Where to write a GEMM output [tokens, hidden] for `all_reduce_norm`; None where RS_NORM_AG alone has room."""
         dtype, buffer = fusion.residual.dtype, self._buffer
         row_bytes = hidden * dtype.itemsize
-        gathered = hidden if fusion.quant == "fp8" else row_bytes
+        gathered = hidden if fusion.quant == "fp8" and not fusion.keep_norm else row_bytes
         # Decided by the longest message: if GEMM_RS excluded that one, shorter ones would run a kernel that no start has met.
         if not gathered_rows_fit(max(tokens, self._longest_bytes // row_bytes), gathered, self._workspace):
             return None
@@ -85,8 +85,8 @@ class GemmRs:
             buffer.local, residual.view(torch.int32), fusion.weight.view(torch.int32), outputs.pointers(0, rows),
             outputs.gathered.view(torch.int32), outputs.residual if fusion.scale is None else fusion.scale, workspace.addresses,
             buffer.flags, workspace.epoch, workspace.half, rows, hidden, launch.movers, fusion.eps,
-            KIND=DTYPE_NAMES[residual.dtype], QUANT=outputs.mode, RANK=workspace.rank, WORLD=workspace.world, BLOCK=launch.block,
-            TAKE=launch.take, WARPS=launch.warps, SM=workspace.sm, num_warps=launch.warps, maxnreg=launch.registers,
-            launch_pdl=workspace.sm >= 90,
+            KIND=DTYPE_NAMES[residual.dtype], QUANT=outputs.mode, KEEP_NORM=outputs.keep_norm, RANK=workspace.rank,
+            WORLD=workspace.world, BLOCK=launch.block, TAKE=launch.take, WARPS=launch.warps, SM=workspace.sm,
+            num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=workspace.sm >= 90,
         )  # fmt: skip
         return outputs.result(rows)

@@ -2,7 +2,7 @@
 """RS_NORM_AG and GEMM_RS between CPU ranks of one host, over the memory of `comm.shared_memory`.
 
 rows of rank r: sum = round(x of rank 0 + x of rank 1 + ...), then the fusion, on rank r
-all ranks:      the norm, or its e4m3 values and scales, of all rows; the new residual stays where it was computed
+all ranks:      the norm, or its e4m3 values and scales, or all of these, of all rows; the new residual stays where it was computed
 """
 
 from __future__ import annotations

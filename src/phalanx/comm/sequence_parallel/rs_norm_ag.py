@@ -2,7 +2,7 @@
 """RS_NORM_AG on GPUs: reduce-scatter, residual add + RMSNorm + quantization of each rank's own rows, then all-gather of the result.
 
     rows of rank r: sum = round(x of rank 0 + x of rank 1 + ...), then the fusion, on rank r
-    all ranks:      the norm, or its e4m3 values and scales, of all rows
+    all ranks:      the norm, or its e4m3 values and scales, or all of these, of all rows
 
 This is Megatron's sequence parallelism as one kernel (`kernels.sequence_parallel.rs_norm_ag`) over a symmetric workspace. The new
 residual is not gathered: it stays sharded between the layers (`ShardedResidual`).
@@ -155,34 +155,42 @@ def chunk_rows_of(pitch: int, twoshot_vectors: int, world: int) -> int:
 
 
 class Outputs:
-    """The tensors that the kernel writes for a sum like `like` [T, H]: the new residual, and the norm or its quantization."""
+    """The tensors that the kernel writes for a sum like `like` [T, H]: the new residual, and the norm, its quantization, or both.
+    gathered: the one of these two that the ranks send to each other, the norm where both are written."""
 
     def __init__(self, like: Tensor, fusion: ResidualRmsNorm) -> None:
         self.residual = torch.empty_like(like, memory_format=torch.contiguous_format)
         self.mode: Literal["none", "fp8", "fp8_token"] = "none"
-        self.scales: Tensor | None = None
-        if fusion.quant == "none":
-            self.gathered = torch.empty_like(self.residual)
-            return
-        self.mode = "fp8" if fusion.scale is not None else "fp8_token"
-        self.gathered = torch.empty(like.shape, dtype=FP8, device=like.device)
+        self.norm = self.quantized = self.scales = None
+        if fusion.quant != "none":
+            self.mode = "fp8" if fusion.scale is not None else "fp8_token"
+            self.quantized = torch.empty(like.shape, dtype=FP8, device=like.device)
+        self.keep_norm = fusion.keep_norm and self.quantized is not None
+        if self.quantized is None or self.keep_norm:
+            self.norm = torch.empty_like(self.residual)
         if self.mode == "fp8_token":
             self.scales = torch.empty(len(like), 1, dtype=torch.float32, device=like.device)
+
+    @property
+    def gathered(self) -> Tensor:
+        gathered = self.quantized if self.norm is None else self.norm
+        assert gathered is not None
+        return gathered
 
     def pointers(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(norm, new residual, quantized, scales) of rows first .. last - 1, viewed as the kernel writes them. The residual stands
         for those that are not written."""
         residual = self.residual[first:last].view(torch.int32)
-        if self.mode == "none":
-            return self.gathered[first:last].view(torch.int32), residual, residual, residual
+        norm = residual if self.norm is None else self.norm[first:last].view(torch.int32)
         # One store holds the e4m3 values of one vector of the sum: 8 values of 16 bit, or 4 of 32 bit.
-        quantized = self.gathered[first:last].view(torch.int64 if self.residual.element_size() == 2 else torch.int32)
-        return residual, residual, quantized, residual if self.scales is None else self.scales[first:last]
+        codes = torch.int64 if self.residual.element_size() == 2 else torch.int32
+        quantized = residual if self.quantized is None else self.quantized[first:last].view(codes)
+        return norm, residual, quantized, residual if self.scales is None else self.scales[first:last]
 
     def result(self, chunk_rows: int) -> tuple[Tensor, ...]:
-        """(norm, residual), or (quantized, [scales,] residual)."""
-        scales = () if self.scales is None else (self.scales,)
-        return (self.gathered, *scales, ShardedResidual.of(self.residual, chunk_rows))
+        """(norm, quantized, scales, residual), without those that are not written."""
+        written = (output for output in (self.norm, self.quantized, self.scales) if output is not None)
+        return (*written, ShardedResidual.of(self.residual, chunk_rows))
 
 
 class RsNormAg:
@@ -198,8 +206,8 @@ class RsNormAg:
     def all_reduce_norm(
         self, x: Tensor | Unscaled, fusion: ResidualRmsNorm, shape: tuple[int, int, int] | None = None
     ) -> tuple[Tensor, ...]:
-        """The sum over ranks of x [T, H] (contiguous, 16-byte aligned; H a multiple of 16) and its fusion (none or fp8, without
-        keep_norm), in new tensors. All ranks get all rows, but of the new residual, which is a ShardedResidual. fusion.residual: a
+        """The sum over ranks of x [T, H] (contiguous, 16-byte aligned; H a multiple of 16) and its fusion (none or fp8), in new
+        tensors. All ranks get all rows, but of the new residual, which is a ShardedResidual. fusion.residual: a
         tensor, or the ShardedResidual of such a call. shape: see `launch_of`."""
         from phalanx.kernels.dtypes import DTYPE_NAMES
         from phalanx.kernels.sequence_parallel.rs_norm_ag import rs_norm_ag
@@ -217,8 +225,8 @@ class RsNormAg:
                 residual[first:last].view(torch.int32), fusion.weight.view(torch.int32), outputs.pointers(first, last),
                 outputs.gathered[first:last].view(torch.int32), outputs.residual if fusion.scale is None else fusion.scale,
                 workspace.addresses, workspace.epoch, workspace.half, last - first, hidden, launch.movers, fusion.eps,
-                KIND=DTYPE_NAMES[values.dtype], QUANT=outputs.mode, RANK=workspace.rank, WORLD=workspace.world, BLOCK=launch.block,
-                FLAT=launch.flat, TAKE=launch.take, WARPS=launch.warps, SM=workspace.sm, num_warps=launch.warps,
-                maxnreg=launch.registers, launch_pdl=workspace.sm >= 90,
+                KIND=DTYPE_NAMES[values.dtype], QUANT=outputs.mode, KEEP_NORM=outputs.keep_norm, RANK=workspace.rank,
+                WORLD=workspace.world, BLOCK=launch.block, FLAT=launch.flat, TAKE=launch.take, WARPS=launch.warps,
+                SM=workspace.sm, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=workspace.sm >= 90,
             )  # fmt: skip
         return outputs.result(chunk_rows)

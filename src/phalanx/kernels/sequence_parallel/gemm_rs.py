@@ -36,7 +36,8 @@ def _sum_partials(partials, index, chunk, mask, KIND: tl.constexpr, WORLD: tl.co
 @triton.jit
 def _reduce_partials(
     partials, residual, weight_words, pointers, scale, peers, outputs_at, scales_at, rows, chunk_rows, pitch, hidden, movers, eps,
-    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Reduce this rank's rows, one row per program at a time, and finish them."""
     column = tl.arange(0, BLOCK)
@@ -49,14 +50,14 @@ def _reduce_partials(
             total = _sum_partials(partials, local * pitch + column, chunk_rows * pitch, mask, KIND, WORLD, SM)
             finish_row(
                 total, old, row, index, mask, weight_words, pointers, scale, peers, outputs_at, scales_at, hidden, eps,
-                KIND, QUANT, RANK, WORLD, SM,
+                KIND, QUANT, KEEP_NORM, RANK, WORLD, SM,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "movers"])
 def gemm_rs_norm_ag(
     partials, residual, weight, pointers, gathered, scale, peers, flags, epoch, half, rows, hidden, movers, eps,
-    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """As `rs_norm_ag.rs_norm_ag`, of partial sums that the ranks' GEMMs write into `partials` (int32 pointer, 16-byte aligned).
@@ -71,7 +72,7 @@ def gemm_rs_norm_ag(
     number = enter(epoch, SM)
     outputs_at = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
-    out_pitch = pitch if QUANT == "none" else hidden // 16
+    out_pitch = pitch if QUANT == "none" or KEEP_NORM else hidden // 16
     scales_at = outputs_at + rows.to(tl.int64) * out_pitch * 16
     own = tl.program_id(0)
     if own == 0:
@@ -84,10 +85,10 @@ def gemm_rs_norm_ag(
             await_flag(flags[RANK] + ((RANK + step) % WORLD) * 16, number)
         _reduce_partials(
             partials, residual, weight_words, pointers, scale, peers, outputs_at, scales_at, rows, chunk_rows, pitch,
-            hidden, movers, eps, KIND, QUANT, RANK, WORLD, BLOCK, SM,
+            hidden, movers, eps, KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, SM,
         )  # fmt: skip
     collect(
-        gathered, pointers[3], peers[RANK], outputs_at, scales_at, rows, chunk_rows, out_pitch, movers,
-        QUANT, RANK, WORLD, TAKE, WARPS, SM,
+        gathered, pointers, scale, peers[RANK], outputs_at, scales_at, rows, chunk_rows, out_pitch, movers,
+        KIND, QUANT, KEEP_NORM, RANK, WORLD, TAKE, WARPS, SM,
     )  # fmt: skip
     leave(epoch, programs, ticket)

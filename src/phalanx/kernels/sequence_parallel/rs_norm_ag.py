@@ -10,7 +10,8 @@ residual, norms and quantizes it.
     norm, its e4m3 and scales                 of its rows, sent to all: as `residual_rms_norm` computes them, bit for bit
 
 Two hops: (world - 1) / world of the tensor out and in per rank, then the same fraction of the norm, which in e4m3 has half of the
-bytes or less. A rank norms 1 / world of the rows, once for all ranks.
+bytes or less. A rank norms 1 / world of the rows, once for all ranks. Where the norm is needed beside its e4m3 (KEEP_NORM), it
+alone is sent, and every rank quantizes all rows from the words that were sent: e4m3 beside them would be half as many bytes again.
 
 A call's half of the workspace holds the parts [world - 1][chunk_rows * pitch] vectors by `slot`, then the outputs in the message's
 order: [rows] of norms or e4m3, in vectors of 16 bytes, and with one scale per token [rows] words. Four NaNs in e4m3, or a scale,
@@ -44,17 +45,35 @@ from phalanx.kernels.vectors import load, load_row, load_scales, rounded, store,
 
 
 @triton.jit
+def _quantize_sent(
+    words, row, index, mask, pointers, scale, KIND: tl.constexpr, QUANT: tl.constexpr, SM: tl.constexpr
+):  # fmt: skip
+    """Quantize a row's norm, in the words that are sent, and store its e4m3 and its scale: each rank does so with the same words,
+    so that all have the same bits."""
+    lanes = unpack(words, KIND)
+    if QUANT == "fp8_token":
+        row_scale = token_scale(lanes)
+        tl.store(pointers[3] + row, row_scale)
+        inverse = tl.div_rn(1.0, row_scale)
+    else:
+        inverse = tl.div_rn(1.0, tl.load(scale))
+    tl.store(pointers[2] + index, fp8_vector(lanes, inverse, SM), mask)
+
+
+@triton.jit
 def _quantize_and_push(
     norm, row, index, mask, pointers, scale, peers, outputs_at, scales_at,
-    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SM: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row's norm, store the result, and push it to all. index: of the row's vectors in the message; outputs_at,
-    scales_at: where outputs, and their scales, begin in every rank's workspace."""
-    if QUANT == "none":
+    """Quantize a row's norm, store the result, and push it to all; or the norm itself. index: of the row's vectors in the message;
+    outputs_at, scales_at: where outputs, and their scales, begin in every rank's workspace."""
+    if QUANT == "none" or KEEP_NORM:
         sealed = seal(norm)
         for step in tl.static_range(1, WORLD):
             push(at(peers[(RANK + step) % WORLD] + outputs_at, index, mask), sealed)
         store(pointers[0], index, sealed, mask, SM)
+        if KEEP_NORM:
+            _quantize_sent(sealed, row, index, mask, pointers, scale, KIND, QUANT, SM)
     else:
         lanes = unpack(norm, KIND)
         if QUANT == "fp8_token":
@@ -75,19 +94,21 @@ def _quantize_and_push(
 @triton.jit
 def finish_row(
     total, old, row, index, mask, weight_words, pointers, scale, peers, outputs_at, scales_at, hidden, eps,
-    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SM: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Add the residual (words) to a row's sum (lanes, fp32), norm it, then `_quantize_and_push`."""
     lanes = add_residual(rounded(total, KIND, SM), old, index, mask, pointers[1], KIND, SM)
     norm = normed(lanes, square_sum(lanes), weight_words, hidden, eps, KIND, SM)
-    _quantize_and_push(norm, row, index, mask, pointers, scale, peers, outputs_at, scales_at, KIND, QUANT, RANK, WORLD, SM)
+    _quantize_and_push(
+        norm, row, index, mask, pointers, scale, peers, outputs_at, scales_at, KIND, QUANT, KEEP_NORM, RANK, WORLD, SM
+    )  # fmt: skip
 
 
 @triton.jit
 def _reduce_rows(
     x, row_scales, column_scales, residual, weight_words, pointers, scale, peers, offset, outputs_at, scales_at, rows,
     chunk_rows, pitch, hidden, movers, eps,
-    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Reduce this rank's rows, one row per program at a time, and finish them."""
@@ -104,17 +125,18 @@ def _reduce_rows(
             )  # fmt: skip
             finish_row(
                 total, old, row, index, mask, weight_words, pointers, scale, peers, outputs_at, scales_at, hidden, eps,
-                KIND, QUANT, RANK, WORLD, SM,
+                KIND, QUANT, KEEP_NORM, RANK, WORLD, SM,
             )  # fmt: skip
 
 
 @triton.jit
 def _collect(
-    target, inbox, rows, chunk_rows, pitch, first, step,
-    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
+    target, pointers, scale, inbox, rows, chunk_rows, pitch, first, step,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """Take the other ranks' outputs, rows of `pitch` vectors, as they arrive: ranks work at the same rate, so rows are gathered
-    from each rank alternately."""
+    """Take the other ranks' outputs, rows of `pitch` vectors, as they arrive, and quantize those that came as norms: ranks work at
+    the same rate, so rows are gathered from each rank alternately."""
     column = tl.arange(0, BLOCK)
     mask = column < pitch
     for item in range(first, chunk_rows * (WORLD - 1), step):
@@ -125,6 +147,8 @@ def _collect(
             words = poll((address,), BLOCK, WARPS)
             clear(address)
             store(target, index, words, mask, SM)
+            if KEEP_NORM:
+                _quantize_sent(words, row, index, mask, pointers, scale, KIND, QUANT, SM)
 
 
 @triton.jit
@@ -142,31 +166,37 @@ def _collect_scales(scales, inbox, rows, chunk_rows, first, step, RANK: tl.const
 
 @triton.jit
 def collect(
-    gathered, scales, workspace, outputs_at, scales_at, rows, chunk_rows, pitch, movers,
-    QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
+    gathered, pointers, scale, workspace, outputs_at, scales_at, rows, chunk_rows, pitch, movers,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    TAKE: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """Take the other ranks' outputs, into gathered and scales: by the programs that are no movers; where all are, by all, once they
-    have finished their rows. workspace: the address of this rank's; pitch: vectors of a row there."""
+    """Take the other ranks' outputs, into gathered, and what belongs to them, into pointers: by the programs that are no movers;
+    where all are, by all, once they have finished their rows. workspace: the address of this rank's; pitch: vectors of a row
+    there."""
     own, programs = tl.program_id(0), tl.num_programs(0)
     if (movers == programs) | (own >= movers):
         # Where all are movers, the last ones have finished first, if they had a row at all, so they begin.
         first = tl.where(movers == programs, programs - 1 - own, own - movers)
         step = tl.where(movers == programs, programs, programs - movers)
-        _collect(gathered, workspace + outputs_at, rows, chunk_rows, pitch, first, step, RANK, WORLD, TAKE, WARPS, SM)
-        if QUANT == "fp8_token":
-            _collect_scales(scales, workspace + scales_at, rows, chunk_rows, first, step, RANK, WARPS)
+        _collect(
+            gathered, pointers, scale, workspace + outputs_at, rows, chunk_rows, pitch, first, step,
+            KIND, QUANT, KEEP_NORM, RANK, WORLD, TAKE, WARPS, SM,
+        )  # fmt: skip
+        if QUANT == "fp8_token" and not KEEP_NORM:
+            _collect_scales(pointers[3], workspace + scales_at, rows, chunk_rows, first, step, RANK, WARPS)
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "movers", "row_scales"])
 def rs_norm_ag(
     x, row_scales, column_scales, residual, weight, pointers, gathered, scale, peers, epoch, half, rows, hidden, movers, eps,
-    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of x [rows, hidden], its residual, norm and quantization, each row by one rank.
 
     row_scales, column_scales: scales that x still lacks, or None (`vectors.load_output`). pointers: of (norm, new residual,
-    quantized by the vector, scales), written as the sum's vectors lie; gathered: norm or quantized as int32, written by 16 bytes.
+    quantized by the vector, scales), written as the sum's vectors lie; gathered: the norm, or quantized where the norm is not
+    written, as int32, written by 16 bytes. KEEP_NORM: QUANT is "fp8" or "fp8_token", and the norm is written, too.
     peers: the address of each rank's workspace; epoch: see `signals.enter`; half: vectors in one half of a workspace. BLOCK:
     vectors that hold a row of x; FLAT: vectors that a program moves at once; TAKE: vectors that hold a row of the outputs. Each is
     at least 32 x WARPS, since a vector must belong to one thread. hidden is a multiple of 16."""
@@ -180,7 +210,7 @@ def rs_norm_ag(
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     outputs_at = offset + (WORLD - 1) * chunk.to(tl.int64) * 16
-    out_pitch = pitch if QUANT == "none" else hidden // 16
+    out_pitch = pitch if QUANT == "none" or KEEP_NORM else hidden // 16
     scales_at = outputs_at + rows.to(tl.int64) * out_pitch * 16
     moves = tl.program_id(0) < movers
     if moves:
@@ -189,10 +219,10 @@ def rs_norm_ag(
     if moves:
         _reduce_rows(
             x, row_scales, column_scales, residual, weight_words, pointers, scale, peers, offset, outputs_at, scales_at, rows,
-            chunk_rows, pitch, hidden, movers, eps, KIND, QUANT, RANK, WORLD, BLOCK, WARPS, SM,
+            chunk_rows, pitch, hidden, movers, eps, KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, WARPS, SM,
         )  # fmt: skip
     collect(
-        gathered, pointers[3], peers[RANK], outputs_at, scales_at, rows, chunk_rows, out_pitch, movers,
-        QUANT, RANK, WORLD, TAKE, WARPS, SM,
+        gathered, pointers, scale, peers[RANK], outputs_at, scales_at, rows, chunk_rows, out_pitch, movers,
+        KIND, QUANT, KEEP_NORM, RANK, WORLD, TAKE, WARPS, SM,
     )  # fmt: skip
     leave(epoch, programs, ticket)

@@ -17,6 +17,7 @@ from phalanx.comm.group import Group, ResidualRmsNorm
 from phalanx.config.quantization import ON_LOAD
 from phalanx.kernels import reference
 from phalanx.kernels.scaled_tensors import FP8, Quantized
+from phalanx.models.layers.fp8 import NormAndQuantized
 from phalanx.models.layers.linear import RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext
@@ -48,7 +49,9 @@ class RowParallelLayer:
         self._norm.weight.copy_(fusion.weight)
         if self._linear.fp8 is not None:
             self._linear.fp8.weight_scale.fill_(1.0)
-            self._norm.set_consumer(replace(self._linear.fp8, input_scale=fusion.scale, _static=[], _block_scale=[]))
+            self._norm.set_consumer(
+                replace(self._linear.fp8, input_scale=fusion.scale, _static=[], _block_scale=[]), keep_norm=fusion.keep_norm
+            )
         self._scale = torch.ones(len(residual), 1, dtype=torch.float32, device=residual.device)
 
     def refusal(self, sm: int) -> str | None:
@@ -66,9 +69,10 @@ class RowParallelLayer:
         """x [tokens, in], in e4m3 before an FP8 norm -> the outputs of the fusion of the sum of all ranks' GEMM outputs."""
         self._linear.context = replace(self._linear.context, group=group)
         out, new = self._linear(Quantized(x, self._scale) if self.fp8 else x, residual, self._norm)
+        kept, out = ((out.norm,), out.quantized) if isinstance(out, NormAndQuantized) else ((), out)
         if not isinstance(out, Quantized):
             return out, new
-        return (out.values, out.scale, new) if self.fusion.scale is None else (out.values, new)
+        return (*kept, out.values, *((out.scale,) if self.fusion.scale is None else ()), new)
 
     def verified(self) -> None:
         """Give each output feature a weight of 1 for one input feature: sums of integers stay exact in every dtype."""
