@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention kernels in several tilings beside FlashInfer, on one GPU: head_dim 128, KV blocks of 16, keys and values in bf16 and in
-e4m3.
+"""Attention kernels in several tilings beside FlashInfer, on one GPU: head_dim 128, KV blocks of 16, keys and values in bf16, in
+e4m3, and (decode alone) in int8, which FlashInfer does not read.
 
 decode: each tiling is verified against the reference on some of the rows, then timed in a CUDA graph over enough copies of keys and
 values that none is in a cache: median of 4 replays, per launch; TB/s are of keys and values. Splits are planned before; "cut" is
@@ -8,7 +8,7 @@ the time of that alone. prefill: verified on some of the tokens, and the others 
 of 4 launches; TFLOP/s are of the visible keys. Shapes are rows x tokens, and the tokens that each row has already; batches
 are rows x tokens of each kind of row.
 
-    python -m benchmarks.kernels.attention --out DIR [--parts decode,prefill] [--heads 32/8,64/8] [--kv bf16,e4m3]
+    python -m benchmarks.kernels.attention --out DIR [--parts decode,prefill] [--heads 32/8,64/8] [--kv bf16,e4m3,int8]
         [--rows 1,64] [--tokens 200] [--mixed 64] [--skewed 64] [--batches 1x32768,1x65536+31x500] [--variants none]
         [--shapes 8x1024,1x1024+16384]
 """
@@ -69,10 +69,11 @@ WAVES = (1, 2, 4)
 
 
 class Job(NamedTuple):
-    """One shape's inputs. copies: (keys, values) [blocks, BLOCK, kv_heads, HEAD_DIM], all with the same tables."""
+    """One shape's inputs. copies: (keys, values) [blocks, BLOCK, kv_heads, HEAD_DIM] and in int8 token_scales, all with the same
+    tables. read: bytes of one."""
 
     query: Tensor
-    copies: list[tuple[Tensor, Tensor]]
+    copies: list[tuple[Tensor, ...]]
     tables: Tensor
     slots: Tensor
     lengths: Tensor
@@ -92,7 +93,7 @@ def main() -> int:
     parser.add_argument("--rows", default="1,8,64,128,256,512")
     parser.add_argument("--tokens", default="200,1500")
     parser.add_argument("--shapes", default="8x1024,1x128,1x2048,64x128,1x1024+16384", help="of prefill")
-    parser.add_argument("--kv", default="bf16,e4m3")
+    parser.add_argument("--kv", default="bf16,e4m3", help="of bf16,e4m3,int8")
     parser.add_argument("--peers", default="flashinfer", help="or none")
     parser.add_argument("--mixed", default="64", help="so many rows also with 1 .. 2 * tokens - 1 tokens each, not all alike")
     parser.add_argument("--skewed", default="64", help=f"so many rows also with one of {LONG} tokens among them")
@@ -150,11 +151,17 @@ def batch_lengths(batch: str) -> Tensor:
 
 
 class Memory:
-    """Random keys and values, of which each job takes as much as it needs."""
+    """Random keys and values, of which each job takes as much as it needs; in int8 also two scales for a key's or value's head."""
 
     def __init__(self, kv: str) -> None:
         size = (8 << 30) // (2 if kv == "bf16" else 1)
-        self._scales = None if kv == "bf16" else SCALES
+        self._scales = SCALES if kv == "e4m3" else None
+        self._token_scales: Tensor | None = None
+        if kv == "int8":
+            self._parts = [torch.randint(-127, 128, (size // 2,), dtype=torch.int8, device="cuda") for _ in range(2)]
+            # As of values from a normal distribution: the largest of 128 is about 3.
+            self._token_scales = (torch.rand(size // 2 // HEAD_DIM * 2, device="cuda") + 2.5).bfloat16() / 127
+            return
         self._parts = [torch.empty(size // 2, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2)]
         if self._scales is not None:
             self._parts = [(part / scale).to(torch.float8_e4m3fn) for part, scale in zip(self._parts, SCALES, strict=True)]
@@ -174,8 +181,12 @@ class Memory:
         read = 2 * int(lengths.sum()) * kv_heads * HEAD_DIM * self._parts[0].element_size()
         count = min(MOST_COPIES, self._parts[0].numel() // one, max(2, -(-COLD // read)))
         copies = [tuple(part[at * one : (at + 1) * one].view(shape) for part in self._parts) for at in range(count)]
+        if self._token_scales is not None:
+            each = self._token_scales.view(-1, kv_heads, BLOCK, 2)
+            copies = [(*copy, each[at * len(blocks) : (at + 1) * len(blocks)]) for at, copy in enumerate(copies)]
+            read += 2 * int(lengths.sum()) * kv_heads * each.element_size()
         query = torch.randn(rows, q_heads, HEAD_DIM, generator=generator, device="cuda", dtype=torch.bfloat16)
-        return Job(query, copies, tables, slots, lengths, self._scales, read)  # type: ignore[arg-type]
+        return Job(query, copies, tables, slots, lengths, self._scales, read)
 
 
 def variants(rows: int, kv_heads: int, num_sms: int) -> Iterator[DecodeTiling]:
@@ -208,12 +219,13 @@ def decodes(
     for q_heads, kv_heads in pairs:
         query = torch.zeros(1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         for kv in kinds:
-            dtype = torch.bfloat16 if kv == "bf16" else torch.float8_e4m3fn
+            dtype = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}[kv]
             cache = torch.zeros(1, BLOCK, kv_heads, HEAD_DIM, device="cuda").to(dtype)
+            token_scales = torch.ones(1, kv_heads, BLOCK, 2, dtype=torch.bfloat16, device="cuda") if kv == "int8" else None
             for tiling in [*FEW, *(DecodeTiling(MAX_SMALL_SPLITS, 64, *tile) for tile in MANY)]:
                 yield partial(
                     decode_attention, query, cache, cache, tables.view(1, -1), slots[:1], lengths[:1], scale=1.0, window=None,
-                    kv_scales=SCALES, workspace=workspace, tiling=tiling, early_lengths=early,
+                    kv_scales=SCALES, workspace=workspace, tiling=tiling, early_lengths=early, token_scales=token_scales,
                 )  # fmt: skip
 
 
@@ -222,8 +234,10 @@ def measure(job: Job, workspace: SplitKvWorkspace, arguments: argparse.Namespace
     rows, q_heads, _ = job.query.shape
     kv_heads, itemsize = job.copies[0][0].shape[2], job.copies[0][0].element_size()
     sample = torch.unique(torch.linspace(0, rows - 1, 5, device="cuda").long())  # the middle one among them
+    key, value, *token_scales = job.copies[0]
     wanted = reference.decode_attention(
-        job.query[sample], *job.copies[0], job.tables, job.slots[sample], job.lengths[sample], **job.options
+        job.query[sample], key, value, job.tables, job.slots[sample], job.lengths[sample], **job.options,
+        token_scales=next(iter(token_scales), None),
     ).float()  # fmt: skip
     facts = (job.tables, job.slots, job.lengths)
     short = int(job.lengths.max()) <= SHORT_KV
@@ -236,12 +250,12 @@ def measure(job: Job, workspace: SplitKvWorkspace, arguments: argparse.Namespace
         splits = None  # planned once for all layers
         if tiling.extra_splits:
             splits = plan(job.lengths, job.slots, tiling, window=None, block_size=BLOCK)
-        candidates[label] = lambda key, value, tiling=tiling, splits=splits: decode_attention(  # type: ignore[misc]
+        candidates[label] = lambda key, value, token_scales=None, tiling=tiling, splits=splits: decode_attention(
             job.query, key, value, *facts, **job.options, workspace=workspace, tiling=tiling, splits=splits,
-            early_lengths=arguments.early,
+            early_lengths=arguments.early, token_scales=token_scales,
         )  # fmt: skip
     row: dict[str, Any] = {}
-    if arguments.peers == "flashinfer":
+    if arguments.peers == "flashinfer" and not token_scales:
         try:
             candidates["flashinfer"] = flashinfers(job)
         except Exception as fault:
@@ -271,7 +285,7 @@ def flashinfers(job: Job) -> Candidate:
     import flashinfer
 
     rows, q_heads, _ = job.query.shape
-    key, _ = job.copies[0]
+    key, *_ = job.copies[0]
     tables, lengths = job.tables[job.slots].cpu(), job.lengths.cpu()
     block_counts = (lengths + BLOCK - 1) // BLOCK
     indptr = torch.zeros(rows + 1, dtype=torch.int32)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,13 @@ PEER_BYTES = 256 << 20
 """FlashInfer's workspace."""
 SCALES = (0.25, 0.03)
 
-Candidate = Callable[[Tensor, Tensor], Tensor]
-"""From keys and values to the output."""
+Candidate = Callable[..., Tensor]
+"""From keys and values, and in int8 their token_scales, to the output."""
 
 
-def seconds(candidate: Candidate, copies: list[tuple[Tensor, Tensor]]) -> float:
+def seconds(candidate: Candidate, copies: Sequence[tuple[Tensor, ...]]) -> float:
     """For one launch, in a graph of one with each copy."""
-    calls = [partial(candidate, key, value) for key, value in copies]
+    calls = [partial(candidate, *copy) for copy in copies]
     return harness.graph_us(calls, replays=REPLAYS, discarded=1, warmups=0) / 1e6
 
 

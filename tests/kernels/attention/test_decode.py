@@ -7,6 +7,7 @@ The interpreter is chosen when a kernel is defined, so what runs in it runs in a
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any, NamedTuple
 
@@ -217,6 +218,49 @@ def check_tokens_of_any_size_meet_in_an_int8_cache() -> None:
         torch.testing.assert_close(out / value_size, wanted / value_size, rtol=0.01, atol=1e-3)
 
 
+def check_each_value_in_int8_is_exact() -> None:
+    """All 256, as the first and the second of what is read at once. Values: of a row whose tokens have equal weights and values.
+    Keys: two that differ by 1 have the same weights wherever they lie."""
+    assert_each_value_in_int8_is_exact(CPU)
+
+
+def assert_each_value_in_int8_is_exact(device: torch.device) -> None:
+    from phalanx.kernels.attention.decode import decode_attention
+    from phalanx.kernels.attention.heuristics import SplitKvWorkspace
+
+    each = torch.arange(-128, 128, device=device).to(torch.int8)
+    value = torch.stack((each, each.roll(1))).view(2, 1, 4, 64).repeat(1, 32, 1, 1)
+    key, scales = torch.zeros_like(value), torch.ones(2, 4, 32, 2, dtype=torch.bfloat16, device=device)
+    first, lengths = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([[0], [1]], [1, 32]))
+    options: dict[str, Any] = {"scale": 1.0, "window": None, "kv_scales": None, "workspace": SplitKvWorkspace(device)}
+    for dtype, order in itertools.product((torch.bfloat16, torch.float16), (lengths, lengths.flip(0))):
+        query = torch.ones(2, 8, 64, dtype=dtype, device=device)
+        tiling = DecodeTiling(0, 64, 32, 2, 2, 255)
+        out = decode_attention(query, key, value, first, None, order, tiling=tiling, token_scales=scales, **options)
+        assert torch.equal(out[:, ::2], value[:, 0].to(dtype))
+
+    rows = len(each) - 1
+    key, value = (torch.zeros(rows, 16, 1, 32, dtype=torch.int8, device=device) for _ in range(2))
+    key[:, 0, 0, 5], key[:, 1, 0, 5], value[:, 0], value[:, 1] = each[:-1], each[1:], 100, -100
+    scales, tables = torch.ones(rows, 1, 16, 2, dtype=torch.bfloat16, device=device), torch.arange(rows, device=device).int()
+    query = torch.nn.functional.one_hot(torch.tensor(5), 32).bfloat16().to(device).expand(rows, 1, 32).contiguous()
+    lengths, tiling = torch.full((rows,), 2, dtype=torch.int32, device=device), DecodeTiling(0, 64, 32, 2, 2, 255)
+    out = decode_attention(query, key, value, tables[:, None], None, lengths, tiling=tiling, token_scales=scales, **options)
+    torch.testing.assert_close(out.float(), torch.full_like(out, -100 * math.tanh(0.5)).float(), rtol=2**-8, atol=0.0)
+
+
+def check_nan_in_a_query_stays_in_its_head() -> None:
+    from phalanx.kernels.attention.decode import decode_attention
+    from phalanx.kernels.attention.heuristics import SplitKvWorkspace
+
+    for kind in ({}, {"fp8": True}, {"int8": True}):
+        case = Case([50], 1, 4, 32, **kind)
+        inputs = inputs_of(case)
+        inputs.query[0, 2, 7] = float("nan")
+        options = options_of(case, inputs) | {"workspace": SplitKvWorkspace(CPU), "tiling": DecodeTiling(0, 64, 32, 2, 2, 255)}
+        assert decode_attention(*inputs[:6], **options).isnan().all(-1).tolist() == [[False, False, True, False]]
+
+
 def check_sinks() -> None:
     """Beside few and many scores, in one split and several, with windows, in a quantized cache; so low that they take nothing, and
     so high that they take all."""
@@ -249,6 +293,7 @@ CHECKS = [
     check_ratios_of_heads, check_head_dims_dtypes_and_quantized_caches, check_lengths_about_the_edges,
     check_block_sizes_and_windows, check_one_long_row_among_short_ones, check_launches_share_a_workspace,
     check_queries_of_any_size_meet_a_quantized_cache, check_tokens_of_any_size_meet_in_an_int8_cache,
+    check_each_value_in_int8_is_exact, check_nan_in_a_query_stays_in_its_head,
 ]  # fmt: skip
 
 
@@ -381,6 +426,12 @@ def test_few_short_rows_have_a_program_each() -> None:
     assert [short_kv_limit(rows, few, 132) for rows in (1, 8, 9, 512)] == [SHORT_KV, SHORT_KV, 0, 0]
     assert short_kv_limit(1, few._replace(head_dim=256), 132) == 0
     assert [short_kv_limit(1, few, 132, kib << 10) for kib in (163, 99)] == [SHORT_KV, 0]
+
+
+@pytest.mark.gpu1
+def test_each_value_in_int8_is_exact_on_a_gpu() -> None:
+    """Where the kernel reads it by instructions that the interpreter does not have."""
+    assert_each_value_in_int8_is_exact(torch.device("cuda"))
 
 
 @pytest.mark.gpu1

@@ -11,6 +11,9 @@ A program has some tokens of one row for one KV head and up to 16 of its query h
 each warp takes tokens of its own through the entire loop, with a maximum, a sum and an output of its own; where the latency of few
 tokens counts, the warps are `cooperative`: they have one maximum, and each has dims of the output to itself.
 
+Keys in int8 are multiplied as they are, by two digits of the queries in int8. Values in int8 are read as fp16 with an offset of
+128, which is taken off each tile's sums in fp32. So they take fewer instructions than e4m3, which is widened to fp16.
+
 How many programs share a row is decided on the device, from all rows' lengths (`split_kv`). Where several do, each leaves its
 partial result in a workspace and counts itself; the last one to arrive adds all up in the order of the tokens (`split_reduce`), so
 that the result does not depend on which is last, and sets the count back to 0 for the next launch."""
@@ -28,36 +31,27 @@ from phalanx.kernels.attention.split_kv import load_split, plan, visible_range
 from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, split_reduce
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
-from phalanx.kernels.vectors import nearest
+from phalanx.kernels.vectors import largest_along, nearest
 
 MAX_HEADS = 16
 """Query heads that a program computes, at most."""
 
+
+OFFSET = tl.constexpr(-(2.0**-17))
+"""Of the values of `_int8_half`: -128 * 2^-24."""
+
+DIGIT_STEPS = tl.constexpr(32639.0)
+"""The largest magnitude of two digits of `_digits`: 127 * 256 + 127."""
 
 ONES = tl.constexpr(0x3F803F80)
 """Two scales of 1, as a word of `token_scales`."""
 
 
 @triton.jit
-def _half(pairs, like, INT8: tl.constexpr, ODD: tl.constexpr, SM: tl.constexpr):
-    """The first or (ODD) the second of the two bytes in each element of 16 bits, e4m3 or int8, in the dtype of `like`, exactly.
-    int8 as `int8_widened` does it. 16 bits are the smallest element that a tensor core's transposing read knows."""
-    if INT8 and SM > 0:
-        if ODD:
-            value = tl.inline_asm_elementwise(
-                "{ .reg .b32 high, bias; shr.u32 high, $1, 8; mov.b32 bias, 0x64806480;"
-                " lop3.b32 high, high, 0x00FF00FF, bias, 0x6A; sub.f16x2 $0, high, bias; }",
-                "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            value = tl.inline_asm_elementwise(
-                "{ .reg .b32 low, bias; mov.b32 bias, 0x64806480;"
-                " lop3.b32 low, $1, 0x00FF00FF, bias, 0x6A; sub.f16x2 $0, low, bias; }",
-                "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-    elif INT8:
-        value = (pairs >> (8 if ODD else 0)).to(tl.uint8).to(tl.int8, bitcast=True).to(like.dtype)
-    elif SM >= 89:
+def _half(pairs, like, ODD: tl.constexpr, SM: tl.constexpr):
+    """The first or (ODD) the second of the two bytes of e4m3 in each element of 16 bits, in the dtype of `like`, exactly. 16 bits
+    are the smallest element that a tensor core's transposing read knows."""
+    if SM >= 89:
         if ODD:
             value = tl.inline_asm_elementwise(
                 "{ .reg .b32 two; .reg .b16 low, high; prmt.b32 two, $1, 0, 0x4431; mov.b32 {low, high}, two;"
@@ -76,6 +70,39 @@ def _half(pairs, like, INT8: tl.constexpr, ODD: tl.constexpr, SM: tl.constexpr):
 
 
 @triton.jit
+def _int8_half(pairs, ODD: tl.constexpr, SM: tl.constexpr):
+    """The first or (ODD) the second of the two int8 values in each element of 16 bits, as fp16: (value + 128) * 2^-24, exactly. The
+    bits of value + 128, which flips the sign bit, are those of this subnormal number: one instruction for two values, or two."""
+    if SM > 0:
+        if ODD:
+            value = tl.inline_asm_elementwise(
+                "{ .reg .b32 high; shr.u32 high, $1, 8; lop3.b32 $0, high, 0x00FF00FF, 0x00800080, 0x6A; }",
+                "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            value = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, 0x00FF00FF, 0x00800080, 0x6A;",
+                "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+    else:
+        value = (((pairs >> (8 if ODD else 0)) & 0xFF) ^ 0x80).to(tl.uint16).to(tl.float16, bitcast=True)
+    return value
+
+
+@triton.jit
+def _add_int8_values(out, odd, fade, pairs, weight, SM: tl.constexpr):
+    """out, odd [dims / 2, heads] * fade + 2^-24 * the first and second values of pairs [dims / 2, tokens] @ weight, fp16 [tokens,
+    heads].
+
+    The values have an offset of 128 (see `_int8_half`), so that sums begin with the weights' times -128 * 2^-24 instead of 0. They
+    are of one tile each: in fp32 the offset costs less than 2^-12 of the step of int8, however many tokens there are."""
+    offset = _dot(tl.full(pairs.shape, OFFSET, tl.float16), weight, tl.zeros_like(out), SM)
+    out = out * fade + _dot(_int8_half(pairs, False, SM), weight, offset, SM)
+    odd = odd * fade + _dot(_int8_half(pairs, True, SM), weight, offset, SM)
+    return out, odd
+
+
+@triton.jit
 def _dot(left, right, total, SM: tl.constexpr):
     """left @ right + total in fp32. Triton's interpreter multiplies no bf16."""
     if SM == 0:
@@ -86,7 +113,7 @@ def _dot(left, right, total, SM: tl.constexpr):
 @triton.jit
 def _in_fp16(query):
     """bf16 [HEADS, WIDTH] -> (the same divided by powers of two [HEADS], in fp16; those powers). Then e4m3 may be widened to fp16,
-    which takes one instruction for two values; to bf16 it takes five. int8 takes five for four."""
+    which takes one instruction for two values; to bf16 it takes five."""
     values = query.to(tl.float32)
     power = tl.max(tl.abs(values), 1).to(tl.int32, bitcast=True) & 0x7F800000
     inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
@@ -94,10 +121,30 @@ def _in_fp16(query):
 
 
 @triton.jit
+def _digits(query):
+    """[HEADS, WIDTH] -> (high, low int8 [WIDTH, HEADS], unit fp32 [HEADS]): query = (256 * high + low) * unit.
+
+    int8 keys need no widening then. The error is 2^-16 of a head's largest magnitude; bf16 has 2^-9 of each. NaN is in the unit."""
+    values = query.to(tl.float32)
+    top = tl.maximum(largest_along(tl.abs(values), 1), 1e-30, propagate_nan=tl.PropagateNan.ALL)
+    # 1.5 x 2^23: the integer is in the low bits of the mantissa
+    steps = (values * (DIGIT_STEPS / top) + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    high = (steps + 128) >> 8
+    unit = tl.reshape(top, [query.shape[0]]) * (1.0 / DIGIT_STEPS)
+    return tl.trans(high.to(tl.int8)), tl.trans((steps - high * 256).to(tl.int8)), unit
+
+
+@triton.jit
+def _digit_dot(key, high, low):
+    """int8: key @ (256 * high + low), exactly until it is rounded to fp32: int32 holds the sums of heads of up to 256 dims."""
+    return tl.dot(key, low, tl.dot(key, high, out_dtype=tl.int32) * 256, out_dtype=tl.int32).to(tl.float32)
+
+
+@triton.jit
 def _blocks(table, at, end, TILE: tl.constexpr, RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """The KV blocks of tokens at .. at + TILE - 1: one block for RUN of them."""
     first = at + tl.arange(0, TILE // RUN) * RUN
-    return tl.load(table + first // BLOCK_SIZE, first < end, 0)
+    return tl.load(table + first.to(tl.uint32) // BLOCK_SIZE, first < end, 0)
 
 
 @triton.jit
@@ -129,8 +176,9 @@ def _token_scales(
 
     COPIES: columns of the load, of which only the first is read. A load of fewer words than threads would be repeated by each
     thread for all words that it needs, and the logarithms, too."""
-    run = at + tl.arange(0, TILE // RUN) * RUN
-    first = (block.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + run % BLOCK_SIZE
+    first = (block.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE
+    if RUN != BLOCK_SIZE:
+        first += (at + tl.arange(0, TILE // RUN) * RUN) % BLOCK_SIZE
     place = first[:, None] + tl.arange(0, RUN)[None, :]
     if APART > 1:
         place = tl.reshape(place, [APART, TILE // APART])
@@ -138,10 +186,10 @@ def _token_scales(
         place = tl.reshape(place, [TILE])
     if COPIES > 1:
         column = tl.arange(0, COPIES)[None, :]
-        words = tl.load(token_scales + place[:, None] + column * 0, visible[:, None] & (column == 0), 0)
-        words = tl.where(visible, tl.sum(words, 1), ONES)
+        words = tl.sum(tl.load(token_scales + place[:, None] + column * 0, column == 0, 0), 1)
     else:
-        words = tl.load(token_scales + place, visible, ONES)
+        words = tl.load(token_scales + place)
+    words = tl.where(visible, words, ONES)
     value_scale = (words & -65536).to(tl.float32, bitcast=True)
     return (words << 16).to(tl.float32, bitcast=True), _log2(value_scale, SM), _inverse(value_scale, SM)
 
@@ -198,6 +246,55 @@ def _joined(top, total, out, odd, APART: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def _operands(query, scales, APART: tl.constexpr, DIGITS: tl.constexpr):
+    """query [HEADS, WIDTH] -> (what keys are multiplied by, for each of APART groups [WIDTH, HEADS]: the query, or (DIGITS) its two
+    digits; the scales of the scores [HEADS])."""
+    if DIGITS:
+        high, low, unit = _digits(query)
+        operands, scales = (_of_each_group(high, APART), _of_each_group(low, APART)), scales * unit
+    else:
+        operands = (_of_each_group(tl.trans(query), APART),)
+    return operands, scales
+
+
+@triton.jit
+def _of_each_group(operand, APART: tl.constexpr):
+    if APART > 1:
+        operand = tl.broadcast_to(operand[None, :, :], [APART, operand.shape[0], operand.shape[1]])
+    return operand
+
+
+@triton.jit
+def _as_operand(values, like, SM: tl.constexpr):
+    """Cached values in the dtype of `like`, exactly."""
+    if values.dtype == tl.int8 or values.dtype == tl.uint8:
+        values = widened(values, like, SM)
+    return values
+
+
+@triton.jit
+def _scores(key, operands, query, zeros, SM: tl.constexpr):
+    """Keys [tokens, WIDTH] @ what `_operands` gives -> fp32 [tokens, HEADS] as zeros, yet to be scaled."""
+    if len(operands) == 2:
+        score = _digit_dot(key, operands[0], operands[1])
+    else:
+        score = _dot(_as_operand(key, query, SM), operands[0], zeros, SM)
+    return score
+
+
+@triton.jit
+def _add_pairs(out, odd, fade, pairs, weight, INT8: tl.constexpr, SM: tl.constexpr):
+    """out, odd [dims / 2, heads] * fade + the first and second values of pairs [dims / 2, tokens] @ weight, fp16 [tokens, heads];
+    of int8 2^-24 of them."""
+    if INT8:
+        out, odd = _add_int8_values(out, odd, fade, pairs, weight, SM)
+    else:
+        out = _dot(_half(pairs, weight, False, SM), weight, out * fade, SM)
+        odd = _dot(_half(pairs, weight, True, SM), weight, odd * fade, SM)
+    return out, odd
+
+
+@triton.jit
 def _part(
     query, scales, key_cache, value_cache, token_scales, table, block, begin, low, end, head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr,
@@ -208,14 +305,12 @@ def _part(
     PAIRS: two values are read as one element (see `_half`), and even and odd dims are outputs of their own."""
     HEADS: tl.constexpr = query.shape[0]
     INT8: tl.constexpr = key_cache.dtype.element_ty == tl.int8
-    QUANTIZED: tl.constexpr = INT8 or key_cache.dtype.element_ty == tl.uint8
     AXIS: tl.constexpr = 1 if APART > 1 else 0
     GROUPS: tl.constexpr = [APART] if APART > 1 else []
     EACH: tl.constexpr = 2 if PAIRS else 1
     key_dim, value_dim = tl.arange(0, WIDTH)[None, :], tl.arange(0, WIDTH // EACH)[:, None]
-    queries = tl.trans(query)
+    operands, scales = _operands(query, scales, APART, INT8 and PAIRS)
     if APART > 1:
-        queries = tl.broadcast_to(queries[None, :, :], GROUPS + [WIDTH, HEADS])
         key_dim, value_dim = key_dim[None, :, :], value_dim[None, :, :]
     top = tl.full(GROUPS + [HEADS], LOWEST, tl.float32)
     total = tl.zeros(GROUPS + [HEADS], tl.float32)
@@ -231,9 +326,7 @@ def _part(
         # Keys that are not visible may be read, from any block, as their scores are replaced.
         there = tl.expand_dims(place, AXIS + 1) + key_dim
         key = tl.load(key_cache + there) if DIM == WIDTH else tl.load(key_cache + there, key_dim < DIM, 0)
-        if QUANTIZED:
-            key = widened(key, query, SM)
-        score = _dot(key, queries, tl.zeros(GROUPS + [TILE // APART, HEADS], tl.float32), SM) * scales
+        score = _scores(key, operands, query, tl.zeros(GROUPS + [TILE // APART, HEADS], tl.float32), SM) * scales
         if INT8:
             each = token_scales, block, at, head, visible
             score, inverse = _with_token_scales(score, AXIS, *each, APART, TILE, RUN, BLOCK_SIZE, KV_HEADS, 1, SM)
@@ -242,21 +335,23 @@ def _part(
         weight = tl.exp2(score - tl.expand_dims(higher, AXIS))
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(weight * inverse if INT8 else weight, AXIS)
-        # Values that are not visible are not read: stale memory may contain NaN, which a factor of 0 does not remove.
-        read = tl.expand_dims(visible, AXIS) & (value_dim < DIM // EACH)
-        operand, fade = nearest(weight, query, SM), tl.expand_dims(fade, AXIS)
+        # Values that are not visible are not read: stale memory may contain NaN, which a factor of 0 does not remove; but int8 has
+        # none.
+        read = value_dim < DIM // EACH
+        if not INT8:
+            read &= tl.expand_dims(visible, AXIS)
+        operand, fade = nearest(weight, tl.zeros([1], tl.float16) if PAIRS else query, SM), tl.expand_dims(fade, AXIS)
         if PAIRS:
             place = _places(block, at, head, APART, TILE, RUN, BLOCK_SIZE, DIM // 2, KV_HEADS * DIM // 2)
             there = tl.expand_dims(place, AXIS) + value_dim
-            pair = tl.load(value_cache.to(tl.pointer_type(tl.uint16)) + there, read, 0)
-            out = _dot(_half(pair, query, INT8, False, SM), operand, out * fade, SM)
-            odd = _dot(_half(pair, query, INT8, True, SM), operand, odd * fade, SM)
+            pairs = tl.load(value_cache.to(tl.pointer_type(tl.uint16)) + there, read, 0)
+            out, odd = _add_pairs(out, odd, fade, pairs, operand, INT8, SM)
         else:
             value = tl.load(value_cache + tl.expand_dims(place, AXIS) + value_dim, read, 0)
-            if QUANTIZED:
-                value = widened(value, query, SM)
-            out = _dot(value, operand, out * fade, SM)
+            out = _dot(_as_operand(value, query, SM), operand, out * fade, SM)
         top, block = higher, next_block
+    if INT8 and PAIRS:
+        out, odd = out * 16777216.0, odd * 16777216.0  # 2^24
     return _joined(top, total, out, odd, APART, PAIRS)
 
 
@@ -279,7 +374,8 @@ def _decode(
         if not EARLY:
             gdc_wait()  # lengths, tables, queries and the newest keys and values: the kernel before may have written all of them
     BANDS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    QUANTIZED: tl.constexpr = key_cache.dtype.element_ty == tl.uint8 or key_cache.dtype.element_ty == tl.int8
+    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
+    QUANTIZED: tl.constexpr = FP8 or key_cache.dtype.element_ty == tl.int8
     RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1  # tokens that certainly lie in one block, from a multiple of it on
     item, kv_head, band = tl.program_id(1), tl.program_id(0) // BANDS, tl.program_id(0) % BANDS
     if splits is not None:
@@ -302,12 +398,12 @@ def _decode(
     place = (row.to(tl.int64) * (KV_HEADS * GROUP) + first_head + lane[:, None]) * DIM + dim[None, :]
     own = tl.load(query + place, (lane[:, None] < members) & (dim[None, :] < DIM), 0.0)
     scales, operand = tl.full([HEADS], score_scale, tl.float32), own
-    if QUANTIZED and own.dtype == tl.bfloat16:
+    if FP8 and own.dtype == tl.bfloat16:
         operand, powers = _in_fp16(own)
         scales *= powers
     top, total, transposed = _part(
         operand, scales, key_cache, value_cache, token_scales, table, block, begin, low, end, kv_head,
-        DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, QUANTIZED and operand.dtype == tl.float16, SM,
+        DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, QUANTIZED and operand.dtype != tl.float32, SM,
     )  # fmt: skip
     split_reduce(
         out, sinks, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total,
@@ -331,7 +427,9 @@ def decode_attention(
     if splits is None and tiling.extra_splits:
         splits, early_lengths = plan(kv_lengths, table_rows, tiling, window=window, block_size=block_size), False
     sm, fp8, group = sm_arch(query.device), key_cache.dtype == torch.float8_e4m3fn, q_heads // kv_heads
-    width, heads = max(16, triton.next_power_of_2(head_dim)), 8 if group <= 8 else MAX_HEADS
+    # Tensor cores multiply int8 in steps of 32.
+    least = 16 if token_scales is None else 32
+    width, heads = max(least, triton.next_power_of_2(head_dim)), 8 if group <= 8 else MAX_HEADS
     programs, lanes = kv_heads * triton.cdiv(group, heads), min(heads, triton.next_power_of_2(group))
     split_max, totals, outs, arrivals = workspace.take(rows * programs, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
     key_scale, value_scale = kv_scales or (1.0, 1.0)

@@ -63,7 +63,9 @@ def _store_in_int8(
     tl.store(value_cache + place, first, inside & is_value)
     tl.store(value_cache + place + half, second, inside & is_value)
     place = (slot // BLOCK_SIZE * kv_heads + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    tl.store(token_scales + 2 * place + is_value.to(tl.int32), scale, stored)
+    # By the threads that have the first elements: a store of [heads, 1] would move the largest magnitudes to other warps.
+    place = token_scales + 2 * place + is_value.to(tl.int32) + pair * 0
+    tl.store(place, tl.broadcast_to(scale, place.shape), stored & (pair == 0))
 
 
 @triton.jit
@@ -74,6 +76,7 @@ def rotate_and_store(
     """Rotate elements pair and pair + half of a token's heads by cosines c and sines s, and store them. first, second: as values
     are stored; fp32_first, fp32_second: the same before rounding, which are rotated. token_scales: None, or those of caches in
     int8, which take complete heads [heads, pairs]."""
+    slot = tl.load(slots + token)  # before what does not need it
     rotated_first = nearest(fp32_first * c - fp32_second * s, first, SM)
     rotated_second = nearest(fp32_second * c + fp32_first * s, first, SM)
 
@@ -82,7 +85,6 @@ def rotate_and_store(
     tl.store(query + place, rotated_first, is_query)
     tl.store(query + place + half, rotated_second, is_query)
 
-    slot = tl.load(slots + token)
     if token_scales is not None:
         as_value = head >= q_heads + kv_heads
         first, second = tl.where(as_value, first, rotated_first), tl.where(as_value, second, rotated_second)
