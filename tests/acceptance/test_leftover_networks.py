@@ -43,7 +43,9 @@ def test_what_a_killed_run_left_is_removed_and_a_running_ones_stays(tmp_path: Pa
     if not kubelet.has_bridges():
         pytest.skip("not run: this kernel has no bridges")
     command = [sys.executable, "-c", RUN, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": python_path(), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}) as run:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": python_path(), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    ) as run:
         try:
             assert run.stdout is not None
             namespace, address, process = run.stdout.readline().split()
