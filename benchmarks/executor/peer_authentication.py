@@ -4,7 +4,8 @@
 Two network namespaces are the hosts; pp 2 is across them, so that every step crosses the authenticated channel twice. Both servers
 run at the same time and are loaded in turns, so that other work on this machine meets both. The figures are medians of the ratios
 of neighbouring runs, with the interval that holds each with 95 percent, their quartiles, and the noise: of the throughput, and,
-where other work makes that too noisy, of the processor time per token of all processes of a server, which bounds it. Needs root and iproute2.
+where other work makes that too noisy, of the processor time per token of all processes of a server, which bounds it. Needs root and
+iproute2.
 """
 
 from __future__ import annotations

@@ -139,6 +139,9 @@ BODIES: dict[str, Callable[[], tuple[str, str]]] = {
     "a regular expression that is accepted": lambda: (
         CHAT, chat(guided_regex=new_text() + "|".join(f"[a-z]{{{i}}}" for i in range(60))),
     ),
+    "as many completions of a regular expression as may be": lambda: (
+        CHAT, chat(guided_regex=new_text() + "|".join(f"[a-z]{{{i}}}" for i in range(60)), n=MAX_N),
+    ),
     "a grammar that is accepted": lambda: (CHAT, chat(guided_grammar="root ::= " + " | ".join(
         f'"{text}"' for text in (new_text(), *(f"{i:04}" for i in range(3000)))
     ))),
