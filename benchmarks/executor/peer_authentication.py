@@ -3,8 +3,9 @@
 
 Two network namespaces are the hosts; pp 2 is across them, so that every step crosses the authenticated channel twice. Both servers
 run at the same time and are loaded in turns, so that other work on this machine meets both. The figures are medians of the ratios
-of neighbouring runs, with their quartiles and the noise: of the throughput, and, where other work makes that too noisy, of the
-processor time per token of all processes of a server, which bounds it. Needs root and iproute2.
+of neighbouring runs, with the interval that holds each with 95 percent, their quartiles, and the noise: of the throughput, and,
+where other work makes that too noisy, of the processor time per token of all processes of a server, which bounds it. Needs root and
+iproute2.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import psutil
 
 from benchmarks import harness
 from benchmarks.deploy.two_servers import compared, noise_of, show, wait_until_ready
+from benchmarks.serve.paired import median_interval
 from phalanx.bench.load import Load, run
 from tests.support.namespaces import Namespaces, two_namespaces
 
@@ -56,11 +58,21 @@ def main() -> int:
     cost_ratio, cost_quarters = compared(costs["token"], costs["insecure"])
     noise = noise_of(rates)
     show(rates, ratio, quarters, noise, TARGET)
+    interval, cost_interval = interval_of(rates), interval_of(costs)
+    print(f"with 95 percent the ratio is from {interval[0]:.3f} to {interval[1]:.3f}")
+    print(f"that of processor time per token from {cost_interval[0]:.3f} to {cost_interval[1]:.3f}")
     print(f"processor time per token: {cost_ratio:.3f}, half of the pairs from {cost_quarters[0]:.3f} to {cost_quarters[2]:.3f}")
     figures = {"asked": vars(arguments), "tokens_per_s": rates, "ratio": ratio, "ratio_quartiles": quarters, "noise": noise}
+    figures["ratio_interval"] = interval
     figures |= {"cpu_ms_per_token": costs, "cpu_ratio": cost_ratio, "cpu_ratio_quartiles": cost_quarters}
+    figures["cpu_ratio_interval"] = cost_interval
     print(f"written: {harness.write('peer_authentication_cpu', figures).relative_to(harness.ROOT)}")
     return 0 if (ratio if noise <= 1 - TARGET else 1 / cost_ratio) >= TARGET else 1
+
+
+def interval_of(values: dict[str, list[float]]) -> tuple[float, float]:
+    """The interval of 95 percent of the median ratio, with the token over without one."""
+    return median_interval(sorted(token / other for token, other in zip(values["token"], values["insecure"], strict=True)))
 
 
 def cpu_seconds(roots: list[int]) -> float:

@@ -60,7 +60,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kubelet.Cluste
     if not kubelet.has_bridges():
         pytest.skip("not run: this kernel has no bridges")
     secrets = {"demo-cluster-token": {"cluster-token": TOKEN}}
-    with kubelet.cluster(tmp_path_factory.mktemp("pods"), "10.213.5", secrets) as one:
+    with kubelet.cluster(tmp_path_factory.mktemp("pods"), secrets) as one:
         yield one
 
 

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import xgrammar
 
+from phalanx.engine import grammar
 from phalanx.engine.grammar import GrammarCache, Matcher, warm
 from phalanx.errors import RequestError
 
@@ -16,10 +19,10 @@ VOCABULARY = [bytes([i]) for i in range(256)] + [b"ab", b"abc", b"<end>", b""]
 EOS, VOCAB = 258, 300  # logits are wider than the tokenizer
 
 
-def write(folder, regex, *, eos=(EOS,), grammar=None):
+def write(folder, regex, *, eos=(EOS,), ebnf=None):
     info = xgrammar.TokenizerInfo(VOCABULARY, xgrammar.VocabType.RAW, vocab_size=VOCAB, stop_token_ids=list(eos))
     compiler = xgrammar.GrammarCompiler(info, max_threads=1)
-    compiled = compiler.compile_regex(regex) if grammar is None else compiler.compile_grammar(grammar)
+    compiled = compiler.compile_regex(regex) if ebnf is None else compiler.compile_grammar(ebnf)
     files = {"tokenizer": folder / "tokenizer.json", "grammar": folder / "grammar.json"}
     files["tokenizer"].write_text(info.serialize_json(), encoding="utf-8")
     files["grammar"].write_text(compiled.serialize_json(), encoding="utf-8")
@@ -54,6 +57,31 @@ def test_two_matchers_of_one_grammar_are_independent(tmp_path):
     assert EOS not in allowed(two.mask())
 
 
+def test_many_requests_at_once_read_a_grammar_and_make_its_first_mask_once(tmp_path, monkeypatch):
+    """128 completions of one request took the cores from the engine's loop: its tokens were late by 0.3 s."""
+    compiled, calls = write(tmp_path, "[ab]+c"), []
+    read, next_mask = grammar._read, Matcher._next_mask
+
+    def slowly(name, work):
+        def call(*args):
+            calls.append(name)
+            time.sleep(0.05)
+            return work(*args)
+
+        return call
+
+    monkeypatch.setattr(grammar, "_read", slowly("read", read))
+    monkeypatch.setattr(Matcher, "_next_mask", slowly("mask", next_mask))
+    with ThreadPoolExecutor(8) as pool:
+        matchers = list(pool.map(lambda _: Matcher(compiled), range(8)))
+        masks = list(pool.map(lambda matcher: matcher.mask(), matchers))
+    assert calls == ["read", "mask"]
+    assert [allowed(mask) for mask in masks] == [[ord("a"), ord("b"), 256, 257]] * 8
+    matchers[0].accept(ord("a"))
+    assert ord("c") in allowed(matchers[0].mask())
+    assert calls == ["read", "mask", "mask"], "what follows the first token is each one's own"
+
+
 def test_without_a_stop_token_the_end_of_the_grammar_ends(tmp_path):
     matcher = Matcher(write(tmp_path, "ab", eos=()))
     matcher.accept(ord("a"))
@@ -69,7 +97,7 @@ def test_a_token_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_where_no_token_may_follow_the_answer_is_refused_and_no_bug_is_reported(tmp_path):
-    matcher = Matcher(write(tmp_path, "a", grammar='root ::= "a" x | "b"\nx ::= x'))
+    matcher = Matcher(write(tmp_path, "a", ebnf='root ::= "a" x | "b"\nx ::= x'))
     assert allowed(matcher.mask()) == [ord("a"), ord("b")]
     matcher.accept(ord("a"))
     assert allowed(matcher.mask()) == []

@@ -19,7 +19,7 @@ from phalanx.engine.messages import RequestUpdate, TokenLogprobs
 from phalanx.errors import EngineClosed, EngineError, ModelError, PromptTooLong, RankDied, RequestError
 from phalanx.serve import client as client_module
 from phalanx.serve.client import EngineProcessClient
-from phalanx.serve.update_stream import COALESCED_TOKENS, UpdateStream
+from phalanx.serve.update_stream import COALESCED_TOKENS, MAX_SCORED_TOKENS, MAX_TOKENS, UpdateStream
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -125,6 +125,38 @@ def test_what_comes_while_nobody_reads_is_joined():
         stream.put(RequestUpdate("r", [5], finish_reason="stop", stop_reason=5))
         last = await waits
         assert (last.tokens, last.finish_reason, last.stop_reason, stream.ended) == ([4, 5], "stop", 5, True)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("scored", "limit"), [(True, MAX_SCORED_TOKENS), (False, MAX_TOKENS)])
+def test_many_tokens_that_nobody_has_read_come_in_parts_between_which_others_run(scored, limit):
+    """A client that does not read for a minute leaves twenty thousand tokens, whose scores would take 2 s of the event loop."""
+    count = 5 * limit // 2
+
+    async def run():
+        stream = UpdateStream()
+        for token in range(count):
+            logprobs = [TokenLogprobs(token, -1.0, 1)] if scored else []
+            stream.put(RequestUpdate("r", [token], logprobs, prompt_logprobs=None if token else [None], cached_tokens=3))
+        stream.put(RequestUpdate("r", [], finish_reason="length"))
+        turns, parts = [], []
+
+        async def others():
+            while True:
+                turns.append(len(parts))
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(others())
+        while not parts or parts[-1].finish_reason is None:
+            parts.append(await stream.next())
+        task.cancel()
+        assert [len(part.tokens) for part in parts] == [limit, limit, limit // 2]
+        assert [token for part in parts for token in part.tokens] == list(range(count))
+        assert [one.token for part in parts for one in part.logprobs] == (list(range(count)) if scored else [])
+        assert [part.prompt_logprobs for part in parts] == [[None], None, None]
+        assert [part.cached_tokens for part in parts] == [3, 3, 3]
+        assert {1, 2} <= set(turns), "others ran between two parts"
 
     asyncio.run(run())
 

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.config import SamplingParams
 from phalanx.errors import PromptTooLong, RankDied, RequestError
-from phalanx.serve.completions import stream_completions
+from phalanx.serve.completions import MAX_BURST, stream_completions
 from phalanx.serve.fake_client import FakeEngineClient, fake_facts
 from phalanx.serve.outputs import RequestOutput
 from phalanx.serve.tokenizer import Tokenizer
@@ -158,3 +158,31 @@ def test_completions_begin_one_by_one(engine, tokenizer, monkeypatch):
     monkeypatch.setattr(engine, "add", counted)
     assert {delta.index for delta in asyncio.run(run())} == set(range(7))
     assert len(set(began)) == len(began) == 7
+
+
+def test_deltas_that_wait_are_read_in_bursts_between_which_others_run(engine, tokenizer):
+    """A client that did not read leaves thousands of deltas of its completions here: they held up every stream for a second."""
+    n, tokens, turns = 4, 200, 0
+
+    async def others():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run():
+        params = SamplingParams(n=n, max_tokens=tokens, ignore_eos=True, logprobs=0)
+        async with aclosing(stream_completions(engine, tokenizer, "r", [1, 2, 3], params)) as parts:
+            count = len((await anext(parts)).token_ids)
+            await asyncio.sleep(0.5)  # nobody reads
+            task = asyncio.create_task(others())
+            longest = unbroken = latest = 0
+            async for delta in parts:
+                unbroken = unbroken + 1 if turns == latest else 0
+                latest, longest, count = turns, max(longest, unbroken), count + len(delta.token_ids)
+            task.cancel()
+        return longest, count
+
+    longest, count = asyncio.run(run())
+    assert count == n * tokens
+    assert longest <= MAX_BURST

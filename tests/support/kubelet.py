@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from tests.support import namespaces
 from tests.support.pod_container import Container
 
 SET = "leaderworkerset.sigs.k8s.io"
@@ -246,13 +247,15 @@ def has_bridges() -> bool:
 class Cluster:
     """The network of the pods, their DNS server, and what the manifest names."""
 
-    def __init__(self, folder: Path, network: str, secrets: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(self, folder: Path, secrets: Mapping[str, Mapping[str, str]]) -> None:
+        namespaces.sweep()
+        network = namespaces.free_network()
         self.folder, self.secrets, self._network = folder, secrets, network
         self.address = f"{network}.254"
         self._numbers = itertools.count(1)
-        self._prefix = f"phalanx{os.getpid()}-{network.replace('.', '-')}"
+        self._prefix = f"{namespaces.NAMESPACE}{os.getpid()}-{network.replace('.', '-')}"
         self._namespaces = [f"{self._prefix}-bridge"]
-        self._node = f"pk{os.getpid()}"[:15]
+        self._node = f"{namespaces.LINK}{os.getpid()}"[:15]
         self._ip("netns", "add", self._namespaces[0])
         self._ip("-n", self._namespaces[0], "link", "add", "bridge0", "type", "bridge")
         self._ip("-n", self._namespaces[0], "link", "set", "bridge0", "up")
@@ -314,9 +317,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, network: str, secrets: Mapping[str, Mapping[str, str]]) -> Iterator[Cluster]:
-    """network: the first three numbers of the addresses, which no other test of this machine uses: "10.213.5"."""
-    one = Cluster(folder, network, secrets)
+def cluster(folder: Path, secrets: Mapping[str, Mapping[str, str]]) -> Iterator[Cluster]:
+    """On addresses that this machine uses for nothing else."""
+    one = Cluster(folder, secrets)
     try:
         yield one
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -73,14 +74,28 @@ class Namespaces:
         return [words[1] for line in tables.splitlines() if (words := line.split())[3] == "0A"]
 
     def processes(self, host: int) -> list[psutil.Process]:
-        pids = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True).stdout.split()
-        processes = []
-        for pid in pids:
+        return _processes(self.names[host])
+
+
+def _processes(namespace: str) -> list[psutil.Process]:
+    """Those in a namespace. Raises CalledProcessError where there is none of this name."""
+    pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True).stdout.split()
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(pid))
+            if process.status() != psutil.STATUS_ZOMBIE:
+                processes.append(process)
+    return processes
+
+
+def _remove(namespace: str) -> None:
+    """Remove a namespace, and end the processes in it."""
+    with contextlib.suppress(subprocess.CalledProcessError):
+        for process in _processes(namespace):
             with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(int(pid))
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    processes.append(process)
-        return processes
+                process.kill()
+    subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
 
 
 def _ip(*words: str) -> None:
@@ -98,9 +113,46 @@ def idle_percent(groups: Sequence[Sequence[psutil.Process]], seconds: float) -> 
     return [100 * (now - then) / seconds for now, then in zip(used(), before, strict=True)]
 
 
+NAMESPACE, LINK = "phalanx", "pk"
+"""How the names of a run's namespaces, and of its links on this machine itself, begin; the id of its process follows."""
+_OWNER = re.compile(rf"(?:{NAMESPACE}(\d+)-|{LINK}(\d+)$)")
+
+
+def sweep() -> list[str]:
+    """Remove what runs that were killed have left: their namespaces with the processes in them, and their links on this machine.
+    Returns the names of what is removed. What belongs to a process that lives stays."""
+    listed = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True).stdout.splitlines()
+    namespaces = [line.split()[0] for line in listed if line.strip() and _abandoned(line.split()[0])]
+    shown = subprocess.run(["ip", "-o", "link", "show"], check=False, capture_output=True, text=True).stdout.splitlines()
+    links = [name for line in shown if _abandoned(name := line.split()[1].rstrip(":").partition("@")[0])]
+    for name in namespaces:
+        _remove(name)
+    for link in links:  # it may have gone with its other end
+        subprocess.run(["ip", "link", "delete", link], check=False, capture_output=True)
+    return [*namespaces, *links]
+
+
+def _abandoned(name: str) -> bool:
+    owner = _OWNER.match(name)
+    return owner is not None and not psutil.pid_exists(int(owner[1] or owner[2]))
+
+
+def free_network() -> str:
+    """The first three numbers of 256 addresses which this machine has no way to: "10.213.5". Two processes begin to look at
+    different ones. Raises RuntimeError where all are taken."""
+    shown = subprocess.run(["ip", "-4", "-o", "address", "show"], check=True, capture_output=True, text=True).stdout
+    routes = subprocess.run(["ip", "-4", "route", "show", "table", "all"], check=True, capture_output=True, text=True).stdout
+    taken = set(re.findall(r"\b10\.213\.\d+(?=\.)", shown + routes))
+    for number in range(254):
+        network = f"10.213.{(os.getpid() + number) % 254 + 1}"
+        if network not in taken:
+            return network
+    raise RuntimeError("each of 254 networks is in use; remove the links of earlier runs: ip link")
+
+
 @contextlib.contextmanager
 def two_namespaces(network: str) -> Iterator[Namespaces]:
-    """network: the first three numbers of the addresses, which no other test of this machine uses: "10.213.7"."""
+    """network: the first three numbers of the addresses: "10.213.7". They are in the namespaces alone."""
     with _namespaces(network, 2) as hosts:
         _ip("link", "add", "ph0", "netns", hosts.names[0], "type", "veth", "peer", "name", "ph1", "netns", hosts.names[1])
         _set_up(hosts)
@@ -125,19 +177,16 @@ def namespaces_on_a_switch(network: str, count: int) -> Iterator[Namespaces]:
 def _namespaces(network: str, count: int, extra: int = 0) -> Iterator[Namespaces]:
     """Without links. `extra` further ones have no address in use."""
     letters = network.replace(".", "-")
-    names = tuple(f"phalanx{os.getpid()}-{letters}{chr(ord('a') + host)}" for host in range(count + extra))
+    sweep()
+    names = tuple(f"{NAMESPACE}{os.getpid()}-{letters}{chr(ord('a') + host)}" for host in range(count + extra))
     hosts = Namespaces(names, tuple(f"{network}.{host + 1}" for host in range(count + extra)))
     try:
         for name in names:
             _ip("netns", "add", name)
         yield hosts
     finally:
-        for host, name in enumerate(names):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                for process in hosts.processes(host):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        for name in names:
+            _remove(name)
 
 
 def _set_up(hosts: Namespaces) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from phalanx.serve.openai.body import MAX_BODY_BYTES
+from phalanx.serve.openai.schema.completion import MAX_PROMPTS
 from phalanx.serve.openai.schema.fields import MAX_N
 from tests.serve.conftest import LENGTH
 from tests.support.serve_processes import MODEL, Served
@@ -121,14 +122,25 @@ BODIES: dict[str, Callable[[], tuple[str, str]]] = {
         prompt=[5] * (LENGTH - 10), echo=True, logprobs=5, stream=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True},
     )),
+    "scores of a prompt of several completions": lambda: (PLAIN, plain(prompt=[7] * (LENGTH - 10), prompt_logprobs=20, n=3)),
+    "an echoed prompt with scores of several completions": lambda: (
+        PLAIN, plain(prompt=[5] * (LENGTH - 10), echo=True, logprobs=5, n=3),
+    ),
+    "scores of completions that wait for those of their prompt": lambda: (PLAIN, plain(
+        prompt=[7] * (LENGTH - 1000), prompt_logprobs=20, logprobs=20, n=20, max_tokens=100, ignore_eos=True,
+    )),
     "scores of a conversation": lambda: (
         CHAT, chat(messages=[{"role": "user", "content": "This is a rank. " * 1500}], prompt_logprobs=20),
     ),
     "as many completions as may be": lambda: (PLAIN, plain(prompt=[5] * (LENGTH - 10), n=MAX_N)),
     "as many prompts as may be": lambda: (PLAIN, plain(prompt=["This is a rank. " * 100] * 512)),
+    "as many short prompts as may be, in a stream": lambda: (PLAIN, plain(prompt=["x"] * MAX_PROMPTS, n=2, stream=True)),
     "a schema that is accepted": lambda: (CHAT, chat(guided_json={"enum": [new_text(), *(f"{i:016}" for i in range(5000))]})),
     "a regular expression that is accepted": lambda: (
         CHAT, chat(guided_regex=new_text() + "|".join(f"[a-z]{{{i}}}" for i in range(60))),
+    ),
+    "as many completions of a regular expression as may be": lambda: (
+        CHAT, chat(guided_regex=new_text() + "|".join(f"[a-z]{{{i}}}" for i in range(60)), n=MAX_N),
     ),
     "a grammar that is accepted": lambda: (CHAT, chat(guided_grammar="root ::= " + " | ".join(
         f'"{text}"' for text in (new_text(), *(f"{i:04}" for i in range(3000)))

@@ -13,6 +13,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,6 +80,7 @@ class Matcher:
         # xgrammar leaves the bits behind the last token set.
         bits = np.arange(32 * self._words.size) < info.vocab_size
         self._mask: bytes | None = None
+        self._compiled, self._began = compiled, False
         self._vocabulary = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32).reshape(self._words.shape)
 
     @property
@@ -90,7 +92,7 @@ class Matcher:
         """StepRow.mask for the next token: bit t is set where token t is allowed. A stop token is allowed once the text is
         complete. When finished, only a stop token is allowed (or, where the model has none, any token: the request is over)."""
         if self._mask is None:
-            self._mask = self._next_mask()
+            self._mask = self._next_mask() if self._began else _grammars.first_mask(self._compiled, self._next_mask)
         return self._mask
 
     def _next_mask(self) -> bytes:
@@ -106,7 +108,7 @@ class Matcher:
         """Take the token that was sampled; once finished, any token is ignored. Raises RequestError when the grammar rejects it."""
         if self.finished:
             return
-        self._mask = None
+        self._mask, self._began = None, True
         if not self._matcher.accept_token(token):
             self._matcher.fill_next_token_bitmask(self._words)
             if not (self._words & self._vocabulary).any():  # no token is allowed, so whichever is sampled is rejected
@@ -120,31 +122,71 @@ class Matcher:
 
 class GrammarCache:
     """The grammars that were used last, by `StructuredOutputParams.compiled`: as many as `max_bytes` of files, but at least one.
-    Several threads may read at once."""
+    Several threads may read at once; of one grammar, each reads it and makes its first mask once, for which the others wait: 128
+    completions of a request would take the cores from the loop for a second."""
 
     def __init__(self, max_bytes: int = CACHED_BYTES) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
-        self._grammars: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._grammars)
+        return sum(entry.grammar is not None for entry in self._entries.values())
 
     def read(self, compiled: str) -> Any:
         """The compiled grammar. Raises RequestError when the files cannot be read."""
-        with self._lock:
-            if compiled in self._grammars:
-                self._grammars.move_to_end(compiled)
-                return self._grammars[compiled][0]
-        grammar, size = _read(compiled)
-        with self._lock:
-            _, other = self._grammars.pop(compiled, (None, 0))  # another thread may have read it meanwhile
-            self._grammars[compiled] = grammar, size
-            self._bytes += size - other
-            while self._bytes > self._max_bytes and len(self._grammars) > 1:
-                _, (_, size) = self._grammars.popitem(last=False)
-                self._bytes -= size
+        entry = self._entry(compiled)
+        with entry.lock:
+            if entry.grammar is not None:
+                return entry.grammar
+            try:
+                grammar, size = _read(compiled)
+            except RequestError:
+                with self._lock:
+                    if self._entries.get(compiled) is entry:
+                        del self._entries[compiled]
+                raise
+            with self._lock:
+                entry.grammar, entry.size = grammar, size
+                if self._entries.get(compiled) is entry:
+                    self._bytes += size
+                    self._drop_oldest()
         return grammar
+
+    def first_mask(self, compiled: str, make: Callable[[], bytes]) -> bytes:
+        """The mask at the begin of a grammar, which `make` makes unless it is there."""
+        with self._lock:
+            entry = self._entries.get(compiled)
+        if entry is None:  # it was dropped
+            return make()
+        with entry.lock:
+            if entry.first_mask is None:
+                entry.first_mask = make()
+            return entry.first_mask
+
+    def _entry(self, compiled: str) -> _Entry:
+        with self._lock:
+            entry = self._entries.setdefault(compiled, _Entry())
+            self._entries.move_to_end(compiled)
+            return entry
+
+    def _drop_oldest(self) -> None:
+        """Drop grammars until the others fit, but no more than all but the last."""
+        for compiled in list(self._entries):
+            if self._bytes <= self._max_bytes or len(self) == 1:
+                return
+            if self._entries[compiled].grammar is not None:
+                self._bytes -= self._entries.pop(compiled).size
+
+
+@dataclass
+class _Entry:
+    """A grammar, None until it was read. lock: held by whoever reads it or makes its first mask. size: bytes of its file."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    grammar: Any = None
+    size: int = 0
+    first_mask: bytes | None = None
 
 
 _grammars = GrammarCache()

@@ -22,6 +22,9 @@ from phalanx.serve.outputs import CompletionDelta
 from phalanx.serve.tokenizer import Tokenizer
 
 _SEEDS = 1 << 63
+MAX_BURST = 8
+"""Deltas that follow each other at once. Of a client that did not read, or of completions that wait for the scores of their prompt,
+tens of thousands may wait; each takes up to half a millisecond of the event loop."""
 
 
 def stream_completions(
@@ -56,7 +59,8 @@ def _interleaved(
 async def merged(streams: Iterable[Callable[[], AsyncGenerator[CompletionDelta]]]) -> AsyncGenerator[CompletionDelta]:
     """The deltas of several streams as they arrive. Raises the first error of any, and closes the others.
 
-    One stream begins in each iteration of the event loop, since each sends its whole prompt to the engine.
+    One stream begins in each iteration of the event loop, since each sends its whole prompt to the engine; and after MAX_BURST
+    deltas that had arrived before, others' tasks run.
     """
     arrived: asyncio.Queue[CompletionDelta | Exception | None] = asyncio.Queue()
 
@@ -71,7 +75,7 @@ async def merged(streams: Iterable[Callable[[], AsyncGenerator[CompletionDelta]]
 
     tasks: list[asyncio.Task[None]] = []
     waiting = list(streams)
-    ended = 0
+    ended = burst = 0
     try:
         while ended < len(tasks) or waiting:
             if waiting:
@@ -79,6 +83,10 @@ async def merged(streams: Iterable[Callable[[], AsyncGenerator[CompletionDelta]]
                 await asyncio.sleep(0)
                 if arrived.empty():
                     continue
+            burst = 0 if arrived.empty() else burst + 1
+            if burst > MAX_BURST:
+                burst = 0
+                await asyncio.sleep(0)
             item = await arrived.get()
             if isinstance(item, Exception):
                 raise item

@@ -11,12 +11,16 @@ from phalanx.serve.openai.long_answers import discard
 
 COALESCED_TOKENS = 128
 """Tokens that wake the reader of a stream with `coalesce`."""
+MAX_TOKENS, MAX_SCORED_TOKENS = 256, 32
+"""Of one update, without and with logprobs. Each may have twenty alternatives, and its reader makes its part of the answer on the
+event loop: twenty thousand of them, which a client that had not read for a minute left here, held up every stream for 2 s."""
 
 
 class UpdateStream:
     """The updates of one request, in order, until one has a finish_reason or an error ends them.
 
     Updates that arrive while nobody reads are merged into one, and wake the reader once. Those without a token wait for the next.
+    Many tokens are read in several updates, between which the event loop runs.
     coalesce: the reader wakes only every `COALESCED_TOKENS` tokens and at the end; the former so that its work does not all pile up
     at the end.
     """
@@ -26,6 +30,7 @@ class UpdateStream:
         """The engine sends nothing more for this request."""
         self._min_tokens = COALESCED_TOKENS if coalesce else 1
         self._pending: RequestUpdate | None = None
+        self._is_rest = False  # what is pending is the rest of an update whose beginning was read
         self._error: PhalanxError | None = None
         self._reader: asyncio.Future[None] | None = None
 
@@ -50,8 +55,9 @@ class UpdateStream:
 
     def discard(self) -> None:
         """Free what nobody has read, off the event loop: scores of a long prompt are half a million objects."""
-        if self._pending is not None and self._pending.prompt_logprobs is not None:
+        if self._pending is not None:
             discard(self._pending.prompt_logprobs)
+            discard(self._pending.logprobs)
 
     def fail(self, error: PhalanxError) -> None:
         """End with this error, after the updates that came before it."""
@@ -60,14 +66,33 @@ class UpdateStream:
             self._wake()
 
     async def next(self) -> RequestUpdate:
-        while (pending := self._pending) is None or not (self.ended or len(pending.tokens) >= self._min_tokens):
+        if self._is_rest:
+            await asyncio.sleep(0)
+        while (pending := self._pending) is None or not (
+            self.ended or self._is_rest or len(pending.tokens) >= self._min_tokens
+        ):  # fmt: skip
             if self._error is not None:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
+        limit = MAX_SCORED_TOKENS if pending.logprobs else MAX_TOKENS
+        self._is_rest = len(pending.tokens) > limit
+        if self._is_rest:
+            return _first_of(pending, limit)
         self._pending = None
         return pending
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+def _first_of(update: RequestUpdate, count: int) -> RequestUpdate:
+    """An update with the first tokens of another, which keeps the rest, and its end. The scores of a prompt come first."""
+    first = RequestUpdate(
+        update.request_id, update.tokens[:count], logprobs=update.logprobs[:count], prompt_logprobs=update.prompt_logprobs,
+        cached_tokens=update.cached_tokens,
+    )  # fmt: skip
+    del update.tokens[:count], update.logprobs[:count]
+    update.prompt_logprobs = None
+    return first

@@ -81,6 +81,30 @@ def test_a_long_body_is_written_in_short_parts(sizes):
     assert [one["more_body"] for one in short] == [True] * (len(short) - 1) + [False]
 
 
+def test_other_tasks_run_between_the_parts_of_a_body():
+    """A connection that takes everything at once never pauses: 70 MB of scores in parts of 80 KB went out in one go."""
+    turns, sent = 0, []
+
+    async def run() -> None:
+        async def others():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async def send(message):
+            sent.append((turns, len(message.get("body", b""))))
+
+        task = asyncio.create_task(others())
+        await JsonBody([bytes(SEND_BYTES // 3)] * 90)({"type": "http"}, None, send)
+        task.cancel()
+
+    asyncio.run(run())
+    assert sum(size for _, size in sent) == SEND_BYTES // 3 * 90
+    for turn in range(turns + 1):
+        assert sum(size for when, size in sent if when == turn) <= SEND_BYTES
+
+
 async def texts(*parts: bytes | list[bytes], error: Exception | None = None):
     for part in parts:
         yield part

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import TokenLogprobs
+from phalanx.serve.completions import MAX_BURST
 from phalanx.serve.openai.body import RequestRoute, read_request
 from phalanx.serve.openai.generate import Deltas, UsageCounter, generate
 from phalanx.serve.openai.logprobs import CompletionLogprobsWriter, prompt_logprobs
@@ -154,7 +155,9 @@ async def _scores_first(running: Deltas, params: SamplingParams) -> Deltas:
                 prompt = delta.index // params.n
                 if delta.prompt_logprobs is not None:
                     scores[prompt] = delta.prompt_logprobs
-                    for each in (delta, *waiting.pop(prompt, ())):
+                    for number, each in enumerate((delta, *waiting.pop(prompt, ()))):
+                        if number % MAX_BURST == 0:
+                            await asyncio.sleep(0)
                         yield msgspec.structs.replace(each, prompt_logprobs=scores[prompt])
                 elif prompt in scores:
                     yield msgspec.structs.replace(delta, prompt_logprobs=scores[prompt])

@@ -107,9 +107,18 @@ class JsonBody(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for part in self._parts[:-1]:
-            await _write(send, part)
-        await _write(send, self._parts[-1], more=False)
+        await _write_parts(send, self._parts, more=False)
+
+
+async def _write_parts(send: Send, parts: Sequence[bytes | memoryview], *, more: bool = True) -> None:
+    """Write parts of a body. After SEND_BYTES other streams go on: a connection that takes all of them at once never pauses."""
+    unbroken = 0
+    for number, part in enumerate(parts, 1):
+        unbroken += len(part)
+        if unbroken > SEND_BYTES:
+            unbroken = len(part)
+            await asyncio.sleep(0)
+        await _write(send, part, more=more or number < len(parts))
 
 
 async def _write(send: Send, data: bytes | memoryview, *, more: bool = True) -> None:
@@ -173,8 +182,7 @@ class EventStream(Response):
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     if not isinstance(data, bytes):
-                        for part in data[:-1]:
-                            await _write(write, part)
+                        await _write_parts(write, data[:-1])
                         data = bytes(data[-1])
                     last = data.endswith(DONE)
                     if len(data) <= SEND_BYTES:
