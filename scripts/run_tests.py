@@ -3,9 +3,9 @@
 
     python scripts/run_tests.py [ARGUMENTS OF PYTEST]
 
-Foreground: tests that start ranks, servers and hosts. They wait a quarter of their time, for processes, probes and limits of time, and
-some of them fail on a machine that is too busy. Background: tests that only compute (`tests/conftest.py` lists their folders), which
-fill these gaps: at the lowest priority, so that the others do not notice. What the background prints is shown when it has ended.
+Foreground: tests that start ranks, servers and hosts. They wait a quarter of their time, for processes, probes and limits of time,
+and some of them fail on a machine that is too busy. Background: tests that only compute (`tests/conftest.py` lists their folders),
+which fill these gaps: at the lowest priority, so that the others do not notice. What the background prints is shown at its end.
 
 The exit status is not 0 where any test failed, or where no test was found at all.
 """
@@ -46,12 +46,15 @@ def main(arguments: list[str]) -> int:
     begin = time.monotonic()
     with tempfile.TemporaryFile() as printed:
         background = subprocess.Popen(
-            [*PYTEST, *LANE, "--timeout", "1200", "--lane", "background", *arguments], cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lowest_priority,
+            [*PYTEST, *LANE, "--timeout", "1200", "--lane", "background", *arguments], cwd=ROOT, stdin=subprocess.DEVNULL,
+            stdout=printed, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=lowest_priority,
         )  # fmt: skip
         try:
             foreground = subprocess.run([*PYTEST, *LANE, "--lane", "foreground", *arguments], cwd=ROOT, check=False)
-            print(f"== tests that only compute, at the lowest priority beside these ({time.monotonic() - begin:.0f} s so far)", flush=True)
+            print(
+                f"== tests that only compute, at the lowest priority beside these ({time.monotonic() - begin:.0f} s so far)",
+                flush=True,
+            )
             background.wait()
         finally:
             background.terminate()

@@ -99,8 +99,9 @@ SLOW_FILES = (
 )  # fmt: skip
 """The longest files, the longest first: a file runs on one worker, and one that began last would leave the others idle."""
 BACKGROUND = (
-    "kernels/[!c]*", "models/*", "tables/*", "bench/prediction/test_simulate.py", "comm/sequence_parallel/*", "comm/test_oneshot.py",
-    "comm/test_twoshot.py", "worker/test_memory_profile_variants.py", "worker/test_cuda_graphs*.py", "tune/test_html_report.py",
+    "kernels/[!c]*", "models/*", "tables/*", "bench/prediction/test_simulate.py", "comm/sequence_parallel/*",
+    "comm/test_oneshot.py", "comm/test_twoshot.py", "worker/test_memory_profile_variants.py", "worker/test_cuda_graphs*.py",
+    "tune/test_html_report.py",
     "tune/test_plots.py", "deploy/test_objects.py", "acceptance/test_fp8_error.py",
 )  # fmt: skip
 """Files whose tests only compute, without a limit of time: see `scripts/run_tests.py`."""
