@@ -245,7 +245,9 @@ def test_a_replica_behind_ray_serve_spans_both_hosts_and_ends_with_its_applicati
         assert {"phalanx rank 2", "phalanx rank 3"} < {*cluster.ours(0), *cluster.ours(1)}
         events, _ = cluster.stream(8).communicate(timeout=60)
         assert events.strip().endswith("data: [DONE]")
-        assert events.count("data: {") >= 8
+        chunks = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+        assert chunks[-1]["usage"]["completion_tokens"] == 8  # a busy host sends two tokens in one event now and then
+        assert len(chunks) > 3
         stop = cluster.phalanx("deploy", "ray-serve", "--stop")
         assert stop.wait(90) == 0, cluster.log.read_text()
         deadline = time.monotonic() + 20

@@ -203,7 +203,7 @@ def test_both_answer_and_say_what_one_says(served, model):
 def test_one_dies_and_the_other_serves_on(served):
     """Streams of the dead one end with an error that says why; the other's go on, and so do new requests, of either prefix."""
 
-    async def streams() -> list[tuple[int, str]]:
+    async def streams() -> tuple[int, list[str]]:
         async with served.async_openai() as client:
             fields = {"model": MODEL, "max_tokens": 800, "temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
             open_streams = [await client.completions.create(prompt=prompt, **fields) for prompt in PROMPTS[:4]]
@@ -211,22 +211,25 @@ def test_one_dies_and_the_other_serves_on(served):
             await firsts
             ranks = [process for process in served.tree if process.cmdline()[0].strip() == "phalanx rank 0"]
             doomed = next(process for process in ranks if "engine 1" in process.parent().cmdline()[0])
+            # Two each, unless one replica was slower at first: then it has fewer tokens of output, and gets the third as well.
+            running = int(_of(await asyncio.to_thread(_metrics, served), "num_requests_running", 1))
             os.kill(doomed.pid, signal.SIGKILL)
 
-            async def rest(stream: openai.AsyncStream[openai.types.Completion]) -> tuple[int, str]:
-                count = 0
+            async def error_of(stream: openai.AsyncStream[openai.types.Completion]) -> str:
                 try:
                     async for _ in stream:
-                        count += 1
+                        pass
                 except openai.APIError as error:
-                    return count, str(error)
-                return count, ""
+                    return str(error)
+                return ""
 
-            return await asyncio.gather(*map(rest, open_streams))
+            return running, await asyncio.gather(*map(error_of, open_streams))
 
-    ends = asyncio.run(streams())
-    assert sorted(bool(error) for _, error in ends) == [False, False, True, True]
-    assert all("rank 0" in error for _, error in ends if error)
+    running, ends = asyncio.run(streams())
+    errors = [error for error in ends if error]
+    assert len(errors) == running
+    assert 1 <= running <= 3
+    assert all("rank 0" in error for error in errors)
     with served.http() as http:
         assert http.get("/ready").status_code == 200
     until(lambda: 'phalanx:engine_up{engine="1",model_name="tiny"} 0.0' in _metrics(served))

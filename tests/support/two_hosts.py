@@ -26,7 +26,7 @@ PROMPT = "Phalanx"
 CLIENT = """
 import json, sys, httpx
 body = {"model": "demo", "prompt": sys.argv[2], "max_tokens": int(sys.argv[3]), "ignore_eos": True, "temperature": 0,
-        "stream": True}
+        "stream": True, "stream_options": {"include_usage": True}}
 with httpx.stream("POST", sys.argv[1] + "/v1/completions", json=body, timeout=60) as answer:
     for line in answer.iter_lines():
         if line:
