@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parent
@@ -24,6 +25,10 @@ gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# How long an example takes depends on what else runs: many tests have the lowest priority.
+hypothesis.settings.register_profile("phalanx", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("phalanx")
 
 # A shell that starts us in the background has us ignore Ctrl-C, and so would the processes that tests press it on.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
