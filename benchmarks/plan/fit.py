@@ -27,14 +27,16 @@ from scipy.optimize import least_squares, linprog, minimize_scalar
 
 from benchmarks import harness
 from benchmarks.plan import widths
+from benchmarks.plan.history import FittedCoefficients, GatheringCosts, gathered
 from benchmarks.plan.rows import HELD_OUT, REFERENCE_GBPS, RESULTS, Row, Start, one_name, rows, shape_named, starts
 from phalanx.hardware import catalogue
 from phalanx.plan import burst, collectives, cost, footprint, graphs, search
-from phalanx.plan.coefficients import Coefficients
-from phalanx.plan.collectives import all_reduce_points
+from phalanx.plan.collectives import all_reduce_points, rising
 from phalanx.plan.cost import Costs, MachineModel, Work
 from phalanx.plan.footprint import Split
 from phalanx.plan.memory import KvFormat
+from phalanx.tables.exchange import CHALLENGER
+from phalanx.tables.exchange import INCUMBENT as GATHER
 
 DATA = Path(__file__).resolve().parents[2] / "src/phalanx/plan/data"
 FITTED = {
@@ -93,6 +95,24 @@ def collectives_document() -> dict[str, Any]:
         "what": "One all-reduce with residual add, RMSNorm and FP8 quantization on 4 x H200, by bytes of one rank's tensor, us.",
         "all_reduce": {"sm": 90, "link_bandwidth": catalogue.gpu("H200").link_bandwidth, "worlds": worlds,
                        "source": "benchmarks/results: allreduce/benchmark.tp*.sm90.csv, comm_rs_norm_ag.tp*.sm90.csv, 2026-11-21"},
+        "expert_exchange": _expert_exchange(),
+    }  # fmt: skip
+
+
+def _expert_exchange() -> dict[str, Any]:
+    """Dispatch and combine of two dp indices in a CUDA graph, by the bytes of one's tokens in 16 bit."""
+    document = json.loads((RESULTS / "comm_expert_exchange.ep2.sm90.json").read_text(encoding="utf-8"))
+    names = {
+        (GATHER, "bf16"): GATHER, (CHALLENGER, "bf16"): f"{CHALLENGER} 16 bit", (CHALLENGER, "e4m3"): f"{CHALLENGER} e4m3",
+    }  # fmt: skip
+    points: dict[str, list[tuple[float, float]]] = {name: [] for name in names.values()}
+    for row in document["rows"]:
+        if name := names.get((row["exchange"], row["payload"])):
+            points[name].append((2.0 * row["tokens"] * row["hidden"], row["us"]))
+    return {
+        "sm": 90, "link_bandwidth": catalogue.gpu("H200").link_bandwidth, "world": 2,
+        "points": {name: rising(all_reduce_points(each)) for name, each in points.items()},
+        "source": f"benchmarks/results: comm_expert_exchange.ep2.sm90.json, {document['about']['date']}",
     }  # fmt: skip
 
 
@@ -172,7 +192,7 @@ def far_attention(kind: str) -> float:
     return float(np.median(reached)) * 1e12 / catalogue.gpu("H200").memory_bandwidth
 
 
-def attention_errors(coefficients: Coefficients) -> list[float]:
+def attention_errors(coefficients: FittedCoefficients) -> list[float]:
     """Errors of a layer of 8B with rows of 2,048 tokens and more, where its attention takes what the kernel alone does and all else
     what is predicted: the width of contexts comes from them."""
     document = json.loads((RESULTS / "kernels_attention_batches.json").read_text(encoding="utf-8"))
@@ -220,21 +240,32 @@ def decode_attention(kind: str) -> float:
     return float(1e6 / slope / catalogue.gpu("H200").memory_bandwidth)
 
 
-def machine(coefficients: Coefficients, bandwidth: float = REFERENCE_GBPS) -> MachineModel:
+def machine(coefficients: FittedCoefficients, bandwidth: float = REFERENCE_GBPS) -> MachineModel:
     gpu = catalogue.gpu("H200")
     return MachineModel(gpu, gpu.link, gpu.gpus_per_node, 1, None, coefficients, "table", bandwidth / REFERENCE_GBPS)
 
 
-def predicted(row: Row, coefficients: Coefficients) -> float:
+def predicted(row: Row, coefficients: FittedCoefficients) -> float:
     """ms per token of a decode row."""
     costs = costs_of(
-        row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients, row.bandwidth, row.moe_ep, row.ep
+        row.model,
+        row.dtype,
+        row.kv_fp8,
+        row.tp,
+        row.pp,
+        row.strategy,
+        coefficients,
+        row.bandwidth,
+        row.moe_ep,
+        row.ep,
+        row.exchange,
+        GatheringCosts if gathered(row) else Costs,
     )
     context = row.workload.input_len + row.workload.output_len / 2
     return 1e3 * burst.decode_round(costs, row.workload.requests, context, row.max_batch_size)
 
 
-def predicted_layer(layer: Layer, coefficients: Coefficients) -> float:
+def predicted_layer(layer: Layer, coefficients: FittedCoefficients) -> float:
     """us of one layer, or of its experts."""
     costs = costs_of(layer.model, "fp8", True, layer.tp, 1, "AUTO", coefficients)
     if layer.experts:
@@ -247,16 +278,18 @@ def predicted_layer(layer: Layer, coefficients: Coefficients) -> float:
 
 
 def costs_of(
-    model: str, dtype: str, kv_fp8: bool, tp: int, pp: int, strategy: str, coefficients: Coefficients,
-    bandwidth: float = REFERENCE_GBPS, moe_ep: int = 1, ep: int = 1,
+    model: str, dtype: str, kv_fp8: bool, tp: int, pp: int, strategy: str, coefficients: FittedCoefficients,
+    bandwidth: float = REFERENCE_GBPS, moe_ep: int = 1, ep: int = 1, exchange: str = "AUTO",
+    costs: type[Costs] = Costs,
 ) -> Costs:  # fmt: skip
-    return Costs(
+    return costs(
         shape_named(model),
         dtype,
         KvFormat(1 if kv_fp8 else 2),
         Split(tp, pp, ep, moe_ep),
         machine(coefficients, bandwidth),
         strategy,
+        exchange,
     )
 
 
@@ -266,8 +299,8 @@ def fit(
     """Least squares of logarithms of predicted over measured, a soft loss. start: coefficients to begin at."""
     names = list(FITTED)
 
-    def coefficients(values: Sequence[float]) -> Coefficients:
-        return Coefficients.from_json({**base, **dict(zip(names, values, strict=True))})
+    def coefficients(values: Sequence[float]) -> FittedCoefficients:
+        return FittedCoefficients.from_json({**base, **dict(zip(names, values, strict=True))})
 
     def residuals(values: Sequence[float]) -> list[float]:
         now = coefficients(values)
@@ -303,7 +336,7 @@ def mxfp4_flops(values: dict[str, float]) -> float:
     measured = json.loads((RESULTS / "kernels_biased_gemm.json").read_text(encoding="utf-8"))["gpt-oss-120b mxfp4"]
 
     def miss(value: float) -> float:
-        now = Coefficients.from_json({**values, "mxfp4_flops": value})
+        now = FittedCoefficients.from_json({**values, "mxfp4_flops": value})
         costs = costs_of("gpt-oss-120b", "bf16", False, 1, 1, "AUTO", now)
         return abs(math.log(costs.experts_seconds(LONG_STEP) * 1e6 / measured[str(LONG_STEP)][0]))
 
@@ -321,7 +354,7 @@ def kind(row: Row) -> search.Kind:
 
 
 def errors(chosen: Sequence[Row], values: dict[str, float]) -> list[float]:
-    now = Coefficients.from_json(values)
+    now = FittedCoefficients.from_json(values)
     return [predicted(row, now) / row.measured - 1 for row in chosen]
 
 
@@ -386,7 +419,7 @@ def beside_kv(start: Start) -> tuple[float, float, list[float]]:
     """What a start took beside weights, KV cache and what is set aside for graphs, bytes; 1 percent of its KV cache; and the
     features that `footprint.OVERHEADS` multiply."""
     shape, split = shape_named(start.model), start.split
-    per_token = max(footprint.kv_token_bytes(shape, 1 if start.kv_fp8 else 2, start.dtype, split))
+    per_token = max(footprint.kv_token_bytes(shape, KvFormat(1 if start.kv_fp8 else 2), start.dtype, split))
     cache = start.kv_tokens * per_token / start.fraction
     taken = catalogue.gpu("H200").memory_bytes - max(footprint.weight_bytes(shape, start.dtype, split)) - cache
     captured = footprint.graph_bytes(start.max_batch_size, start.max_num_tokens, split.pp)
@@ -433,7 +466,7 @@ def measured_base() -> dict[str, float]:
 
 def show(decodes: Sequence[Row], layer_rows: Sequence[Layer], values: dict[str, float]) -> None:
     """Every row and layer, predicted and measured."""
-    now = Coefficients.from_json(values)
+    now = FittedCoefficients.from_json(values)
     for row in decodes:
         guess = predicted(row, now)
         print(f"{row.file[:32]:32} {row.name:60} {guess:8.2f} {row.measured:8.2f} {guess / row.measured - 1:+6.1%}")
@@ -462,7 +495,7 @@ def main() -> int:
         print(ALONE[name][0], summary(errors(chosen, values)))
     groups: dict[str, Callable[[Row], object]] = {"model": lambda r: one_name(r.model), "layout": lambda r: (r.tp, r.pp)}
     without_group = {name: leave_out(decodes, layer_rows, base, common, group) for name, group in groups.items()}
-    now = Coefficients.from_json(values)
+    now = FittedCoefficients.from_json(values)
     rows_of: list[dict[str, Any]] = [
         {"name": row.name, "file": row.file, "model": one_name(row.model), "layout": [row.tp, row.pp],
          "kind": kind(row), "fit": fitted,
@@ -477,10 +510,13 @@ def main() -> int:
         "latent, fit": summary(errors([row for row in every if kind(row) == "latent"], values)),
     }
     print(json.dumps(residuals, indent=1))
+    history = {"c_gather": values.pop("c_gather")}
     document = {
         "what": "Coefficients of plan/cost.py and plan/footprint.py, by benchmarks/plan/fit.py from benchmarks/results. Residuals: "
         "parts of the measured figure, of decode rows; without: fitted without the row's group.",
-        "machines": {"H200": {"sm": 90, "reference_GBps": REFERENCE_GBPS, "coefficients": values, "residuals": residuals}},
+        "machines": {
+            "H200": {"sm": 90, "reference_GBps": REFERENCE_GBPS, "coefficients": values, "history": history, "residuals": residuals}
+        },
         "memory": memory(),
         "frontend": frontends(),
         "intervals": widths.intervals(rows_of, attention_errors(now), [row.model for row in every]),

@@ -21,6 +21,8 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 FOLDERS = (RESULTS / "serving", RESULTS / "experts")
 H100 = RESULTS / "h100"
 SERVING = FOLDERS[0]
+BEFORE_AUTO = ("mixtral-8x7b_ep2_kv_fp8", "deepseek-v3_16_layers_ep2")
+"""Reports that do not name the exchange of experts, and were made while its default was ALL_GATHER."""
 MODEL = "llama-3-70b"  # of the scaling files that do not name theirs
 REFERENCE_GBPS = 4380.0
 """Measured memory bandwidth of the machine that a row without its own stands for: the median of the rows."""
@@ -57,7 +59,7 @@ def beside_prompts(work: Workload) -> bool:
 @dataclass(frozen=True)
 class Row:
     """One measured figure. bandwidth: GB/s that the machine's memory was measured at in the same run. measured: ms per token of a
-    decode workload, output tokens per second of a batch workload."""
+    decode workload, output tokens per second of a batch workload. date: ISO, empty for early ones."""
 
     file: str
     commit: str
@@ -74,6 +76,8 @@ class Row:
     bandwidth: float = REFERENCE_GBPS
     moe_ep: int = 1
     ep: int = 1
+    exchange: str = "AUTO"
+    date: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -96,6 +100,7 @@ class Row:
     def name(self) -> str:
         kv = " kv8" if self.kv_fp8 else ""
         ep = (f" moe_ep{self.moe_ep}" if self.moe_ep > 1 else "") + (f" ep{self.ep}" if self.ep > 1 else "")
+        ep += f" {self.exchange}" if self.ep > 1 else ""
         return f"{self.model} {self.dtype}{kv} tp{self.tp} pp{self.pp}{ep} {self.strategy} {self.workload.name}"
 
 
@@ -158,11 +163,7 @@ def rows() -> list[Row]:
     which the cost model does not know."""
     all_rows = []
     for name, options, engine, strategy, figures, bandwidth in engines():
-        if (
-            options.get("replicas", 1) > 1
-            or options.get("expert_traffic")
-            or options.get("expert_exchange", "ALL_GATHER") != "ALL_GATHER"
-        ):
+        if options.get("replicas", 1) > 1 or options.get("expert_traffic") or options.get("expert_exchange") == "ALL_TO_ALL":
             continue
         shape = {"shape_8b_http": "llama-3-8b"}.get(options["model"], options["model"])
         for figure in figures:
@@ -185,6 +186,8 @@ def rows() -> list[Row]:
                     bandwidth,
                     options.get("moe_expert_parallel_size", 1),
                     options.get("expert_parallel_size", 1),
+                    options.get("expert_exchange", "ALL_GATHER" if name in BEFORE_AUTO else "AUTO"),
+                    figure.get("measured", {}).get("date", ""),
                 )
             )
     return all_rows + _printed()

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness import RESULTS
-from benchmarks.plan import fit, predict, widths
+from benchmarks.plan import fit, history, predict, widths
 from phalanx.plan import coefficients
-from phalanx.plan.coefficients import Coefficients
 
 ROW = {
     "group": "H100", "gpu": "H100", "model": "llama-3-8b", "dtype": "bf16", "kv_cache_dtype": "fp8", "kv_tokens": 900,
@@ -116,7 +115,7 @@ def test_a_width_holds_what_it_promises(errors):
 def test_widths_and_coverage_are_those_of_the_rows_left_out_and_of_the_predictions():
     """Of all rows under the committed coefficients, each with its model out of the fit and out of the width."""
     fitted = json.loads((RESULTS / "plan_fit.json").read_text())["rows"]
-    now = Coefficients.from_json(coefficients.document()["machines"]["H200"]["coefficients"])
+    now = history.fitted()
     intervals = widths.intervals(fitted, fit.attention_errors(now), [row.model for row in fit.fitted_rows()])
     assert coefficients.document()["intervals"] == json.loads(json.dumps(intervals))
     errors = sorted(

@@ -39,7 +39,7 @@ def test_groups_of_experts_where_options_ask_for_them():
     chosen = auto.choose(mixtral, shape, machine)
     assert chosen.expert_parallel_size > 1  # what is exchanged between groups has an effect only there
     resolve(chosen, ModelShape.from_config(known("mixtral-8x22b")), 8)
-    assert auto.choose(options(model="mixtral-8x22b"), shape, machine).expert_parallel_size == 1  # tensor parallelism is faster
+    assert auto.choose(options(model="mixtral-8x22b"), shape, machine).expert_parallel_size == 1  # as fast, and better known
     moved = auto.choose(options(model="mixtral-8x22b", rebalance_experts_every=60.0, redundant_experts=8), shape, machine)
     assert (moved.moe_expert_parallel_size > 1, moved.expert_parallel_size) == (True, 1)
     resolve(moved, ModelShape.from_config(known("mixtral-8x22b")), 8)

@@ -5,6 +5,7 @@ known."""
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import replace
 
 import pytest
@@ -58,8 +59,35 @@ def test_more_ranks_slower_links_and_networks_cost_more():
     assert collectives.worst("table", "estimated", "derived") == "estimated"
 
 
-def test_the_exchange_of_experts_is_at_least_its_wire():
-    curve = collectives.expert_exchange(H200, 8, None)
+def test_the_exchange_of_experts_is_what_was_measured():
+    rows = json.loads((RESULTS / "comm_expert_exchange.ep2.sm90.json").read_text(encoding="utf-8"))["rows"]
+    us = {
+        (row["exchange"], row["payload"]): row["us"] for row in rows if (row["hidden"], row["tokens"]) == (4096, 256)
+    }  # fmt: skip
+    size = 256 * 4096 * 2
+    for exchange, payload, measured in (
+        ("ALL_GATHER", "16 bit", us["ALL_GATHER", "bf16"]), ("ALL_TO_ALL", "e4m3", us["ALL_GATHER", "bf16"]),
+        ("ONE_SIDED", "16 bit", us["ONE_SIDED", "bf16"]), ("AUTO", "e4m3", us["ONE_SIDED", "e4m3"]),
+    ):  # fmt: skip
+        curve = collectives.expert_exchange(H200, "nvlink", 2, None, exchange, payload, 2)
+        assert (curve.us(size), curve.label) == (pytest.approx(measured), "table")
+
+
+@pytest.mark.parametrize("exchange", ["ALL_GATHER", "ONE_SIDED"])
+@pytest.mark.parametrize("link", ["nvlink", "pcie"])
+def test_the_exchange_of_experts_is_at_least_its_wire(exchange, link):
+    curve = collectives.expert_exchange(H200, link, 8, None, exchange, "16 bit", 2)
     size = 1 << 26
-    assert curve.us(size) > size * 7 / 8 / H200.link_bandwidth * 1e6
-    assert curve.label == "estimated"
+    # Of the 7 other indices' tokens, those that have an expert here: 1 - (7/8)^2.
+    arriving = 7 * (1 - (7 / 8) ** 2) if exchange == "ONE_SIDED" else 7
+    assert curve.us(size) > size * arriving / H200.link_bandwidth * 1e6
+    assert curve.label == ("derived" if link == "nvlink" else "estimated")
+
+
+def test_more_indices_and_slower_links_exchange_more_slowly():
+    size = 1 << 20
+    two, eight, network, pcie = (
+        collectives.expert_exchange(H200, link, world, nodes, "AUTO", "e4m3", 8).us(size)
+        for link, world, nodes in (("nvlink", 2, None), ("nvlink", 8, None), ("nvlink", 8, NDR), ("pcie", 8, None))
+    )
+    assert two < eight < pcie < network

@@ -186,6 +186,18 @@ def test_a_looser_objective_never_loses_a_plan(case, tpot, ttft, looser):
         assert best(loose, case["goal"]) >= best(tight, case["goal"])
 
 
+def test_of_plans_that_are_equally_good_the_best_known_leads():
+    shape, machine = subject.shape_for("mixtral-8x22b"), subject.machine_for("H200")[0]
+    plans = search.search(shape, machine, PlanRequest(dtype="fp8")).plans
+    better, known = (
+        next(plan for plan in plans if plan.output_tokens_per_second.label == label) for label in ("estimated", "derived")
+    )
+    for factor, leads in ((1.005, known), (1.02, better)):
+        value = known.output_tokens_per_second.value * factor
+        better = replace(better, output_tokens_per_second=replace(better.output_tokens_per_second, value=value))
+        assert search._surer([better, known], "throughput").layout == leads.layout
+
+
 def test_intervals_hold_their_value_and_widen_with_what_is_unknown():
     widths = {}
     for gpu in ("H200", "H100", "B200"):

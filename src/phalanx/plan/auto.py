@@ -76,5 +76,6 @@ def request_of(options: EngineOptions, shape: Shape) -> PlanRequest:
         dtype, cache, tokens, tokens, min(_REQUESTS, options.max_batch_size), "throughput", max_batch_size=options.max_batch_size,
         max_num_tokens=options.max_num_tokens or GPU_STEP_TOKENS, max_seq_len=longest,
         fraction=options.kv_cache_free_gpu_memory_fraction,
-        strategy="NCCL" if options.allreduce_strategy == "NCCL" else "AUTO", redundant_experts=options.redundant_experts,
+        strategy="NCCL" if options.allreduce_strategy == "NCCL" else "AUTO", exchange=options.expert_exchange,
+        redundant_experts=options.redundant_experts,
     )  # fmt: skip

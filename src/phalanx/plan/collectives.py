@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 from phalanx.hardware.catalogue import GpuSpec, Network
 from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables.exchange import CHALLENGER, ExchangeTable
+from phalanx.tables.exchange import INCUMBENT as GATHER
 from phalanx.tables.message import Fusion
 from phalanx.tables.shipped import seed_for
 from phalanx.tables.strategy import INCUMBENT
@@ -97,15 +99,37 @@ def all_reduce(gpu: GpuSpec, link: str, world: int, network: Network | None, str
 
 
 @cache
-def expert_exchange(gpu: GpuSpec, world: int, network: Network | None) -> Curve:
-    """One way of the exchange of expert parallelism (all-gather, or the sums back) over `world` dp indices, by the bytes of all
-    indices' tokens: start-up as published for NCCL's kernels on H200 (9 to 15 us within a node), then the wire at 85 percent.
-    Nothing here is measured yet."""
-    start = 12.0 if network is None else 30.0
-    bandwidth = 0.85 * (gpu.link_bandwidth if network is None else network.bandwidth)
-    apart = (world - 1) / world
-    points = tuple((float(size), start + size * apart / bandwidth * 1e6) for size in (1 << 10, 1 << 16, 1 << 22, 1 << 28))
-    return Curve(points, "estimated", "published kernels of other engines; not measured by this project")
+def expert_exchange(gpu: GpuSpec, link: str, world: int, network: Network | None, exchange: str, payload: str, top_k: int) -> Curve:
+    """The exchange of expert parallel, once there and the sums back, over `world` dp indices, by the bytes of one index's tokens in
+    16 bit. exchange: as the engine's option; payload: one of `tables.exchange.PAYLOADS`; top_k: experts of a token.
+
+    Measured for two indices over NVLink; more are scaled by ranks to meet and by what arrives at an index: all tokens with
+    ALL_GATHER, else each token that has one of its experts. Captured steps with ALL_TO_ALL run ALL_GATHER, which is its
+    price. Over another link or between nodes: start-up as published for NCCL's kernels, then the wire at 85 percent.
+    """
+    measured = _document()["expert_exchange"]
+    if network is not None or not link.startswith("nvlink"):
+        start = 12.0 if network is None else 30.0
+        bandwidth = 0.85 * (gpu.link_bandwidth if network is None else network.bandwidth)
+        points = tuple(
+            (float(size), 2 * (start + size * (world - 1) / bandwidth * 1e6)) for size in (1 << 10, 1 << 16, 1 << 22, 1 << 28)
+        )
+        return Curve(points, "estimated", "published kernels of other engines; not measured by this project")
+    one_sided = exchange == CHALLENGER or (exchange == "AUTO" and ExchangeTable(Fingerprint(gpu.sm, link, world)).has_one_sided)
+    name = f"{CHALLENGER} {payload}" if one_sided else GATHER
+    curve = Curve(tuple(map(tuple, measured["points"][name])), "table", measured["source"])
+    if world == measured["world"] and gpu.link_bandwidth == measured["link_bandwidth"] and gpu.sm == measured["sm"]:
+        return curve
+    arriving = (world - 1) * (_reach(world, top_k) if one_sided else 1.0)
+    wire = arriving / (_reach(measured["world"], top_k) if one_sided else 1.0)
+    source = f"{measured['source']}, scaled from {measured['world']} indices at {measured['link_bandwidth'] / 1e9:.0f} GB/s"
+    bandwidths = measured["link_bandwidth"] / gpu.link_bandwidth
+    return curve.scaled((3 + world) / (3 + measured["world"]), wire * bandwidths, "derived", source)
+
+
+def _reach(world: int, top_k: int) -> float:
+    """The chance that one of `world` indices has an expert of a token, under uniform routing to many experts."""
+    return 1 - (1 - 1 / world) ** top_k
 
 
 def all_reduce_points(rows: Sequence[tuple[float, float]]) -> list[list[float]]:
@@ -114,3 +138,12 @@ def all_reduce_points(rows: Sequence[tuple[float, float]]) -> list[list[float]]:
     for size, us in rows:
         least[size] = min(us, least.get(size, us))
     return [[size, round(least[size], 3)] for size in sorted(least)]
+
+
+def rising(points: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The points, none above one of more bytes: where a larger message was faster, the smaller one's time has noise in it."""
+    least, kept = math.inf, []
+    for size, us in reversed(points):
+        least = min(least, us)
+        kept.append([size, least])
+    return kept[::-1]

@@ -9,8 +9,7 @@ Per stage, in seconds, for T tokens, of which R rows sample, that read K tokens 
                       + 4 P heads head_dim / (e_p F16)                                         attention of prompts
                       + T * activation bytes / BW                                              what is between GEMMs
                       + 2 all-reduces (measured curve; T hidden bytes) - their norms  +  c(T)   c: a layer's chain of kernels
-                      + gather of the residual                                                  of experts in FP8, tp > 1, T >= 128
-                      + exchange of the tokens of all dp indices, there and back                of layers with experts, for ep > 1
+                      + exchange of tokens (measured curve), there and back                     of layers with experts, for ep > 1
     + head on R rows + c_step, and for a pipeline c_hop and the hidden states' bytes for each stage
 
 BW and F are the catalogue's; e_f F is at most what the power limit allows, watts x operations per joule, which is what binds on
@@ -42,9 +41,6 @@ FAR_ROW = 2048
 
 FEW_ROWS, MANY_ROWS = 16, 32
 """Rows of a step up to which GEMMs are skinny, and from which on a layer's chain does not grow."""
-
-OWNED_ROWS = 128
-"""Rows of a step from which on all-reduces leave the residual with the ranks that own its rows."""
 
 LONG_STEP = 2048
 """Tokens from which on row-parallel GEMMs write to the ranks that own the rows."""
@@ -137,6 +133,7 @@ class Costs:
     split: Split
     machine: MachineModel
     strategy: str = "AUTO"
+    exchange: str = "AUTO"
     _fixed: dict[tuple[int, int, bool], tuple[float, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -223,8 +220,9 @@ class Costs:
         hidden_bytes = tokens * self.shape.hidden_size * 2.0
         if split.tp > 1:
             seconds += 1e-6 * self._all_reduces_us(tokens, layers, moe_layers)
-        if split.ep > 1 and moe_layers:  # each rank gathers the tokens of all dp indices, and as many sums are scattered
-            seconds += 2 * moe_layers * self._exchange().us(hidden_bytes * split.ep) * 1e-6
+        if split.ep > 1 and moe_layers:
+            payload = "e4m3" if self._experts_in_fp8 else "16 bit"
+            seconds += moe_layers * self._exchange(payload).us(hidden_bytes) * 1e-6
         if stage == split.pp - 1:
             seconds += self._head_seconds(max(work.rows, 1)) + cs.c_step * 1e-6
         if split.pp > 1:
@@ -238,25 +236,14 @@ class Costs:
     def _all_reduces_us(self, tokens: int, layers: int, moe_layers: int) -> float:
         """Microseconds of the two all-reduces of each layer, beyond the norms that a chain has without them.
 
-        Long steps of dense layers hide a part, since their GEMMs write to the ranks that own the rows. In layers with experts in
-        FP8 the norm is kept for the router, which an all-reduce of owned rows did not do when the coefficients were measured: from
-        OWNED_ROWS on, each such layer gathered the residual first. It no longer does."""
+        Long steps of dense layers hide a part, since their GEMMs write to the ranks that own the rows."""
         cs, nbytes = self.machine.coefficients, tokens * self.shape.hidden_size * 2.0
         tuned = self.strategy != "NCCL"
         hidden_part = cs.gemm_rs_hidden_part * min(tokens / LONG_STEP, 1.0) if tuned else 0.0
         us = self._all_reduce().us(nbytes)
         norms = 0.0 if tokens == 1 else 2 * cs.c_norm  # GEMMs of one token compute their own, but not that before a router
         total = (layers - moe_layers) * max(2 * us * (1 - hidden_part) - norms, 0.0)
-        total += moe_layers * max(2 * us - max(norms, cs.c_norm), 0.0)
-        if tuned and tokens >= OWNED_ROWS and self._router_keeps_norm:
-            total += moe_layers * (cs.c_gather + self._all_reduce("NCCL").us(nbytes) / 2)  # half of an all-reduce is a gather
-        return total
-
-    @property
-    def _router_keeps_norm(self) -> bool:
-        """Whether the norm before experts is needed both quantized and not."""
-        experts = self.shape.experts
-        return experts is not None and not experts.mxfp4 and self.split.ep == 1 and self._experts_in_fp8
+        return total + moe_layers * max(2 * us - max(norms, cs.c_norm), 0.0)
 
     @cached_property
     def _experts_in_fp8(self) -> bool:
@@ -325,9 +312,12 @@ class Costs:
         network = self.machine.network if self._spans_nodes(self.split.tp) else None
         return collectives.all_reduce(self.machine.gpu, self.machine.link, self.split.tp, network, strategy or self.strategy)
 
-    def _exchange(self) -> Curve:
+    def _exchange(self, payload: str) -> Curve:
+        assert self.shape.experts is not None
         network = self.machine.network if self._spans_nodes(self.split.tp * self.split.ep) else None
-        return collectives.expert_exchange(self.machine.gpu, self.split.ep, network)
+        return collectives.expert_exchange(
+            self.machine.gpu, self.machine.link, self.split.ep, network, self.exchange, payload, self.shape.experts.per_token
+        )
 
 
 def _reached_flops(gpu: GpuSpec, coefficients: Coefficients, fp8: bool, part: float) -> float:

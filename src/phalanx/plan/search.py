@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.hardware import catalogue
-from phalanx.plan import burst, coefficients, footprint
+from phalanx.plan import burst, coefficients, collectives, footprint
 from phalanx.plan.burst import Limits, Outcome
 from phalanx.plan.collectives import Label
 from phalanx.plan.cost import Costs, MachineModel
@@ -22,6 +22,8 @@ from phalanx.plan.shape import Experts, Shape
 Goal = Literal["latency", "throughput"]
 BLOCK = 16
 """Tokens of a KV block (`EngineOptions.kv_block_size`)."""
+EQUAL = 1.01
+"""Plans within this factor are equally good: on average, predictions of the rows in the fit are 2 percent off."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class PlanRequest:
     max_seq_len: int | None = None
     fraction: float = 0.9
     strategy: str = "AUTO"
+    exchange: str = "AUTO"
     redundant_experts: int = 0
 
     @property
@@ -154,7 +157,8 @@ class SearchResult:
 
 
 def search(shape: Shape, machine: MachineModel, request: PlanRequest) -> SearchResult:
-    """All layouts on up to all GPUs of the machine; the nearest changes that would fit where nothing does.
+    """All layouts on up to all GPUs of the machine, the best first; of those within EQUAL of it, the best known leads. The nearest
+    changes that would fit where nothing does.
 
     Raises OptionError for a length that the model does not have.
     """
@@ -169,6 +173,10 @@ def search(shape: Shape, machine: MachineModel, request: PlanRequest) -> SearchR
         verdict = examine(shape, machine, request, layout)
         (plans if isinstance(verdict, Plan) else rejected).append(verdict)  # type: ignore[arg-type]
     plans.sort(key=lambda plan: _rank(plan, request.goal))
+    if plans:
+        surer = _surer(plans, request.goal)
+        plans.remove(surer)
+        plans.insert(0, surer)
     rejected.sort(key=lambda each: (_UNEVEN in each.reason, each.short))
     return SearchResult(plans, rejected, [] if plans else nearest(shape, machine, request, rejected))
 
@@ -177,6 +185,17 @@ def _rank(plan: Plan, goal: Goal) -> tuple[float, ...]:
     rate, wait = -plan.output_tokens_per_second.value, plan.ms_per_token.value
     tie = (plan.layout.gpus, plan.layout.tp * plan.layout.pp * plan.layout.ep)
     return (rate, wait, *tie) if goal == "throughput" else (wait, rate, *tie)
+
+
+def _surer(plans: Sequence[Plan], goal: Goal) -> Plan:
+    """The best known of those that are as good as the first, the better one among equals."""
+
+    def figure(plan: Plan) -> Figure:
+        return plan.output_tokens_per_second if goal == "throughput" else plan.ms_per_token
+
+    best = figure(plans[0]).value
+    equals = (plan for plan in plans if max(best, figure(plan).value) <= EQUAL * min(best, figure(plan).value))
+    return min(equals, key=lambda plan: collectives.ORDER.index(figure(plan).label))
 
 
 def layouts(shape: Shape, machine: MachineModel, redundant: int = 0) -> Iterator[PlannedLayout]:
@@ -210,7 +229,7 @@ def examine(shape: Shape, machine: MachineModel, request: PlanRequest, layout: P
     rank_bytes, kv_tokens, short = memory(shape, machine, request, layout.split, slots, kv)
     if kv_tokens < request.seq_len:
         return Rejected(layout, _too_small(rank_bytes, kv_tokens, short, request), short)
-    costs = Costs(shape, request.dtype, kv, layout.split, machine, request.strategy)
+    costs = Costs(shape, request.dtype, kv, layout.split, machine, request.strategy, request.exchange)
     outcome = burst.run(costs, share, request.isl, request.osl, Limits(slots, request.max_num_tokens, kv_tokens))
     plan = _plan(shape, machine, request, layout, costs, outcome, rank_bytes, kv_tokens, slots)
     for name, value, bound in (

@@ -75,7 +75,9 @@ class ReplicaSpec:
             window=window,
             prefix_caching=prefix_caching,
         )
-        return cls(Costs(shape, request.dtype, kv, layout.split, machine, request.strategy), options, layout, frontend)
+        return cls(
+            Costs(shape, request.dtype, kv, layout.split, machine, request.strategy, request.exchange), options, layout, frontend
+        )
 
     def run(self, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None) -> SimulationResult:
         """Prefixes are only looked up where the trace tells contents: elsewhere nothing could be found."""
