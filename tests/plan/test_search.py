@@ -134,6 +134,12 @@ def best(result, goal):
     return plan.output_tokens_per_second.value if goal == "throughput" else -plan.ms_per_token.value
 
 
+def not_worse(new, old, goal):
+    """But for a percent: the best known of equally good plans leads, and where requests wait for the cache, how many run together
+    in each wave moves the mean time per token that much."""
+    return best(new, goal) >= best(old, goal) - (search.EQUAL - 1) * abs(best(old, goal))
+
+
 cases = st.fixed_dictionaries(
     {
         "concurrency": st.integers(1, 300), "isl": st.integers(1, 3000), "osl": st.integers(2, 1000),
@@ -152,7 +158,7 @@ cases = st.fixed_dictionaries(
 def test_more_gpus_never_make_the_best_plan_worse(case, sizes, gpu, shape):
     few, many = (search.search(shape, machine(gpu, gpus_per_node=size), request(**case)) for size in sizes)
     if few.plans:
-        assert best(many, case["goal"]) >= best(few, case["goal"]) * (1 - 1e-9)
+        assert not_worse(many, few, case["goal"])
 
 
 @settings(deadline=None, max_examples=25)
@@ -183,7 +189,7 @@ def test_a_looser_objective_never_loses_a_plan(case, tpot, ttft, looser):
     loose = search.search(LLAMA, machine(gpus_per_node=4), request(**case, slo_tpot=tpot * looser, slo_ttft=ttft * looser))
     assert {plan.layout for plan in tight.plans} <= {plan.layout for plan in loose.plans}
     if tight.plans:
-        assert best(loose, case["goal"]) >= best(tight, case["goal"])
+        assert not_worse(loose, tight, case["goal"])
 
 
 def test_of_plans_that_are_equally_good_the_best_known_leads():
