@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.plan import history, served
-from benchmarks.plan.fit import costs_of, predicted
+from benchmarks.plan.fit import costs_of_row, predicted
 from benchmarks.plan.history import FittedCoefficients
 from benchmarks.plan.rows import Row, Start, rows, shape_named, starts
 from phalanx.bench.prediction import arrivals, simulate
@@ -24,7 +24,6 @@ from phalanx.engine.scheduler import SchedulerOptions
 from phalanx.hardware import catalogue
 from phalanx.plan import coefficients as coefficients_file
 from phalanx.plan import cost, search
-from phalanx.plan.cost import Costs
 from phalanx.plan.memory import KvFormat
 
 GATES = {
@@ -91,20 +90,7 @@ def throughput(every: int = 1) -> list[Line]:
 
 def simulated(row: Row, coefficients: FittedCoefficients) -> float:
     """Output tokens per second of a batch row, with the KV cache that its start gave."""
-    costs = costs_of(
-        row.model,
-        row.dtype,
-        row.kv_fp8,
-        row.tp,
-        row.pp,
-        row.strategy,
-        coefficients,
-        row.bandwidth,
-        row.moe_ep,
-        row.ep,
-        row.exchange,
-        history.GatheringCosts if history.gathered(row) else Costs,
-    )
+    costs = costs_of_row(row, coefficients)
     options = SchedulerOptions(
         num_blocks=row.kv_tokens // 16, block_size=16, max_batch_size=row.max_batch_size, max_num_tokens=8192, max_seq_len=4096,
         depth=max(row.pp, 2), pipeline_stages=row.pp, prefix_caching=False,

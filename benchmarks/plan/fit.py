@@ -31,7 +31,7 @@ from benchmarks.plan.history import FittedCoefficients, GatheringCosts, gathered
 from benchmarks.plan.rows import HELD_OUT, REFERENCE_GBPS, RESULTS, Row, Start, one_name, rows, shape_named, starts
 from phalanx.hardware import catalogue
 from phalanx.plan import burst, collectives, cost, footprint, graphs, search
-from phalanx.plan.collectives import all_reduce_points, rising
+from phalanx.plan.collectives import curve_points, rising
 from phalanx.plan.cost import Costs, MachineModel, Work
 from phalanx.plan.footprint import Split
 from phalanx.plan.memory import KvFormat
@@ -90,7 +90,7 @@ def collectives_document() -> dict[str, Any]:
             owned = [(float(row["tokens"]) * 16384, float(row["us"])) for row in csv.DictReader(lines) if row["what"] == "OWNED"]
         # From 128 tokens on rows have owners, and sizes between theirs are not those of whole rows.
         auto = [point for point in auto if point[0] < 128 * 16384] + owned
-        worlds["AUTO"][str(world)], worlds["NCCL"][str(world)] = all_reduce_points(auto), all_reduce_points(nccl)
+        worlds["AUTO"][str(world)], worlds["NCCL"][str(world)] = curve_points(auto), curve_points(nccl)
     return {
         "what": "One all-reduce with residual add, RMSNorm and FP8 quantization on 4 x H200, by bytes of one rank's tensor, us.",
         "all_reduce": {"sm": 90, "link_bandwidth": catalogue.gpu("H200").link_bandwidth, "worlds": worlds,
@@ -111,7 +111,7 @@ def _expert_exchange() -> dict[str, Any]:
             points[name].append((2.0 * row["tokens"] * row["hidden"], row["us"]))
     return {
         "sm": 90, "link_bandwidth": catalogue.gpu("H200").link_bandwidth, "world": 2,
-        "points": {name: rising(all_reduce_points(each)) for name, each in points.items()},
+        "points": {name: rising(curve_points(each)) for name, each in points.items()},
         "source": f"benchmarks/results: comm_expert_exchange.ep2.sm90.json, {document['about']['date']}",
     }  # fmt: skip
 
@@ -247,20 +247,7 @@ def machine(coefficients: FittedCoefficients, bandwidth: float = REFERENCE_GBPS)
 
 def predicted(row: Row, coefficients: FittedCoefficients) -> float:
     """ms per token of a decode row."""
-    costs = costs_of(
-        row.model,
-        row.dtype,
-        row.kv_fp8,
-        row.tp,
-        row.pp,
-        row.strategy,
-        coefficients,
-        row.bandwidth,
-        row.moe_ep,
-        row.ep,
-        row.exchange,
-        GatheringCosts if gathered(row) else Costs,
-    )
+    costs = costs_of_row(row, coefficients)
     context = row.workload.input_len + row.workload.output_len / 2
     return 1e3 * burst.decode_round(costs, row.workload.requests, context, row.max_batch_size)
 
@@ -275,6 +262,15 @@ def predicted_layer(layer: Layer, coefficients: FittedCoefficients) -> float:
     if not layer.all_reduces and layer.tp > 1:
         us -= costs._all_reduces_us(layer.work.tokens, 1, 0)
     return us
+
+
+def costs_of_row(row: Row, coefficients: FittedCoefficients) -> Costs:
+    """Those of the engine that the row was measured with."""
+    kind_of_costs = GatheringCosts if gathered(row) else Costs
+    return costs_of(
+        row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients, row.bandwidth, row.moe_ep, row.ep,
+        row.exchange, kind_of_costs,
+    )  # fmt: skip
 
 
 def costs_of(

@@ -132,7 +132,7 @@ def test_a_second_group_on_taken_ports_and_a_killed_first_host_are_named(hosts):
         for host, reason in enumerate(reasons):
             lines = hosts.log_of(host, PORT + 1).read_text().splitlines()
             error = next(line for line in lines if reason in line)
-            assert seconds_between(lines[0], error) <= 20, lines  # 5 on a quiet machine; the log has whole seconds
+            assert seconds_between(lines[0], error) <= 15, lines  # 5 on a quiet machine, 11 beside other tests
         assert [hosts.status(host, "/ready")[0] for host in (0, 1)] == [200, 200], "the first group goes on"
 
         hosts.kill(0)

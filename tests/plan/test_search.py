@@ -135,8 +135,8 @@ def best(result, goal):
 
 
 def not_worse(new, old, goal):
-    """But for a percent: the best known of equally good plans leads, and where requests wait for the cache, how many run together
-    in each wave moves the mean time per token that much."""
+    """But for a percent: the best known of equally good plans leads; and a replica of fewer slots has more cache, in which one more
+    request may run at once, and each a little slower."""
     return best(new, goal) >= best(old, goal) - (search.EQUAL - 1) * abs(best(old, goal))
 
 
@@ -201,7 +201,7 @@ def test_of_plans_that_are_equally_good_the_best_known_leads():
     for factor, leads in ((1.005, known), (1.02, better)):
         value = known.output_tokens_per_second.value * factor
         better = replace(better, output_tokens_per_second=replace(better.output_tokens_per_second, value=value))
-        assert search._surer([better, known], "throughput").layout == leads.layout
+        assert search._best_known([better, known], "throughput").layout == leads.layout
 
 
 def test_intervals_hold_their_value_and_widen_with_what_is_unknown():

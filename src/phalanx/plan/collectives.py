@@ -132,7 +132,7 @@ def _reach(world: int, top_k: int) -> float:
     return 1 - (1 - 1 / world) ** top_k
 
 
-def all_reduce_points(rows: Sequence[tuple[float, float]]) -> list[list[float]]:
+def curve_points(rows: Sequence[tuple[float, float]]) -> list[list[float]]:
     """Measured (bytes, us) as a curve's points: rising in bytes, the least time of each."""
     least: dict[float, float] = {}
     for size, us in rows:

@@ -174,9 +174,9 @@ def search(shape: Shape, machine: MachineModel, request: PlanRequest) -> SearchR
         (plans if isinstance(verdict, Plan) else rejected).append(verdict)  # type: ignore[arg-type]
     plans.sort(key=lambda plan: _rank(plan, request.goal))
     if plans:
-        surer = _surer(plans, request.goal)
-        plans.remove(surer)
-        plans.insert(0, surer)
+        leading = _best_known(plans, request.goal)
+        plans.remove(leading)
+        plans.insert(0, leading)
     rejected.sort(key=lambda each: (_UNEVEN in each.reason, each.short))
     return SearchResult(plans, rejected, [] if plans else nearest(shape, machine, request, rejected))
 
@@ -187,7 +187,7 @@ def _rank(plan: Plan, goal: Goal) -> tuple[float, ...]:
     return (rate, wait, *tie) if goal == "throughput" else (wait, rate, *tie)
 
 
-def _surer(plans: Sequence[Plan], goal: Goal) -> Plan:
+def _best_known(plans: Sequence[Plan], goal: Goal) -> Plan:
     """The best known of those that are as good as the first, the better one among equals."""
 
     def figure(plan: Plan) -> Figure:
