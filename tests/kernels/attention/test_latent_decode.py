@@ -37,6 +37,8 @@ class Case(NamedTuple):
     band: int = 16
     extra_splits: int = 8
     tile: int = 32
+    chunk: int = 128
+    apart: bool = False
 
 
 class Inputs(NamedTuple):
@@ -81,7 +83,7 @@ def check(case: Case, workspace: Any = None, seed: int = 0) -> None:
     inputs, scale = inputs_of(case, seed), 0.3 * (case.rank + case.rope) ** -0.5
     wanted = reference.latent_decode_attention(*inputs, scale=scale)
     workspace = workspace or SplitKvWorkspace(CPU)
-    tiling = LatentTiling(case.band, case.extra_splits, case.tile, 4, 2)
+    tiling = LatentTiling(case.band, case.extra_splits, case.tile, 4, 2, case.chunk, case.apart)
     out = latent_decode_attention(*inputs, scale=scale, workspace=workspace, tiling=tiling)
     assert not wanted.isnan().any()
     step = torch.finfo(case.dtype).eps
@@ -109,6 +111,14 @@ def check_lengths_about_the_edges() -> None:
         check(Case(lengths, extra_splits=extra_splits))
     check(Case(lengths, tile=16, indirect=False))
     check(Case([0, *lengths, 0, 1], extra_splits=32, indirect=False, fp8=True))
+
+
+def check_splits_merged_apart() -> None:
+    """Rows of no, one, a few and many splits, in bands of heads that the last one does not fill."""
+    lengths = [0, 1, 31, 33, 330, 1100]
+    for heads, band, fp8 in ((1, 16, False), (5, 16, True), (37, 32, False)):
+        check(Case(lengths, heads, rank=24, rope=8, extra_splits=45, chunk=32, apart=True, band=band, fp8=fp8, indirect=fp8))
+    check(Case([2] * 3, extra_splits=6, apart=True))
 
 
 def check_block_sizes() -> None:
@@ -147,8 +157,8 @@ def check_queries_of_any_size_meet_quantized_latents() -> None:
 
 
 CHECKS = [
-    check_heads_in_bands, check_widths_dtypes_and_quantized_latents, check_lengths_about_the_edges, check_block_sizes,
-    check_launches_share_a_workspace, check_queries_of_any_size_meet_quantized_latents,
+    check_heads_in_bands, check_widths_dtypes_and_quantized_latents, check_lengths_about_the_edges, check_splits_merged_apart,
+    check_block_sizes, check_launches_share_a_workspace, check_queries_of_any_size_meet_quantized_latents,
 ]  # fmt: skip
 
 
@@ -182,9 +192,21 @@ def test_compiles(variant: tuple[int, bool, int], arch: int) -> None:
     assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
     assert "mma.sync" in ptx or "wgmma" in ptx or "tcgen05.mma" in ptx
     assert "cp.async.cg.shared.global" in ptx
-    assert ("atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx) == (tiling.extra_splits > 0)
+    assert ("atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx) == (tiling.extra_splits > 0 and not tiling.apart)
     if heads == 16:
         assert spilled(compiled) == 0
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_the_merging_kernel_compiles(arch: int) -> None:
+    from phalanx.kernels.attention import split_reduce
+
+    constants = {"DIM": 512, "WIDTH": 512, "HEADS": 16, "LANES": 2, "AT_ONCE": 8, "SM": arch}
+    kernel = split_reduce.split_merge
+    kinds = {name: {**SIGNATURE, "members": "i32"}.get(name, "*bf16") for name in kernel.arg_names}
+    compiled = compiled_as(kernel, kinds, constants, arch, aligned=[name for name, kind in kinds.items() if kind[0] == "*"])
+    assert spilled(compiled) == 0
+    assert "ld.global.cg.v4" in compiled.asm["ptx"]
 
 
 def compiled_kernel(tiling: LatentTiling, *, fp8: bool, heads: int, arch: int) -> Any:
@@ -195,6 +217,7 @@ def compiled_kernel(tiling: LatentTiling, *, fp8: bool, heads: int, arch: int) -
         "MEMBERS": heads, "RANK": 512, "ROPE": 64, "WIDTH": 512, "ROPE_WIDTH": 64, "HEADS": tiling.heads, "BLOCK_SIZE": 16,
         "TILE": tiling.tile, "STAGES": tiling.stages, "INDIRECT": not tiling.extra_splits,
         "EARLY": fp8, "SM": arch, **({} if tiling.extra_splits else {"splits": None}),
+        **({"arrivals": None} if tiling.apart else {}),
     }  # fmt: skip
     kernel = latent_decode._latent_decode
     kinds = {name: SIGNATURE.get(name, "*u8" if fp8 and name == "cache" else "*bf16") for name in kernel.arg_names}
@@ -203,17 +226,21 @@ def compiled_kernel(tiling: LatentTiling, *, fp8: bool, heads: int, arch: int) -
 
 
 def test_how_rows_and_heads_are_divided() -> None:
-    """A program has as many heads as fit, and rows are split no further than the GPU runs programs at once."""
-    from phalanx.kernels.attention.heuristics import MAX_SMALL_SPLITS, ROW_CLASSES, select_latent_decode
+    """Few rows are shared by as many programs as the GPU runs at once, many rows' heads go together; everything fits its memory."""
+    from phalanx.kernels.attention.heuristics import ROW_CLASSES, _latent_bytes, select_latent_decode
 
-    for rows, heads, itemsize in itertools.product((1, 2, 8, 64, 512), (1, 16, 32, 128), (1, 2, 4)):
-        tiling = select_latent_decode(rows, heads, 576, itemsize, 132)
-        assert tiling.extra_splits % rows == 0
-        assert tiling.extra_splits <= MAX_SMALL_SPLITS * rows
+    for shared, rows, heads, itemsize in itertools.product(
+        (99 << 10, 163 << 10, 227 << 10), (1, 2, 8, 64, 512), (1, 16, 32, 128), (1, 2)
+    ):
+        tiling = select_latent_decode(rows, heads, 576, itemsize, 132, shared_memory=shared)
+        bands = -(-heads // tiling.heads)
+        assert _latent_bytes(tiling.heads, 576, itemsize, tiling.tile, tiling.stages) <= shared
         assert tiling.heads == 16 or tiling.heads <= heads
-        assert tiling.tile >= 16
-    assert select_latent_decode(1, 16, 576, 2, 132).extra_splits == MAX_SMALL_SPLITS
-    assert select_latent_decode(1, 128, 576, 2, 132).heads > 16
+        assert 1 <= tiling.extra_splits <= max(2 * 132 // bands - rows, 132 // (2 * bands), 1)
+        assert tiling.apart == (tiling.extra_splits >= 4 * rows)
+    assert select_latent_decode(1, 128, 576, 2, 132) == LatentTiling(16, 15, 32, 4, 4, 64, apart=True)
+    assert select_latent_decode(64, 16, 576, 2, 132) == LatentTiling(16, 68, 32, 4, 3)
+    assert select_latent_decode(256, 128, 576, 2, 132).heads == 64
     assert select_latent_decode(ROW_CLASSES[-1] + 1, 16, 576, 2, 132).extra_splits == 0
 
 

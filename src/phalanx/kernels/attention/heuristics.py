@@ -89,47 +89,83 @@ def _one_wave(rows: int, programs: int, token_bytes: int, num_sms: int) -> Decod
 
 
 class LatentTiling(NamedTuple):
-    """Of latent decode attention. heads: rows of a program's tiles of scores, 16 or more; its other fields as of `DecodeTiling`."""
+    """Of latent decode attention. heads: rows of a program's tiles of scores, 16 or more; apart: a kernel of its own merges the
+    splits; its other fields as of `DecodeTiling`."""
 
     heads: int
     extra_splits: int
     tile: int
     warps: int
     stages: int
+    chunk: int = 128
+    apart: bool = False
 
     @property
     def split(self) -> DecodeTiling:
         """As `split_kv.plan` takes it."""
-        return DecodeTiling(
-            self.extra_splits, LATENT_CHUNK, self.tile, self.warps, self.stages, 255, max_splits=MAX_SMALL_SPLITS
-        )  # fmt: skip
+        most = MAX_MERGED_SPLITS if self.apart else MAX_SMALL_SPLITS
+        return DecodeTiling(self.extra_splits, self.chunk, self.tile, self.warps, self.stages, 255, max_splits=most)
 
 
-LATENT_CHUNK = 128
-"""Tokens of a split of latents, at least."""
+MAX_MERGED_SPLITS = 128
+"""Splits of a row, at most, where a kernel of its own merges them."""
+
+
+LATENT_TILINGS = {
+    (64, 2): ((64, 8, 2), (32, 8, 3), (32, 8, 2)),
+    (32, 2): ((32, 4, 3), (32, 4, 2)),
+    (16, 2): ((32, 4, 3), (32, 4, 2), (16, 4, 2)),
+    (64, 1): ((64, 8, 2), (32, 8, 2)),
+    (16, 1): ((64, 8, 3), (64, 8, 2), (32, 8, 2), (16, 4, 2)),
+    (16, 4): ((16, 4, 2),),
+}
+"""Heads of a program and bytes of a cached element -> (tile, warps, stages), the fastest on an H200 first
+(benchmarks/results/kernels_latent.json); the others are for GPUs with less shared memory."""
 
 
 def select_latent_decode(
     rows: int, heads: int, width: int, itemsize: int, num_sms: int, *, shared_memory: int = HOPPER_SHARED_MEMORY
 ) -> LatentTiling:  # fmt: skip
-    """For `rows` decode rows of any length. heads: of this rank; width: elements of a cached token; itemsize: bytes of one. A
-    program takes as many heads as shared memory has room for, since each band of heads reads the latents again. Chosen by what fits
-    and by what fills the GPU, not by measurements."""
-    operand = itemsize if itemsize > 1 else 2  # what tensor cores read
-    tile = {1: 64, 2: 32, 4: 16}[itemsize]
-    stages = 2
+    """For `rows` decode rows of any length. heads: of this rank; width: elements of a cached token; itemsize: bytes of one.
+
+    Each band of heads reads the latents again, but programs of few heads are more and shorter: so 64 heads go together where rows
+    are enough to occupy an eighth of the GPU, and 32 where they occupy half of it."""
     band = 16
-    for larger in (32, 64):
-        operands = larger * width * operand + stages * tile * width * itemsize + tile * width * operand + larger * tile * 4
-        if heads >= larger and itemsize != 4 and operands <= shared_memory - (16 << 10):
-            band = larger
-    programs = rows * -(-heads // band)
-    # About one program of this size runs on a multiprocessor at once, or two of 16 heads.
-    concurrent = num_sms * (2 if band == 16 else 1)
-    per_row = min(max(concurrent // programs, 1), MAX_SMALL_SPLITS) if rows <= ROW_CLASSES[-1] else 0
-    # Widening e4m3 takes registers, of which four warps have too few.
-    warps = 4 if band == 16 and itemsize != 1 else 8
-    return LatentTiling(band, per_row * rows, tile, warps, stages)
+    if heads >= 64 and rows * -(-heads // 64) >= num_sms // 8:
+        band = 64
+    elif 32 <= heads < 64 and rows * -(-heads // 32) >= num_sms // 2:
+        band = 32
+    fitting = _latent_tilings(band, width, itemsize, shared_memory)
+    if not fitting:
+        band, fitting = 16, _latent_tilings(16, width, itemsize, shared_memory) or list(LATENT_TILINGS[16, itemsize][-1:])
+    bands = -(-heads // band)
+    programs, (tile, warps, stages) = rows * bands, fitting[0]
+    few = programs <= num_sms // 16
+    extra_splits, apart = 0, False
+    if rows <= ROW_CLASSES[-1]:
+        # One program a multiprocessor, or two small ones; and some for a row that is much longer than the others.
+        waves = 2 if band == 16 and bands > 1 and not few else 1
+        extra_splits = max(waves * num_sms // bands - rows, num_sms // (2 * bands), 1)
+        apart = extra_splits >= 4 * rows
+    if (band, itemsize) == (16, 1) and programs >= (num_sms if bands == 1 else num_sms // 8):
+        tile, warps, stages = 32, 4, stages + 1  # more programs at once
+    elif (band, itemsize) == (16, 2) and few and _latent_bytes(band, width, itemsize, tile, stages + 1) <= shared_memory:
+        stages += 1  # more reads under way
+    return LatentTiling(band, extra_splits, tile, warps, stages, 64 if apart else 128, apart)
+
+
+def _latent_tilings(band: int, width: int, itemsize: int, shared_memory: int) -> list[tuple[int, int, int]]:
+    """Those of LATENT_TILINGS that fit."""
+    tilings = LATENT_TILINGS.get((band, itemsize), ())
+    return [each for each in tilings if _latent_bytes(band, width, itemsize, each[0], each[2]) <= shared_memory]
+
+
+def _latent_bytes(heads: int, width: int, itemsize: int, tile: int, stages: int) -> int:
+    """Bytes of shared memory, at most: queries, the tiles that are under way, and in e4m3 one that is widened to 16 bit."""
+    operand = max(itemsize, 2)
+    buffers = stages if heads == 64 and itemsize > 1 else stages - 1  # what wgmma reads is held until it is done
+    widened = tile * width * operand if itemsize == 1 else 0
+    return heads * width * operand + buffers * tile * width * itemsize + widened + (8 << 10)
 
 
 def row_class(rows: int) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""Decode attention of MLA (arXiv 2405.04434), absorbed, over the paged latent cache, with split-KV, in one launch that nobody plans
-on the host.
+"""Decode attention of MLA (arXiv 2405.04434), absorbed, over the paged latent cache, with split-KV, in one launch or two that
+nobody plans on the host.
 
     scores = (query[r, h] . latents[:, :rank] + rotated[r, h] . latents[:, rank:]) * scale
     out[r, h] = softmax(scores) @ latents[:, :rank]                          see `reference.latent_decode_attention`
@@ -10,7 +10,8 @@ on the host.
 All heads of a rank attend to the same latents, so the heads are the rows of the tensor cores' tiles: a program has up to HEADS
 heads of one row, and some of its tokens. A tile of latents is read once, and is both keys and values.
 
-Rows are split and merged as in `decode`: on the device, by all rows' lengths, in the order of the tokens."""
+Rows are split as in `decode`: on the device, by all rows' lengths. The results of a split are WIDTH * HEADS numbers in fp32: where
+rows have many splits, a second kernel merges them (`split_merge`), else the last split to arrive."""
 
 from __future__ import annotations
 
@@ -23,10 +24,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.kernels.attention.decode import _blocks, _dot, _in_fp16
 from phalanx.kernels.attention.heuristics import LatentTiling, SplitKvWorkspace
 from phalanx.kernels.attention.split_kv import load_split, plan
-from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, split_reduce
+from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, split_merge, split_reduce
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
+
+MERGED_HEADS = 2
+"""Heads of a program of `split_merge`."""
 
 
 @triton.jit
@@ -38,6 +42,23 @@ def _token_places(block, at, WIDTH: tl.constexpr, TILE: tl.constexpr, RUN: tl.co
     each = first[:, None] + tl.arange(0, RUN)[None, :] * WIDTH
     ALIGNED: tl.constexpr = WIDTH & -WIDTH
     return tl.multiple_of(tl.reshape(each, [TILE]), [ALIGNED])[:, None]
+
+
+@triton.jit
+def _widened_once(code, like, SM: tl.constexpr):
+    """As `widened`, in one layout: two GEMMs read the latents, each from a layout of its own, and Triton 3.6 widens e4m3 once for
+    each, from a load that it then does not prefetch. An instruction that is not pure is not repeated; on Blackwell, no loop with
+    such a one is compiled."""
+    if SM >= 89 and SM < 100 and like.dtype == tl.float16:
+        value = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            "=&r,=&r,r", [code], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    else:
+        if SM > 0 and SM < 100:
+            code = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [code], dtype=tl.uint8, is_pure=False, pack=4)
+        value = widened(code, like, SM)
+    return value
 
 
 @triton.jit
@@ -62,7 +83,7 @@ def _latent_part(
         latent = tl.load(cache + place + dim, visible[:, None] & (dim < RANK), 0)
         key = tl.load(cache + place + RANK + rope_lane, visible[:, None] & (rope_lane < ROPE), 0)
         if FP8:
-            latent, key = widened(latent, query, SM), widened(key, query, SM)
+            latent, key = _widened_once(latent, query, SM), widened(key, query, SM)
         score = _dot(rotated, tl.trans(key), tl.zeros([HEADS, TILE], tl.float32), SM)
         score = _dot(query, tl.trans(latent), score, SM) * scales[:, None]
         score = tl.where(visible[None, :], score, float("-inf"))
@@ -159,12 +180,18 @@ def latent_decode_attention(
     sm, fp8, heads = sm_arch(query.device), cache.dtype == torch.float8_e4m3fn, tiling.heads
     width, bands = max(16, triton.next_power_of_2(rank)), triton.cdiv(members, heads)
     split_max, totals, outs, arrivals = workspace.take(rows * bands, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
+    apart = tiling.apart and splits is not None
     _latent_decode[(bands, rows if splits is None else len(splits))](
         query, rotated, cache.view(torch.uint8) if fp8 else cache, block_tables,
-        kv_lengths if table_rows is None else table_rows, kv_lengths, splits, out, split_max, totals, outs, arrivals,
-        block_tables.stride(0), *query.stride()[:2], *rotated.stride()[:2], scale * LOG2_E,
+        kv_lengths if table_rows is None else table_rows, kv_lengths, splits, out, split_max, totals, outs,
+        None if apart else arrivals, block_tables.stride(0), *query.stride()[:2], *rotated.stride()[:2], scale * LOG2_E,
         MEMBERS=members, RANK=rank, ROPE=rope_dim, WIDTH=width, ROPE_WIDTH=max(16, triton.next_power_of_2(rope_dim)), HEADS=heads,
         BLOCK_SIZE=block_size, TILE=tiling.tile, STAGES=tiling.stages,
         INDIRECT=splits is None and table_rows is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, launch_pdl=sm >= 90,
     )  # fmt: skip
+    if apart:
+        split_merge[(triton.cdiv(members, MERGED_HEADS), len(splits))](
+            splits, out, split_max, totals, outs, members,
+            DIM=rank, WIDTH=width, HEADS=heads, LANES=MERGED_HEADS, AT_ONCE=8, SM=sm, num_warps=4, launch_pdl=sm >= 90,
+        )  # fmt: skip
     return out

@@ -7,13 +7,16 @@
     top = max(split_max);  weights = 2^(split_max - top)
     out = sum(weights * outs) / sum(weights * totals)
 
-The last split of a row to arrive merges those of all, in the order of the tokens: whichever it is, the bits are the same."""
+The last split of a row to arrive merges those of all, or a kernel behind it does: in the order of the tokens, so that the bits are
+the same, whoever it is."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.kernels.attention.split_kv import load_split
 from phalanx.kernels.vectors import nearest
 
 LOG2_E = 1.4426950408889634
@@ -38,17 +41,43 @@ def split_reduce(
         _store(out, sinks, row, first_head, members, top, total, mixed, like, value_scale, q_heads, DIM, SM)
     else:
         lane, dim = tl.arange(0, HEADS), tl.arange(0, WIDTH)
-        counted = row * tl.num_programs(0) + tl.program_id(0)
         group = tl.program_id(0) * tl.num_programs(1) + first
         left = (group + item - first) * HEADS + lane
         tl.store(split_max + left, top)
         tl.store(totals + left, total)
         tl.store(outs + left[:, None] * WIDTH + dim[None, :], mixed, (lane < members)[:, None])
-        tl.debug_barrier()  # all warps have stored before one of them releases what they stored
-        if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1:
-            tl.store(arrivals + counted, 0)
-            highest, merged_total, merged = _merge_splits(split_max, totals, outs, group, count, WIDTH, HEADS, LANES, AT_ONCE)
-            _store(out, sinks, row, first_head, members, highest, merged_total, merged, like, value_scale, q_heads, DIM, SM)
+        if arrivals is not None:
+            counted = row * tl.num_programs(0) + tl.program_id(0)
+            tl.debug_barrier()  # all warps have stored before one of them releases what they stored
+            if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1:
+                tl.store(arrivals + counted, 0)
+                highest, merged_total, merged = _merge_splits(
+                    split_max, totals, outs, group, count, WIDTH, HEADS, LANES, AT_ONCE
+                )  # fmt: skip
+                _store(
+                    out, sinks, row, first_head, members, highest, merged_total, merged, like, value_scale, q_heads, DIM, SM
+                )  # fmt: skip
+
+
+@triton.jit
+def split_merge(
+    splits, out, split_max, totals, outs, members,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """Program (LANES of the `members` heads, split): where it is the first of several splits of a row, merge what `split_reduce`
+    left, in bands of HEADS heads. Many programs share the reading, where the last to arrive would read all by itself."""
+    if SM >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    item, head = tl.program_id(1), tl.program_id(0) * LANES
+    row, first, count, _, _, _, table_row = load_split(splits, item)
+    if (table_row >= 0) & (first == item) & (count > 1):
+        group, lane = head // HEADS * tl.num_programs(1) + item, head % HEADS
+        top, total, merged = _merge_splits(
+            split_max + lane, totals + lane, outs + lane * WIDTH, group, count, WIDTH, HEADS, LANES, AT_ONCE
+        )  # fmt: skip
+        like = tl.zeros([1], out.dtype.element_ty)
+        _store(out, None, row, head, members - head, top, total, merged, like, 1.0, members, DIM, SM)
 
 
 @triton.jit
