@@ -48,8 +48,8 @@ class EngineOptions(BaseModel):
     expert_traffic: float | None = Field(
         None,
         ge=0,
-        description="Draw experts from a power law with this exponent instead of using the router; 0 is uniform. For benchmarks, "
-        "with load_format dummy. None: routers choose.",
+        description="Draw experts from a power law with this exponent instead of by the router's logits, which are computed "
+        "all the same; 0 is uniform. For benchmarks, with load_format dummy. None: routers choose.",
     )
     skip_tokenizer_init: bool = Field(False, description="Load no tokenizer: prompts and outputs are token ids only.")
     seed: int = Field(0, description="Seed of dummy weights, and of requests without a seed of their own.")

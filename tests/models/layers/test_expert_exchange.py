@@ -81,6 +81,16 @@ def _exchanged(blocks: Sequence[SparseMoe], group: Group, x: Sequence[Tensor], t
     return blocks[group.rank].exchanged(x[group.rank], tokens)
 
 
+@pytest.mark.parametrize("path", ["partial_sum", "route"])
+def test_the_router_runs_where_experts_are_drawn(folder: Path, path: str) -> None:
+    """A benchmark that draws experts has the time of the router's GEMM, too."""
+    block, calls = block_of(folder, Solo(), traffic=0.0), []
+    block.gate.register_forward_hook(lambda *_: calls.append(1))
+    getattr(block, path)(tokens_of(folder, 5, 0))
+    assert block.pattern is not None
+    assert calls == [1]
+
+
 @pytest.mark.parametrize("exchange", ["ALL_GATHER", "ONE_SIDED"])
 def test_padding_of_a_graph_reaches_no_expert(folder: Path, exchange: str) -> None:
     """A captured graph sends as many rows as it has; which are tokens lies on the device."""

@@ -244,7 +244,8 @@ class SparseMoe(nn.Module):
         return table.lookup("e4m3" if experts.fp8_gemm else "16 bit", rows, experts.hidden).exchange == "ONE_SIDED"
 
     def router_logits(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, experts], by the router, which has the checkpoint's name."""
+        """x [T, hidden] -> [T, experts], by the router, which has the checkpoint's name. It runs where experts are drawn, too, so
+        that a benchmark has its time."""
         logits: Tensor = self.gate(x)
         return logits
 
@@ -254,7 +255,7 @@ class SparseMoe(nn.Module):
         if not len(x):
             return Routing(*(x.new_empty((0, experts.per_token), dtype=dtype) for dtype in (torch.float32, torch.int32)))
         return route(
-            x, None if self.pattern is not None else self.router_logits(x), self.tensors(), top_k=experts.per_token,
+            x, self.router_logits(x), self.tensors(), top_k=experts.per_token,
             num_experts=experts.count, renormalize=experts.renormalize, pattern=self.pattern,
             scoring=experts.scoring, bias=self._bias, kv_slots=padding,
         )  # fmt: skip
@@ -276,7 +277,7 @@ class SparseMoe(nn.Module):
         """x [T, hidden] (and the same quantized) -> what this rank's part of the routed experts gives [T, hidden], in `out` where
         that is given. kv_slots [T]: see `forward`. shared [T, hidden]: of the shared experts, which is added."""
         experts = self.config
-        logits = None if self.pattern is not None else self.router_logits(x)
+        logits = self.router_logits(x)
         total, _ = routed_experts(
             x, logits, self.tensors(), top_k=experts.per_token, num_experts=experts.count, renormalize=experts.renormalize,
             pattern=self.pattern, load=self.load, out=out, quantized=quantized, kv_slots=kv_slots, physical=self.physical,
