@@ -45,7 +45,7 @@ FITTED = {
     "c_one": (1.0, 12.0, 60.0), "c_step": (0.0, 50.0, 2000.0), "c_hop": (0.0, 100.0, 2000.0), "e_experts": (0.2, 0.88, 1.0),
     "e_experts_flops": (0.2, 0.55, 1.0), "c_moe": (0.0, 15.0, 60.0), "passes_experts": (0.0, 1.0, 8.0),
     "sharpness_experts": (0.8, 1.7, 4.0), "c_few": (1.0, 15.0, 60.0), "c_norm": (0.0, 1.0, 8.0),
-    "c_gather": (0.0, 20.0, 100.0),
+    "c_gather": (0.0, 20.0, 100.0), "c_expert": (0.0, 0.1, 2.0),
 }  # fmt: skip
 """Coefficient -> the least that it may be, where the fit begins, the most."""
 ALONE = {

@@ -216,7 +216,7 @@ class Costs:
         for gemm in gemms:
             seconds += gemm.count * self._gemm_seconds(gemm, tokens, everywhere)
         seconds += cs.passes * tokens * between / machine.bandwidth
-        seconds += layers * self._chain_us(tokens) * 1e-6 + moe_layers * self._around_experts(everywhere)
+        seconds += layers * self._chain_us(tokens) * 1e-6 + moe_layers * self._around_experts(everywhere, everywhere)
         hidden_bytes = tokens * self.shape.hidden_size * 2.0
         if split.tp > 1:
             seconds += 1e-6 * self._all_reduces_us(tokens, layers, moe_layers)
@@ -266,15 +266,17 @@ class Costs:
         assert count is not None, self.shape.architecture
         everywhere = tokens * self.split.ep
         seconds = sum(gemm.count * self._gemm_seconds(gemm, tokens, everywhere) for gemm in gemms if gemm.routed) / moe_layers
-        return seconds + self._around_experts(tokens)
+        return seconds + self._around_experts(tokens, everywhere)
 
-    def _around_experts(self, tokens: int) -> float:
+    def _around_experts(self, tokens: int, everywhere: int) -> float:
         """Seconds of what a layer does for its experts beside their GEMMs. Each pair of a token with an expert has its own row."""
         cs, experts = self.machine.coefficients, self.shape.experts
         if experts is None:
             return 0.0
         row = 2.0 * (self.shape.hidden_size + 3 * experts.intermediate / self.split.tp)
-        return cs.c_moe * 1e-6 + cs.passes_experts * tokens * experts.per_token * row / self.machine.bandwidth
+        touched = _touched(experts, self.split.redundant, everywhere) / (self.split.ep * self.split.moe_ep)
+        passes = cs.passes_experts * tokens * experts.per_token * row / self.machine.bandwidth
+        return (cs.c_moe + cs.c_expert * touched) * 1e-6 + passes
 
     def _gemm_seconds(self, gemm: _Gemm, tokens: int, everywhere: int) -> float:
         """of one GEMM of one layer. Where experts are routed, a rank reads those that all tokens reach, and computes its part."""
@@ -283,7 +285,10 @@ class Costs:
             physical = experts.count + self.split.redundant
             touched = _touched(experts, self.split.redundant, everywhere)
             nbytes = gemm.weight_bytes * touched / physical
-            flops = gemm.flops * everywhere * experts.per_token / physical
+            pairs = float(everywhere * experts.per_token)
+            if not experts.mxfp4:  # GEMMs of MXFP4 have tiles of their own
+                pairs = _tiled_pairs(everywhere, experts.per_token, experts.count) * experts.count
+            flops = gemm.flops * pairs / physical
             peak = _reached_flops(gpu, cs, gemm.fp8, cs.e_experts_flops)
             part = cs.e_experts
             if experts.mxfp4:
@@ -328,6 +333,35 @@ def _reached_flops(gpu: GpuSpec, coefficients: Coefficients, fp8: bool, part: fl
     if gpu.power is None:
         return reached
     return min(reached, gpu.power * coefficients.tflops_per_watt * 1e12 * (1.0 if in_fp8 else 0.5))
+
+
+@cache
+def _tiled_pairs(tokens: int, per_token: int, experts: int) -> float:
+    """Pairs of a token with an expert that the GEMMs multiply for one expert under uniform routing, in the mean: its last tile is
+    multiplied whole. The tiles are those of `kernels.moe.heuristics.tile_size`, which tests compare."""
+    part, (tile, extra) = per_token / experts, expert_tile(tokens, per_token, experts)
+    mean = tokens * part
+    if mean > 8 * tile:
+        return mean + (tile - extra) / 2
+    if part == 1:
+        return float(tile * max(1, -(-(tokens - extra) // tile)) + extra)
+    total = 0.0
+    for pairs in range(1, tokens + 1):
+        chosen = math.lgamma(tokens + 1) - math.lgamma(pairs + 1) - math.lgamma(tokens - pairs + 1)
+        probability = math.exp(chosen + pairs * math.log(part) + (tokens - pairs) * math.log1p(-part))
+        if pairs > mean and probability < 1e-9:
+            break
+        total += probability * (tile * max(1, -(-(pairs - extra) // tile)) + (extra if pairs > tile else 0))
+    return total
+
+
+def expert_tile(tokens: int, per_token: int, experts: int) -> tuple[int, int]:
+    """Pairs of a tile, and how many more its expert's last one may have, on Hopper and later."""
+    half = (1 << (max(1, experts // per_token).bit_length() - 1)) / 2
+    tile = next((size for size in (16, 32, 64) if tokens <= size * half), 128)
+    if tile < 128:
+        return tile, 0
+    return (64 if -(-tokens // 2) <= 64 * half else 128), 16
 
 
 def _touched(experts: Experts, copies: int, tokens: int) -> float:
