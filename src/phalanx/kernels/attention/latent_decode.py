@@ -180,18 +180,18 @@ def latent_decode_attention(
     sm, fp8, heads = sm_arch(query.device), cache.dtype == torch.float8_e4m3fn, tiling.heads
     width, bands = max(16, triton.next_power_of_2(rank)), triton.cdiv(members, heads)
     split_max, totals, outs, arrivals = workspace.take(rows * bands, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
-    apart = tiling.apart and splits is not None
+    merged_apart = splits if tiling.apart else None
     _latent_decode[(bands, rows if splits is None else len(splits))](
         query, rotated, cache.view(torch.uint8) if fp8 else cache, block_tables,
         kv_lengths if table_rows is None else table_rows, kv_lengths, splits, out, split_max, totals, outs,
-        None if apart else arrivals, block_tables.stride(0), *query.stride()[:2], *rotated.stride()[:2], scale * LOG2_E,
+        arrivals if merged_apart is None else None, block_tables.stride(0), *query.stride()[:2], *rotated.stride()[:2], scale * LOG2_E,
         MEMBERS=members, RANK=rank, ROPE=rope_dim, WIDTH=width, ROPE_WIDTH=max(16, triton.next_power_of_2(rope_dim)), HEADS=heads,
         BLOCK_SIZE=block_size, TILE=tiling.tile, STAGES=tiling.stages,
         INDIRECT=splits is None and table_rows is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, launch_pdl=sm >= 90,
     )  # fmt: skip
-    if apart:
-        split_merge[(triton.cdiv(members, MERGED_HEADS), len(splits))](
-            splits, out, split_max, totals, outs, members,
+    if merged_apart is not None:
+        split_merge[(triton.cdiv(members, MERGED_HEADS), len(merged_apart))](
+            merged_apart, out, split_max, totals, outs, members,
             DIM=rank, WIDTH=width, HEADS=heads, LANES=MERGED_HEADS, AT_ONCE=8, SM=sm, num_warps=4, launch_pdl=sm >= 90,
         )  # fmt: skip
     return out
