@@ -27,6 +27,19 @@ def attention_variants(rows: int) -> list[Hashable]:
     return constants
 
 
+def latent_variants(rows: int) -> list[Hashable]:
+    """The same of decode attention over latents."""
+    constants: list[Hashable] = []
+    for heads, itemsize, num_sms, shared_memory in itertools.product(
+        (1, 8, 16, 20, 32, 40, 64, 96, 128), (1, 2, 4), (132, 108, 78, 148), (99 << 10, 163 << 10, 227 << 10)
+    ):
+        tiling = attention.select_latent_decode(rows, heads, 576, itemsize, num_sms, shared_memory=shared_memory)
+        split = tiling.extra_splits > 0
+        constants.append((tiling.heads, tiling.tile, tiling.warps, tiling.stages, split, tiling.apart))
+        constants.append((tiling.tile, tiling.split.max_splits, attention.row_class(rows)) if split else None)
+    return constants
+
+
 def ops_variants(tokens: int) -> list[Hashable]:
     """The warps with which norms of tokens and heads, and quantization, are launched for so many tokens."""
     blocks = [32 << power for power in range(12)]
@@ -36,8 +49,12 @@ def ops_variants(tokens: int) -> list[Hashable]:
 
 @pytest.mark.parametrize(
     ("counts_up_to", "variants"),
-    [(attention.warmup_token_counts, attention_variants), (ops.warmup_token_counts, ops_variants)],
-    ids=["attention", "ops"],
+    [
+        (attention.warmup_token_counts, attention_variants),
+        (attention.warmup_token_counts, latent_variants),
+        (ops.warmup_token_counts, ops_variants),
+    ],
+    ids=["attention", "latent", "ops"],
 )
 @pytest.mark.parametrize("most", [0, 1, 5, 63, 129, 400])
 def test_every_variant_is_launched(

@@ -129,24 +129,25 @@ def select_latent_decode(
     """For `rows` decode rows of any length. heads: of this rank; width: elements of a cached token; itemsize: bytes of one.
 
     Each band of heads reads the latents again, but programs of few heads are more and shorter: so 64 heads go together where rows
-    are enough to occupy an eighth of the GPU, and 32 where they occupy half of it."""
-    band = 16
-    if heads >= 64 and rows * -(-heads // 64) >= num_sms // 8:
+    are enough to occupy an eighth of the GPU, and 32 where they occupy half of it. Variants of the kernel depend on the magnitude
+    of `rows` alone: see `warmup_token_counts`."""
+    least, band = 1 << (rows.bit_length() - 1), 16
+    if heads >= 64 and least * -(-heads // 64) >= num_sms // 8:
         band = 64
-    elif 32 <= heads < 64 and rows * -(-heads // 32) >= num_sms // 2:
+    elif 32 <= heads < 64 and least * -(-heads // 32) >= num_sms // 2:
         band = 32
     fitting = _latent_tilings(band, width, itemsize, shared_memory)
     if not fitting:
         band, fitting = 16, _latent_tilings(16, width, itemsize, shared_memory) or list(LATENT_TILINGS[16, itemsize][-1:])
     bands = -(-heads // band)
-    programs, (tile, warps, stages) = rows * bands, fitting[0]
+    programs, (tile, warps, stages) = least * bands, fitting[0]
     few = programs <= num_sms // 16
     extra_splits, apart = 0, False
     if rows <= ROW_CLASSES[-1]:
         # One program a multiprocessor, or two small ones; and some for a row that is much longer than the others.
         waves = 2 if band == 16 and bands > 1 and not few else 1
         extra_splits = max(waves * num_sms // bands - rows, num_sms // (2 * bands), 1)
-        apart = extra_splits >= 4 * rows
+        apart = waves * num_sms // bands >= 5 * least
     if (band, itemsize) == (16, 1) and programs >= (num_sms if bands == 1 else num_sms // 8):
         tile, warps, stages = 32, 4, stages + 1  # more programs at once
     elif (band, itemsize) == (16, 2) and few and _latent_bytes(band, width, itemsize, tile, stages + 1) <= shared_memory:

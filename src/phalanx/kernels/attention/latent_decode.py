@@ -184,7 +184,8 @@ def latent_decode_attention(
     _latent_decode[(bands, rows if splits is None else len(splits))](
         query, rotated, cache.view(torch.uint8) if fp8 else cache, block_tables,
         kv_lengths if table_rows is None else table_rows, kv_lengths, splits, out, split_max, totals, outs,
-        arrivals if merged_apart is None else None, block_tables.stride(0), *query.stride()[:2], *rotated.stride()[:2], scale * LOG2_E,
+        arrivals if merged_apart is None else None, block_tables.stride(0), *query.stride()[:2], *rotated.stride()[:2],
+        scale * LOG2_E,
         MEMBERS=members, RANK=rank, ROPE=rope_dim, WIDTH=width, ROPE_WIDTH=max(16, triton.next_power_of_2(rope_dim)), HEADS=heads,
         BLOCK_SIZE=block_size, TILE=tiling.tile, STAGES=tiling.stages,
         INDIRECT=splits is None and table_rows is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, launch_pdl=sm >= 90,
