@@ -24,6 +24,9 @@ LEVEL = 0.95
 """Of rows that the fit has not seen, the part that a width of theirs holds. 9 of 10 is what an interval promises, and rows of one
 model err together: at 0.9, only 71 of 85 rows were inside the width of the other models' rows."""
 
+ENOUGH = 20
+"""Rows whose 95th percentile is less than their largest error."""
+
 
 def half(error: float) -> float:
     """The least half width of an interval that holds the measured figure: it reaches from the value / (1 + half) to the value x
@@ -72,13 +75,14 @@ def widths(
     rows_of: Sequence[dict[str, Any]], contexts: Sequence[float], kept: Sequence[Promise]
 ) -> dict[search.Kind, dict[str, float]]:
     """Half widths by kind, of a model that the fit has seen (layout) and of another (model): the larger of that of rows left out of
-    the fit and of that which holds 9 of 10 of the kind's earlier predictions. Dense models and mixtures share the former, as there
-    are 4 models of each. contexts: errors of layers of long contexts."""
+    the fit and of that which holds 9 of 10 of the kind's earlier predictions. Dense models and mixtures have rows of their own, and
+    share them where one of them has fewer than ENOUGH. contexts: errors of layers of long contexts."""
     kinds: dict[search.Kind, dict[str, float]] = {}
     for name in get_args(search.Kind):
         from_rows = dict.fromkeys(PARTS, 0.0)
         if name in ("dense", "experts"):
-            from_rows = {part: half_width([row[f"{part}_left_out"] for row in rows_of]) for part in PARTS}
+            own = [row for row in rows_of if row["kind"] == name]
+            from_rows = {part: half_width([row[f"{part}_left_out"] for row in (own, rows_of)[len(own) < ENOUGH]]) for part in PARTS}
         elif name == "contexts" and contexts:
             from_rows = dict.fromkeys(PARTS, half_width(contexts))
         before, first = ([each.error for each in kept if each.kind == name and each.of_fitted_kind is was] for was in (True, False))
