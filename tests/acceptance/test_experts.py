@@ -26,7 +26,9 @@ NEW_TOKENS = 20
 LAYOUTS = {
     "two ranks": ("--tp_size", "2", "--moe_ep_size", "2"),
     "stages, with copies": ("--tp_size", "2", "--moe_ep_size", "2", "--pp_size", "2", "--redundant_experts", "4"),
+    "two GPUs": ("--device", "cuda", "--tp_size", "2", "--moe_ep_size", "2"),
 }
+ON_GPUS = {"two GPUs": pytest.mark.gpu2}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> Skewed:
     return write(tmp_path_factory.mktemp("skewed"), new_tokens=NEW_TOKENS)
 
 
-@pytest.fixture(scope="module", params=list(LAYOUTS))
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=ON_GPUS.get(name, ())) for name in LAYOUTS])
 def server(request: pytest.FixtureRequest, skewed: Skewed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     flags = ("--dtype", "fp32", "--no_enable_prefix_caching", *LAYOUTS[request.param])
     with rank_server(tmp_path_factory.mktemp("server"), skewed.folder, *flags) as served:
