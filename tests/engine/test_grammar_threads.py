@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from phalanx.engine.fake import FakeExecutor
 from phalanx.engine.grammar import open_matcher
 from phalanx.engine.grammar_threads import (
     MAX_SLOW_CALLS,
+    SLOW_NICE,
     THREADS,
     GrammarCall,
     GrammarThreads,
@@ -270,3 +272,27 @@ def test_an_error_of_a_call_is_its_own(kind: type[Any]) -> None:
     errors = {call.owner: str(call.error) for call in collect(calls, 2)}
     assert "token 3" in errors["one"]
     assert "odd" in errors["two"]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["a call that waits", "a call that computes"])
+def test_only_what_takes_cpu_time_gets_a_lower_priority(waits: bool) -> None:
+    """Who waits while another reads the same grammar takes the GIL soon, when it returns."""
+    threads, ended = GrammarThreads(call_seconds=60.0), threading.Event()
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def work() -> int:
+        while not ended.wait(1.0 if waits else 0):
+            pass
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    call = threads.begin(None, work)
+    deadline = time.monotonic() + 60
+    while not (call.slow if waits else call.lowered):
+        assert time.monotonic() < deadline
+        threads.collect()
+        time.sleep(0.005)
+    ended.set()
+    while not call.ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert call.value == (usual if waits else min(usual + SLOW_NICE, 19))

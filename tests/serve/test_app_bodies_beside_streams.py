@@ -44,8 +44,8 @@ ONE_BY_ONE = (
     "an echoed prompt with scores of several completions", "scores of completions that wait for those of their prompt",
     "as many short prompts as may be, in a stream", "as many completions of a regular expression as may be",
 )  # fmt: skip
-"""Beside the streams alone these leave gaps under 40 ms (`test_app_worst_bodies` sends each). With all others at once, every second
-window had a gap of 127 to 168 ms: results reach the engine late, for a reason that is not found."""
+"""Beside the streams alone these leave gaps under 40 ms (`test_app_worst_bodies` sends each). With all others at once, on two full
+cores, one window in ten had a gap of over 100 ms: a thread of a grammar waits for a core while the loop waits for it."""
 TRIES = 3
 """Windows beside the bodies, at most."""
 SENDER = """

@@ -31,6 +31,10 @@ REQUEST_SECONDS = 2.0
 TOKEN_SECONDS = 0.01
 SLOW_SECONDS = 0.01
 """Beyond this another thread takes the place of the one that is busy, and the next call of this request is not waited for."""
+SLOW_NICE = 4
+"""Steps of priority that a call loses when it has taken SLOW_SECONDS of CPU time. One that waits for another's reading of the same
+grammar keeps its own. A call that returns takes the GIL, for which the loop then waits until that thread has got a core: with 10
+steps, 0.1 s on full cores."""
 PATIENCE_SECONDS = 0.005
 """How long a step is held back for the calls of requests that were quick so far."""
 THREADS = 2
@@ -57,6 +61,7 @@ class GrammarCall:
     began: float = 0.0  # on that clock
     began_at: float = 0.0  # time.monotonic()
     slow: bool = False
+    lowered: bool = False  # the priority of its thread
     ended: bool = False
 
 
@@ -149,7 +154,9 @@ class GrammarThreads:
                 if not call.slow and time.monotonic() - call.began_at > SLOW_SECONDS:
                     call.slow = True
                     state.threads -= 1
-                    _lower_priority(call, 10)
+                if not call.lowered and seconds > SLOW_SECONDS:
+                    call.lowered = True
+                    _lower_priority(call, SLOW_NICE)
                 if seconds > call.budget:
                     call.seconds, call.error, call.ended = seconds, _beyond_budget(call, self._call_seconds), True
                     state.busy.remove(call)
@@ -200,7 +207,7 @@ class GrammarThreads:
                     self._quick_ended.notify()
             if not waiting:
                 self.notify()
-            if slow:  # another one has its place, and its priority is low
+            if slow:  # another one has its place, and its priority may be low
                 return
 
 
@@ -255,8 +262,8 @@ def _beyond_budget(call: GrammarCall, call_seconds: float) -> RequestError:
     )  # fmt: skip
 
 
-def _lower_priority(call: GrammarCall, nice: int) -> None:
-    """On Linux the priority is that of a thread."""
+def _lower_priority(call: GrammarCall, steps: int) -> None:
+    """So many steps below the thread that asks for it. On Linux the priority is that of a thread."""
     if call.thread is not None and call.thread.native_id is not None:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, call.thread.native_id, nice)
+            os.setpriority(os.PRIO_PROCESS, call.thread.native_id, min(os.getpriority(os.PRIO_PROCESS, 0) + steps, 19))
