@@ -51,5 +51,6 @@ async def trim_when_idle(idle: Callable[[], bool]) -> None:
             continue
         gc.collect()  # what lives as long as the server is frozen: this takes a moment
         await asyncio.to_thread(malloc_trim, 0)
-        level = process.memory_info().rss
-        logger.debug("memory: %d MiB before, %d MiB after what is free went back", before >> 20, level >> 20)
+        after = process.memory_info().rss
+        level += (after - level) // 2  # what was still being freed goes back the next time
+        logger.debug("memory: %d MiB before, %d MiB after what is free went back", before >> 20, after >> 20)
