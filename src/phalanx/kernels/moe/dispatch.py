@@ -14,18 +14,33 @@ from phalanx.kernels.capabilities import gpu, has_triton
 from phalanx.kernels.gemm.block_gemm import per_token_group_quant_fp8
 from phalanx.kernels.moe import heuristics, reference
 from phalanx.kernels.moe.heuristics import TileSize
-from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
+from phalanx.kernels.moe.tensors import ExpertTensors, RouterLogits, Routing, TrafficPattern
 from phalanx.kernels.scaled_tensors import Quantized
 
 
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, in_fp32: bool = False) -> Tensor | RouterLogits:
+    """x [T, H] times weight [E, H] transposed, plus bias [E] -> logits [T, E], summed in fp32 and rounded to x's dtype, or not
+    rounded with in_fp32. On a GPU, for few tokens, the last sums are left to the kernel that reads the logits."""
+    if x.is_cuda and has_triton() and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
+        tiling = heuristics.select_router(x.shape[0], weight.shape[0])
+        if tiling is not None and x.shape[0]:
+            from phalanx.kernels.moe.router_gemm import router_gemm
+
+            return RouterLogits(router_gemm(x.contiguous(), weight, tiling), bias, torch.float32 if in_fp32 else x.dtype)
+    if in_fp32:
+        assert bias is None
+        return kernels.linear_fp32(x, weight)
+    return kernels.linear(x, weight, bias)
+
+
 def routed_experts(
-    x: Tensor, logits: Tensor | None, experts: ExpertTensors, *, top_k: int, num_experts: int, renormalize: bool,
+    x: Tensor, logits: Tensor | RouterLogits | None, experts: ExpertTensors, *, top_k: int, num_experts: int, renormalize: bool,
     pattern: TrafficPattern | None = None, load: Tensor | None = None, out: Tensor | None = None,
     quantized: Quantized | None = None, kv_slots: Tensor | None = None, physical: Tensor | None = None,
     scoring: Scoring | None = None, bias: Tensor | None = None, plus: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:  # fmt: skip
-    """x [T, H] in 16 or 32 bit, logits [T, num_experts] of the router -> ([T, H], the routing): each token's `top_k` experts, as
-    far as they are in `experts`, weighted by the softmax over all experts (see `reference.topk_softmax`) and added up in fp32.
+    """x [T, H] in 16 or 32 bit, logits [T, num_experts] by `router_logits` -> ([T, H], the routing): each token's `top_k` experts,
+    as far as they are in `experts`, weighted by the softmax over all experts (see `reference.topk_softmax`) and added up in fp32.
 
     scoring, bias [num_experts] fp32: how logits choose instead (see `reference.grouped_topk`).
     quantized: x in e4m3, for experts with a scale per row, where the op before has quantized it. pattern: draw the experts instead.
@@ -37,7 +52,7 @@ def routed_experts(
         if pattern is not None:
             routing = reference.drawn_topk(x, pattern, top_k)
         else:
-            assert logits is not None
+            assert isinstance(logits, Tensor)
             routing = _chosen(logits, top_k, renormalize, scoring, bias)
         routing = Routing(routing.weights, reference.physical_ids(routing.ids, physical, kv_slots))
         if load is not None:
@@ -50,7 +65,7 @@ def routed_experts(
 
     x = x.contiguous()
     routing, tiles = topk_softmax(
-        None if logits is None else logits.contiguous(), x, top_k, experts=num_experts, renormalize=renormalize,
+        logits, x, top_k, experts=num_experts, renormalize=renormalize,
         first=experts.first, local_experts=experts.count, pattern=pattern, load=load if len(x) == 1 else None,
         kv_slots=kv_slots, physical=physical, scoring=scoring, bias=bias,
     )  # fmt: skip
@@ -64,7 +79,7 @@ def routed_experts(
 
 
 def route(
-    x: Tensor, logits: Tensor | None, experts: ExpertTensors, *, top_k: int, num_experts: int, renormalize: bool,
+    x: Tensor, logits: Tensor | RouterLogits | None, experts: ExpertTensors, *, top_k: int, num_experts: int, renormalize: bool,
     pattern: TrafficPattern | None = None, scoring: Scoring | None = None, bias: Tensor | None = None,
     kv_slots: Tensor | None = None,
 ) -> Routing:  # fmt: skip
@@ -73,12 +88,11 @@ def route(
         if pattern is not None:
             routing = reference.drawn_topk(x, pattern, top_k)
         else:
-            assert logits is not None
+            assert isinstance(logits, Tensor)
             routing = _chosen(logits, top_k, renormalize, scoring, bias)
         return Routing(routing.weights, reference.physical_ids(routing.ids, None, kv_slots))
     from phalanx.kernels.moe.topk_softmax import topk_softmax
 
-    logits = None if logits is None else logits.contiguous()
     return topk_softmax(
         logits, x.contiguous(), top_k, experts=num_experts, renormalize=renormalize, first=experts.first,
         local_experts=experts.count, pattern=pattern, scoring=scoring, bias=bias, kv_slots=kv_slots,

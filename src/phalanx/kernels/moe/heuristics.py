@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the experts' GEMMs tile weights and tokens: pure functions of the sizes."""
+"""How the GEMMs of experts and of their router tile weights and tokens: pure functions of the sizes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,44 @@ class ExpertTiling(NamedTuple):
     beside: int
     parts: int = 1
     extra: int = 0
+
+
+class RouterTiling(NamedTuple):
+    """tokens, experts, block: tokens, rows of the router's weight and columns of a tile; tiles: how many tiles of columns a program
+    adds up (split-K: the other columns are other programs')."""
+
+    tokens: int
+    experts: int
+    block: int
+    tiles: int
+    warps: int
+
+
+_T = RouterTiling
+ROUTER_TILINGS: tuple[tuple[int, tuple[tuple[int, RouterTiling | None], ...]], ...] = (
+    (16, (
+        (32, _T(16, 16, 128, 1, 4)), (64, _T(32, 16, 256, 1, 4)), (128, _T(64, 16, 128, 1, 4)), (256, _T(64, 16, 128, 2, 4)),
+        (512, _T(32, 16, 128, 2, 4)),
+    )),
+    (64, (
+        (1, None), (32, _T(16, 32, 128, 1, 4)), (64, _T(16, 64, 128, 1, 4)), (128, _T(32, 64, 128, 1, 4)),
+        (256, _T(64, 64, 128, 1, 8)), (512, _T(64, 64, 256, 1, 8)),
+    )),
+    (128, (
+        (1, None), (32, _T(16, 32, 256, 1, 4)), (64, _T(32, 64, 128, 2, 4)), (256, _T(64, 64, 256, 1, 8)),
+        (512, _T(64, 64, 256, 2, 8)),
+    )),
+    (1 << 30, ((1, None), (32, _T(16, 32, 256, 2, 4)), (64, _T(64, 64, 256, 1, 8)), (128, _T(64, 64, 128, 4, 8)))),
+)  # fmt: skip
+"""By the most experts, by the most tokens, as `benchmarks/kernels/router.py` found on an H200: the fastest in the mean of the
+published models of each class. None, or more tokens: torch's GEMM (for one token our GEMV) is as fast."""
+
+
+def select_router(tokens: int, experts: int) -> RouterTiling | None:
+    """For x [tokens, hidden] times the weight [experts, hidden] of a router; None: `kernels.linear`. It changes at token counts of
+    2^n only."""
+    by_tokens = next(rows for most, rows in ROUTER_TILINGS if experts <= most)
+    return next((tiling for most, tiling in by_tokens if tokens <= most), None)
 
 
 def tokens_of_tile(tokens: int, top_k: int, experts: int) -> int:

@@ -61,6 +61,15 @@ class ExpertTensors:
         return self.gate_up_scale is not None and self.gate_up_scale.dim() == 2 and not self.mxfp4
 
 
+class RouterLogits(NamedTuple):
+    """Logits [T, E] as the router's GEMM leaves them: the sum over S of parts [S, T, E] fp32, in their order, plus bias [E], if
+    there is one, rounded to `dtype`."""
+
+    parts: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+
+
 class Routing(NamedTuple):
     """The experts of T tokens. weights [T, k] fp32; ids [T, k] int32, numbers of experts of the layer, none twice in a row; -1 for
     none."""

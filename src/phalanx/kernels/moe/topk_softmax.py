@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""The router behind its GEMM: softmax over all experts or a sigmoid of each, and the largest k of them, of all or of the best
-groups. A program has one token. The plain code: `reference.topk_softmax` and `grouped_topk`.
+"""The router behind its GEMM, whose parts it adds up: softmax over all experts or a sigmoid of each, and the largest k of them, of
+all or of the best groups. A program has one token. The plain code: `reference.topk_softmax` and `grouped_topk`.
 
 Where the token is alone, its experts need no sorting: the program also writes the lists that `grouped_gemm` reads."""
 
@@ -17,31 +17,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.config.experts import Scoring
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles, empty_tiles
-from phalanx.kernels.moe.tensors import Routing, TrafficPattern
+from phalanx.kernels.moe.tensors import RouterLogits, Routing, TrafficPattern
+from phalanx.kernels.vectors import nearest
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
-def _in_best_groups(score, expert, inside, size, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SUM_OF_TWO: tl.constexpr):
-    """Which experts are in the TOP_GROUPS best runs of `size` experts: by their best score, or by the sum of their best two. Of
+def _in_best_groups(score, inside, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr, SUM_OF_TWO: tl.constexpr):
+    """Which lanes are in the TOP_GROUPS best of GROUPS runs of SIZE lanes: by their best score, or by the sum of their best two. Of
     equal groups the first."""
-    LANES: tl.constexpr = 16 if GROUPS < 16 else GROUPS
-    group = tl.arange(0, LANES)
-    best = tl.full([LANES], float("-inf"), tl.float32)
-    for g in tl.static_range(GROUPS):
-        member = tl.where(inside & (expert // size == g), score, float("-inf"))
-        top = tl.max(member, 0)
-        if SUM_OF_TWO:
-            place = tl.min(tl.where(member == top, expert, 2147483647), 0)
-            top += tl.max(tl.where(expert == place, float("-inf"), member), 0)
-        best = tl.where(group == g, top, best)
-    chosen = inside & (expert < 0)
+    RUNS: tl.constexpr = score.shape[0] // SIZE
+    member = tl.reshape(tl.where(inside, score, float("-inf")), [RUNS, SIZE])
+    best = tl.max(member, 1)
+    if SUM_OF_TWO:
+        lane = tl.arange(0, SIZE)[None, :]
+        place = tl.min(tl.where(member == best[:, None], lane, SIZE), 1)
+        best += tl.max(tl.where(lane == place[:, None], float("-inf"), member), 1)
+    group = tl.arange(0, RUNS)
     left = group < GROUPS
     for _ in tl.static_range(TOP_GROUPS):
         top = tl.max(tl.where(left, best, float("-inf")), 0)
-        number = tl.min(tl.where(left & (best == top), group, LANES - 1), 0)
-        chosen = chosen | (inside & (expert // size == number))
+        number = tl.min(tl.where(left & (best == top), group, GROUPS - 1), 0)
         left = left & (group != number)
-    return chosen
+    passed = ((group < GROUPS) & (left == 0)).to(tl.int32)
+    return inside & (tl.reshape(tl.broadcast_to(passed[:, None], [RUNS, SIZE]), [RUNS * SIZE]) > 0)
 
 
 @triton.jit
@@ -52,6 +52,21 @@ def _drawn(x, log_weights, token, expert, inside, hidden, EXPERTS: tl.constexpr)
     seed = tl.sum(bits * (lane * 131 + 7), 0)
     uniform = tl.clamp(tl.rand(seed, expert + token * EXPERTS), 1e-6, 1.0 - 1e-6)
     return tl.load(log_weights + expert, inside, float("-inf")) - tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS: tl.constexpr, DTYPE: tl.constexpr, SM: tl.constexpr):
+    """Of one token: of logits [tokens, experts], or of [PARTS, tokens, experts] in fp32 that are added up; see `RouterLogits`."""
+    place = logits + token.to(tl.int64) * experts + expert
+    total = tl.load(place, inside, 0.0).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        place += tokens.to(tl.int64) * experts
+        total += tl.load(place, inside, 0.0)
+    if logit_bias is not None:
+        total += tl.load(logit_bias + expert, inside, 0.0).to(tl.float32)
+    if tl.float32 != DTYPE:
+        total = nearest(total, tl.zeros_like(total).to(DTYPE), SM).to(tl.float32)
+    return tl.where(inside, total, float("-inf"))
 
 
 @triton.jit
@@ -71,26 +86,34 @@ def _store_tiles(
 
 
 # A layer's counters and a step's KV slots are parts of larger tensors: they lie on any 8 bytes.
-@triton.jit(do_not_specialize_on_alignment=["kv_slots", "load"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["kv_slots", "load"])
 def _topk_softmax(
-    logits, bias, x, log_weights, kv_slots, physical, weights, ids, pairs, tiles, num_tiles, load, experts, hidden, first,
-    local_experts, group_size, scale, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, DRAWN: tl.constexpr, SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, ALONE: tl.constexpr, COPIES: tl.constexpr,
-    EXPERTS: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
+    logits, logit_bias, bias, x, log_weights, kv_slots, physical, weights, ids, pairs, tiles, num_tiles, load, tokens, experts,
+    hidden, first, local_experts, scale, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, DRAWN: tl.constexpr,
+    SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_LANES: tl.constexpr,
+    ALONE: tl.constexpr, COPIES: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr,
+    PARTS: tl.constexpr, DTYPE: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """logits [T, experts]. DRAWN: experts are drawn by log_weights [experts], and the token's values in x are the seed. COPIES: an
-    expert has at most so many, see `reference.physical_ids`."""
+    """logits, PARTS, DTYPE: see `_logits`. DRAWN: experts are drawn by log_weights [experts], and the token's values in x are the
+    seed; logits are read all the same, for a benchmark. COPIES: an expert has at most so many, see `reference.physical_ids`."""
     if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     inside = expert < experts
+    PADDED: tl.constexpr = GROUPS > 1 and GROUP_SIZE < GROUP_LANES
+    if PADDED:  # a group has GROUP_LANES lanes, of which the first have its experts
+        inside = (expert % GROUP_LANES < GROUP_SIZE) & (expert // GROUP_LANES < GROUPS)
+        expert = tl.where(inside, expert // GROUP_LANES * GROUP_SIZE + expert % GROUP_LANES, experts)
     if DRAWN:
         score = _drawn(x, log_weights, token, expert, inside, hidden, EXPERTS)
         share = tl.zeros([EXPERTS], tl.float32) + 1.0 / TOP_K
+        if logits is not None:
+            logit = _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS, DTYPE, SM)
+            share += tl.minimum(tl.abs(tl.where(inside, logit, 0.0)), 0.0)
     else:
-        score = tl.load(logits + token.to(tl.int64) * experts + expert, inside, float("-inf")).to(tl.float32)
+        score = _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS, DTYPE, SM)
         if SIGMOID:
             share = 1.0 / (1.0 + tl.exp(-score))
             score = share
@@ -100,7 +123,7 @@ def _topk_softmax(
         if bias is not None:
             score += tl.load(bias + expert, inside, 0.0)
         if GROUPS > 1:
-            inside = _in_best_groups(score, expert, inside, group_size, GROUPS, TOP_GROUPS, SIGMOID)
+            inside = _in_best_groups(score, inside, GROUPS, TOP_GROUPS, GROUP_LANES, SIGMOID)
     score = tl.where(inside, score, float("-inf"))
     slot = tl.arange(0, SLOTS)
     chosen = tl.zeros([SLOTS], tl.int32)
@@ -135,26 +158,32 @@ def _topk_softmax(
 
 
 def topk_softmax(
-    logits: Tensor | None, x: Tensor, top_k: int, *, experts: int, renormalize: bool, first: int, local_experts: int,
+    logits: Tensor | RouterLogits | None, x: Tensor, top_k: int, *, experts: int, renormalize: bool, first: int, local_experts: int,
     pattern: TrafficPattern | None = None, load: Tensor | None = None, kv_slots: Tensor | None = None,
     physical: Tensor | None = None, scoring: Scoring | None = None, bias: Tensor | None = None,
 ) -> tuple[Routing, Tiles | None]:  # fmt: skip
-    """logits [T, E] contiguous, or None with a pattern. For one token also the tiles of experts first .. first + local_experts.
+    """logits [T, E], or None with a pattern. For one token also the tiles of experts first .. first + local_experts.
     load [local_experts] int64: for one token, the chosen ones are counted in it. kv_slots [T] int64: a token with a negative one is
     padding, and gets no expert. physical [E, 1 + copies] int32: see `reference.physical_ids`. scoring, bias [E] fp32: how logits
     choose, if not by their softmax."""
     tokens, device, rule = x.shape[0], x.device, scoring or Scoring()
+    if logits is not None and not isinstance(logits, RouterLogits):
+        logits = RouterLogits(logits.contiguous().unsqueeze(0), None, torch.float32)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
     tiles = empty_tiles(top_k, top_k, device) if tokens == 1 else None
     if tokens:
         sm = sm_arch(device)
+        group_lanes = triton.next_power_of_2(experts // rule.groups)
+        lanes = triton.next_power_of_2(rule.groups) * group_lanes if rule.groups > 1 else max(16, triton.next_power_of_2(experts))
+        parts, logit_bias, dtype = (None, None, torch.float32) if logits is None else logits
         _topk_softmax[(tokens,)](
-            logits, bias, x, None if pattern is None else pattern.log_weights, kv_slots, physical, weights, ids,
-            *(tiles or (None, None, None))[:3], load, experts, x.shape[1], first, local_experts, experts // rule.groups,
+            parts, logit_bias, bias, x, None if pattern is None else pattern.log_weights, kv_slots, physical, weights, ids,
+            *(tiles or (None, None, None))[:3], load, tokens, experts, x.shape[1], first, local_experts,
             rule.scale if pattern is None else 1.0, TOP_K=top_k, RENORMALIZE=renormalize, DRAWN=pattern is not None,
-            SIGMOID=rule.function == "sigmoid", GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, ALONE=tokens == 1,
-            COPIES=0 if physical is None else physical.shape[1] - 1, EXPERTS=max(16, triton.next_power_of_2(experts)),
-            SLOTS=max(2, triton.next_power_of_2(top_k)), FIELDS=TILE_FIELDS, SM=sm, num_warps=1, launch_pdl=sm >= 90,
+            SIGMOID=rule.function == "sigmoid", GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, GROUP_SIZE=experts // rule.groups,
+            GROUP_LANES=group_lanes, ALONE=tokens == 1, COPIES=0 if physical is None else physical.shape[1] - 1, EXPERTS=lanes,
+            SLOTS=max(2, triton.next_power_of_2(top_k)), FIELDS=TILE_FIELDS, PARTS=1 if parts is None else len(parts),
+            DTYPE=_DTYPES[dtype], SM=sm, num_warps=1, launch_pdl=sm >= 90,
         )  # fmt: skip
     return Routing(weights, ids), tiles

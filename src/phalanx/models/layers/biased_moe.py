@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx import kernels
 from phalanx.config.experts import Experts
 from phalanx.errors import ModelError, WeightError
 from phalanx.kernels.moe import packing
-from phalanx.kernels.moe.tensors import ExpertTensors, TrafficPattern
+from phalanx.kernels.moe.dispatch import router_logits
+from phalanx.kernels.moe.tensors import ExpertTensors, RouterLogits, TrafficPattern
 from phalanx.models.layers.moe import SparseMoe, local_experts
 from phalanx.models.slices import LayerContext, Slice, Sliced
 from phalanx.plan import shard
@@ -38,9 +38,9 @@ class BiasedRouter(Sliced):
         self.name = name
         self.weight, self.bias = context.weight(experts, hidden_size), context.weight(experts)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | RouterLogits:
         """x [T, hidden] -> logits [T, experts]."""
-        return kernels.linear(x, self.weight, self.bias)
+        return router_logits(x, self.weight, self.bias)
 
     def slices(self) -> Iterator[Slice]:
         yield Slice(f"{self.name}.weight", (self.weight.shape[0], self.weight.shape[1]), self.weight)
@@ -164,9 +164,9 @@ class BiasedMoe(SparseMoe):
         if context.traffic is not None:
             self.pattern = TrafficPattern.power_law(experts.count, context.traffic, layer, context.device)
 
-    def router_logits(self, x: Tensor) -> Tensor:
+    def router_logits(self, x: Tensor) -> Tensor | RouterLogits:
         """x [T, hidden] -> [T, experts]."""
-        logits: Tensor = self.router(x)
+        logits: Tensor | RouterLogits = self.router(x)
         return logits
 
     @property

@@ -15,14 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from phalanx import kernels
 from phalanx.comm.one_sided import OneSided
 from phalanx.comm.sequence_parallel import unshard
 from phalanx.config.experts import Experts
 from phalanx.errors import ModelError
-from phalanx.kernels.moe.dispatch import experts_of, quantized_input, route, routed_experts
+from phalanx.kernels.moe.dispatch import experts_of, quantized_input, route, routed_experts, router_logits
 from phalanx.kernels.moe.heuristics import BLOCK_K
-from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
+from phalanx.kernels.moe.tensors import ExpertTensors, RouterLogits, Routing, TrafficPattern
 from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models.batch import DpTokens
 from phalanx.models.layers.expert_exchange import dispatched_experts, gathered_experts, one_sided_experts
@@ -53,9 +52,9 @@ class Router(Sliced):
         self.weight = context.weight(experts.count, hidden_size)
         self.e_score_correction_bias = context.weight(experts.count, dtype=torch.float32) if experts.scoring_bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | RouterLogits:
         """x [T, hidden] -> logits [T, experts]."""
-        return kernels.linear_fp32(x, self.weight) if self.in_fp32 else kernels.linear(x, self.weight)
+        return router_logits(x, self.weight, in_fp32=self.in_fp32)
 
     def slices(self) -> Iterator[Slice]:
         shape = (self.weight.shape[0], self.weight.shape[1])
@@ -243,10 +242,10 @@ class SparseMoe(nn.Module):
             return rows <= one_sided.max_rows
         return table.lookup("e4m3" if experts.fp8_gemm else "16 bit", rows, experts.hidden).exchange == "ONE_SIDED"
 
-    def router_logits(self, x: Tensor) -> Tensor:
+    def router_logits(self, x: Tensor) -> Tensor | RouterLogits:
         """x [T, hidden] -> [T, experts], by the router, which has the checkpoint's name. It runs where experts are drawn, too, so
         that a benchmark has its time."""
-        logits: Tensor = self.gate(x)
+        logits: Tensor | RouterLogits = self.gate(x)
         return logits
 
     def route(self, x: Tensor, padding: Tensor | None = None) -> Routing:
