@@ -70,6 +70,40 @@ def _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS: t
 
 
 @triton.jit
+def _largest(score, share, expert, inside, experts, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
+    """(0 .. SLOTS - 1, the experts with the TOP_K largest scores, their shares); of equal scores the first."""
+    score = tl.where(inside, score, float("-inf"))
+    slot = tl.arange(0, SLOTS)
+    chosen = tl.zeros([SLOTS], tl.int32)
+    weight = tl.zeros([SLOTS], tl.float32)
+    for j in tl.static_range(TOP_K):
+        top = tl.max(score, 0)
+        number = tl.min(tl.where((score == top) & inside, expert, experts - 1), 0)
+        chosen = tl.where(slot == j, number, chosen)
+        weight = tl.where(slot == j, tl.sum(tl.where(expert == number, share, 0.0), 0), weight)
+        inside = inside & (expert != number)
+        score = tl.where(inside, score, float("-inf"))
+    return slot, chosen, weight
+
+
+@triton.jit
+def _placed(chosen, physical, kv_slots, token, COPIES: tl.constexpr):
+    """Experts -> physical experts, see `reference.physical_ids`; -1 for a token that is padding."""
+    if physical is not None:
+        row = physical + chosen * (COPIES + 1)
+        if COPIES == 1:
+            chosen = tl.load(row + 1)
+        else:
+            copy_key = token
+            if kv_slots is not None:
+                copy_key = tl.maximum(tl.load(kv_slots + token), 0)
+            chosen = tl.load(row + 1 + copy_key % tl.load(row))
+    if kv_slots is not None:
+        chosen = tl.where(tl.load(kv_slots + token) < 0, -1, chosen)
+    return chosen
+
+
+@triton.jit
 def _store_tiles(
     pairs, tiles, num_tiles, load, chosen, slot, real, first, local_experts, TOP_K: tl.constexpr, FIELDS: tl.constexpr
 ):  # fmt: skip
@@ -124,32 +158,12 @@ def _topk_softmax(
             score += tl.load(bias + expert, inside, 0.0)
         if GROUPS > 1:
             inside = _in_best_groups(score, inside, GROUPS, TOP_GROUPS, GROUP_LANES, SIGMOID)
-    score = tl.where(inside, score, float("-inf"))
-    slot = tl.arange(0, SLOTS)
-    chosen = tl.zeros([SLOTS], tl.int32)
-    weight = tl.zeros([SLOTS], tl.float32)
-    for j in tl.static_range(TOP_K):
-        top = tl.max(score, 0)
-        number = tl.min(tl.where((score == top) & inside, expert, experts - 1), 0)
-        chosen = tl.where(slot == j, number, chosen)
-        weight = tl.where(slot == j, tl.sum(tl.where(expert == number, share, 0.0), 0), weight)
-        inside = inside & (expert != number)
-        score = tl.where(inside, score, float("-inf"))
+    slot, chosen, weight = _largest(score, share, expert, inside, experts, TOP_K, SLOTS)
     real = slot < TOP_K
     if RENORMALIZE:
         weight = weight / (tl.sum(tl.where(real, weight, 0.0), 0) + (1e-20 if SIGMOID else 0.0))
     weight *= scale  # 1 where there is none
-    if physical is not None:
-        row = physical + chosen * (COPIES + 1)
-        if COPIES == 1:
-            chosen = tl.load(row + 1)
-        else:
-            copy_key = token
-            if kv_slots is not None:
-                copy_key = tl.maximum(tl.load(kv_slots + token), 0)
-            chosen = tl.load(row + 1 + copy_key % tl.load(row))
-    if kv_slots is not None:
-        chosen = tl.where(tl.load(kv_slots + token) < 0, -1, chosen)
+    chosen = _placed(chosen, physical, kv_slots, token, COPIES)
     place = token.to(tl.int64) * TOP_K + slot
     tl.store(weights + place, weight, real)
     tl.store(ids + place, chosen, real)
