@@ -27,12 +27,14 @@ from scipy.optimize import least_squares, linprog, minimize_scalar
 
 from benchmarks import harness
 from benchmarks.plan import widths
-from benchmarks.plan.history import FittedCoefficients, GatheringCosts, gathered
+from benchmarks.plan.history import FittedCoefficients
+from benchmarks.plan.priced import costs_of, machine, predicted
 from benchmarks.plan.rows import HELD_OUT, REFERENCE_GBPS, RESULTS, Row, Start, one_name, rows, shape_named, starts
+from benchmarks.plan.throughput import eager_experts
 from phalanx.hardware import catalogue
-from phalanx.plan import burst, collectives, cost, footprint, graphs, search
+from phalanx.plan import collectives, cost, footprint, graphs, search
 from phalanx.plan.collectives import curve_points, rising
-from phalanx.plan.cost import Costs, MachineModel, Work
+from phalanx.plan.cost import Costs, Work
 from phalanx.plan.footprint import Split
 from phalanx.plan.memory import KvFormat
 from phalanx.tables.exchange import CHALLENGER
@@ -240,18 +242,6 @@ def decode_attention(kind: str) -> float:
     return float(1e6 / slope / catalogue.gpu("H200").memory_bandwidth)
 
 
-def machine(coefficients: FittedCoefficients, bandwidth: float = REFERENCE_GBPS) -> MachineModel:
-    gpu = catalogue.gpu("H200")
-    return MachineModel(gpu, gpu.link, gpu.gpus_per_node, 1, None, coefficients, "table", bandwidth / REFERENCE_GBPS)
-
-
-def predicted(row: Row, coefficients: FittedCoefficients) -> float:
-    """ms per token of a decode row."""
-    costs = costs_of_row(row, coefficients)
-    context = row.workload.input_len + row.workload.output_len / 2
-    return 1e3 * burst.decode_round(costs, row.workload.requests, context, row.max_batch_size)
-
-
 def predicted_layer(layer: Layer, coefficients: FittedCoefficients) -> float:
     """us of one layer, or of its experts."""
     costs = costs_of(layer.model, "fp8", True, layer.tp, 1, "AUTO", coefficients)
@@ -262,31 +252,6 @@ def predicted_layer(layer: Layer, coefficients: FittedCoefficients) -> float:
     if not layer.all_reduces and layer.tp > 1:
         us -= costs._all_reduces_us(layer.work.tokens, 1, 0)
     return us
-
-
-def costs_of_row(row: Row, coefficients: FittedCoefficients) -> Costs:
-    """Those of the engine that the row was measured with."""
-    kind_of_costs = GatheringCosts if gathered(row) else Costs
-    return costs_of(
-        row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients, row.bandwidth, row.moe_ep, row.ep,
-        row.exchange, kind_of_costs,
-    )  # fmt: skip
-
-
-def costs_of(
-    model: str, dtype: str, kv_fp8: bool, tp: int, pp: int, strategy: str, coefficients: FittedCoefficients,
-    bandwidth: float = REFERENCE_GBPS, moe_ep: int = 1, ep: int = 1, exchange: str = "AUTO",
-    costs: type[Costs] = Costs,
-) -> Costs:  # fmt: skip
-    return costs(
-        shape_named(model),
-        dtype,
-        KvFormat(1 if kv_fp8 else 2),
-        Split(tp, pp, ep, moe_ep),
-        machine(coefficients, bandwidth),
-        strategy,
-        exchange,
-    )
 
 
 def fit(
@@ -485,6 +450,7 @@ def main() -> int:
     values = dict(common)
     for name, chosen in alone.items():
         values[name] = fit_alone(name, chosen, values)
+    values["c_eager_experts"] = eager_experts(values)
     print(values)
     show(every, layer_rows, values)
     for name, chosen in alone.items():

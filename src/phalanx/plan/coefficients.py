@@ -23,7 +23,8 @@ class Coefficients:
     c_expert: and for each expert of a rank that tokens reach.
     e_experts, e_experts_flops, sharpness_experts: of the grouped GEMMs over experts. e_far, e_far_fp8: of decode attention beyond
     FAR_ROW tokens of a row. passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer
-    whose kernels the host launches one by one, which a step without a graph takes at least. c_call: of another call of a
+    whose kernels the host launches one by one, which a step without a graph takes at least; c_eager_experts: of one with experts,
+    which has more of them. c_call: of another call of a
     layer's attention, where rows of other sizes have one of their own (on a CPU). c_latent: more of a chain for a layer with
     latent attention; c_query: for one whose query is compressed too. block_experts: times as long as at e_experts does
     reading experts take whose weights have scales of blocks. e_kv_fp8 and e_prompt_fp8: with an FP8 cache. e_bytes_16: of
@@ -59,6 +60,7 @@ class Coefficients:
     c_call: float
     c_few: float
     sharpness_experts: float
+    c_eager_experts: float = 0.0
     c_norm: float = 0.0
     c_expert: float = 0.0
     c_latent: float = 0.0

@@ -93,7 +93,7 @@ def explained(
     beside its steps."""
     base, _ = cost.coefficients_for(spec)
     if on_cpu:
-        base = replace(base, c_eager=0.0, c_call=_CALL_US)
+        base = replace(base, c_eager=0.0, c_eager_experts=0.0, c_call=_CALL_US)
     fitted, error = fit(points, shape, dtype, KvFormat(4 if dtype == "fp32" else 2), spec, base)
     return {
         "about": provenance.collect().as_json(),
