@@ -43,7 +43,7 @@ def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Ba
         "output_tok_s": workload.requests / seconds if seconds > 0 else None,
         "roof_ms": least * 1e3 if least is not None else None, "fraction_of_roof": roofline.fraction(least, seconds),
         "samples_s": {"first_token": first, "all_tokens": complete},
-        "predicted": predicted(target.shape, llm.facts, workload, target.options.allreduce_strategy),
+        "predicted": predicted(target.shape, llm.facts, workload, target.options),
     }  # fmt: skip
     offline.logger.info("%s: %.3f ms per token", workload.name, row["tpot_ms"])
     return row

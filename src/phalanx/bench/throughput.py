@@ -48,7 +48,7 @@ def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Ba
         "preemptions": (after.preemptions - before.preemptions) // workload.repeats,
         "roof_tok_s": new_tokens / least if least is not None else None, "fraction_of_roof": roofline.fraction(least, seconds),
         "samples_s": times,
-        "predicted": predicted(target.shape, llm.facts, workload, target.options.allreduce_strategy),
+        "predicted": predicted(target.shape, llm.facts, workload, target.options),
     }  # fmt: skip
     offline.logger.info("%s: %.0f output tokens/s", workload.name, row["output_tok_s"])
     return row
