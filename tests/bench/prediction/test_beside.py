@@ -65,15 +65,15 @@ def test_replicas_and_the_split_of_experts_are_priced(monkeypatch):
     assert value(MODEL, two, "decode-64") == pytest.approx(value(MODEL, one, "decode-32"))
     assert value(MODEL, two, "batch-512x1000x1000") == pytest.approx(2 * value(MODEL, one, "batch-256x1000x1000"))
     mixture = ModelShape.from_config(known("mixtral-8x7b"))
-    whole, split = facts("cuda"), {"moe_expert_parallel_size": 4, "tensor_parallel_size": 4}
-    whole.dtype = "fp8"
-    assert value(mixture, whole, "decode-1", **split) != value(mixture, whole, "decode-1")
+    one_group, split = facts("cuda"), {"moe_expert_parallel_size": 4, "tensor_parallel_size": 4}
+    one_group.dtype = "fp8"
+    assert value(mixture, one_group, "decode-1", **split) != value(mixture, one_group, "decode-1")
     groups = facts("cuda")
     groups.layout = (1, 2, 2)
     gathered, one_sided = (value(mixture, groups, "decode-64", expert_exchange=name) for name in ("ALL_GATHER", "ONE_SIDED"))
     assert gathered > 1.02 * one_sided
-    assert value(mixture, whole, "decode-64", expert_traffic=1.2) is None
-    assert value(mixture, whole, "decode-64", expert_traffic=0.0) == value(mixture, whole, "decode-64")
+    assert value(mixture, one_group, "decode-64", expert_traffic=1.2) is None
+    assert value(mixture, one_group, "decode-64", expert_traffic=0.0) == value(mixture, one_group, "decode-64")
 
 
 def test_an_unknown_machine_has_none(monkeypatch, tmp_path):
