@@ -103,9 +103,9 @@ def test_blocks_of_scales_and_compressed_queries_cost_more():
 
 def test_coefficients_of_before_have_the_chain_and_the_sharpness_that_they_had():
     values = {**vars(MACHINE.coefficients), "c_layer": 30.0, "sharpness": 2.0}
-    del values["c_few"], values["sharpness_experts"]
+    del values["c_few"], values["sharpness_experts"], values["c_eager_experts"]
     older = coefficients.Coefficients.from_json(values)
-    assert (older.c_few, older.sharpness_experts) == (30.0, 2.0)
+    assert (older.c_few, older.sharpness_experts, older.c_eager_experts) == (30.0, 2.0, values["c_eager"])
 
 
 def test_a_step_without_a_graph_takes_what_the_host_needs_to_launch_it():

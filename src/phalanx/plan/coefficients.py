@@ -11,7 +11,7 @@ from typing import Any
 
 _DATA = Path(__file__).parent / "data" / "coefficients.json"
 
-_LIKE = {"c_few": "c_layer", "sharpness_experts": "sharpness"}
+_LIKE = {"c_few": "c_layer", "sharpness_experts": "sharpness", "c_eager_experts": "c_eager"}
 """Coefficient -> the one that it was, in files that are older than it."""
 
 
@@ -24,14 +24,13 @@ class Coefficients:
     e_experts, e_experts_flops, sharpness_experts: of the grouped GEMMs over experts. e_far, e_far_fp8: of decode attention beyond
     FAR_ROW tokens of a row. passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer
     whose kernels the host launches one by one, which a step without a graph takes at least; c_eager_experts: of one with experts,
-    which has more of them. c_call: of another call of a
-    layer's attention, where rows of other sizes have one of their own (on a CPU). c_latent: more of a chain for a layer with
-    latent attention; c_query: for one whose query is compressed too. block_experts: times as long as at e_experts does
-    reading experts take whose weights have scales of blocks. e_kv_fp8 and e_prompt_fp8: with an FP8 cache. e_bytes_16: of
-    weights in 16 bit. mxfp4, mxfp4_flops: times as long as reading weights at e_experts, and as computing at e_experts_flops,
-    do GEMMs over experts in MXFP4 take, which widen their weights. ns_row, ns_long_row: of one row's attention, for each
-    token of its context up to LONG_ROW and beyond. gemm_rs_hidden_part: of an all-reduce, what long steps hide, since GEMMs
-    write into their owners' memory."""
+    which has more of them. c_call: of another call of a layer's attention, where rows of other sizes have one of their own (on a
+    CPU). c_latent: more of a chain for a layer with latent attention; c_query: for one whose query is compressed too.
+    block_experts: times as long as at e_experts does reading experts take whose weights have scales of blocks. e_kv_fp8 and
+    e_prompt_fp8: with an FP8 cache. e_bytes_16: of weights in 16 bit. mxfp4, mxfp4_flops: times as long as reading weights at
+    e_experts, and as computing at e_experts_flops, do GEMMs over experts in MXFP4 take, which widen their weights. ns_row,
+    ns_long_row: of one row's attention, for each token of its context up to LONG_ROW and beyond. gemm_rs_hidden_part: of an
+    all-reduce, what long steps hide, since GEMMs write into their owners' memory."""
 
     e_bytes: float
     e_bytes_16: float
@@ -60,7 +59,7 @@ class Coefficients:
     c_call: float
     c_few: float
     sharpness_experts: float
-    c_eager_experts: float = 0.0
+    c_eager_experts: float
     c_norm: float = 0.0
     c_expert: float = 0.0
     c_latent: float = 0.0

@@ -231,7 +231,7 @@ class Costs:
                 between_nodes = machine.network if self._spans_nodes(split.world) else None
                 bandwidth = between_nodes.bandwidth if between_nodes else machine.gpu.link_bandwidth
                 seconds += hidden_bytes / (0.85 * bandwidth)
-        launches = (layers - moe_layers) * cs.c_eager + moe_layers * max(cs.c_eager, cs.c_eager_experts)
+        launches = (layers - moe_layers) * cs.c_eager + moe_layers * cs.c_eager_experts
         return max(seconds, launches * 1e-6) if work.eager else seconds
 
     def _all_reduces_us(self, tokens: int, layers: int, moe_layers: int) -> float:
