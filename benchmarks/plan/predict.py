@@ -27,13 +27,15 @@ NAMES = (
     "plan_predictions_2026_11_25",
     "plan_predictions_2026_11_25b",
     "plan_predictions_2026_11_26",
+    "plan_predictions_2026_11_26_four",
 )
 """Results with predictions, the oldest first. The first was made by 852df57 with cases of its own: H100, which no coefficient was
 fitted to; contexts of 2k to 32k and mixtures of experts, which were not in the fit then. The second was made by f5d9ba6: long
 contexts, 405B, mixtures on two GPUs, MXFP4 and latent attention. The third was made by 4e08781: batch sizes, slots and layouts
 between those that were measured. The fourth, by 6b9968f, is like it, by the coefficients and widths that
 the third one's misses led to. The fifth has the mixtures on two GPUs again, for an engine that no longer gathers the residual, and
-two groups of experts with AUTO's exchange."""
+two groups of experts with AUTO's exchange. The sixth is of four GPUs: layouts of which no row of a mixture is measured, and dense
+models whose rows on four are of older kernels."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,39 @@ class Case:
     max_batch_size: int = 512
 
 
-TP2, EP2 = PlannedLayout(2, 1, 1, 1), PlannedLayout(1, 1, 2, 1)
 FRACTION = PlanRequest.fraction
 """Of the free memory, the KV cache's part in every prediction: KV tokens of a start with another one are not compared."""
-BETWEEN = ("decode-16", "decode-128", "decode-384", "batch-256x1000x500")
+DECODES = ("decode-1", "decode-64", "decode-256")
+THOUSANDS = "batch-512x1000x1000"
+TP4, TP2_PP2, MOE_EP4 = PlannedLayout(4, 1, 1, 1), PlannedLayout(2, 2, 1, 1), PlannedLayout(4, 1, 1, 1, moe_ep=4)
+
+
+def _four(model: str, layout: PlannedLayout, *workloads: str, slots: int = 512, kv: str = "fp8") -> Case:
+    return Case("four GPUs", "H200", model, "fp8", kv, layout, workloads, slots)
+
+
 CASES = (
-    Case("experts", "H200", "mixtral-8x7b", "fp8", "fp8", TP2, BETWEEN),
-    Case("experts", "H200", "qwen3-30b-a3b", "fp8", "fp8", TP2, BETWEEN),
-    Case("experts", "H200", "mixtral-8x7b", "fp8", "fp8", EP2, BETWEEN),
-    Case("experts", "H200", "qwen3-30b-a3b", "fp8", "fp8", EP2, BETWEEN),
+    _four("llama-3-70b", TP4, *DECODES, "decode-512", THOUSANDS),
+    _four("llama-3-70b", TP2_PP2, *DECODES[:2], THOUSANDS),
+    _four("llama-3.1-405b", TP4, *DECODES, "batch-256x1000x500", slots=256),
+    _four("llama-3.1-405b", TP2_PP2, *DECODES[:2], slots=256),
+    _four("mixtral-8x7b", TP4, *DECODES, "decode-512", THOUSANDS),
+    _four("mixtral-8x7b", TP4, "batch-1024x1000x1000", slots=1024),
+    _four("mixtral-8x7b", MOE_EP4, *DECODES, THOUSANDS),
+    _four("mixtral-8x7b", PlannedLayout(2, 1, 2, 1), *DECODES, THOUSANDS),
+    _four("mixtral-8x7b", PlannedLayout(2, 1, 1, 2), "batch-1024x1000x1000"),
+    _four("mixtral-8x7b", PlannedLayout(1, 1, 1, 4), "batch-1024x1000x1000", "batch-2048x1000x1000"),
+    _four("mixtral-8x22b", TP4, *DECODES, THOUSANDS),
+    _four("qwen3-235b-a22b", TP4, *DECODES, THOUSANDS),
+    _four("qwen3-235b-a22b", MOE_EP4, *DECODES, THOUSANDS),
+    _four("deepseek-v2", TP4, *DECODES, THOUSANDS, kv="auto"),
 )
-"""No row of these is measured: batch sizes between those that are, and Qwen3-30B in two groups, which never ran."""
+"""max_batch_size is of each replica."""
 
 
 def predicted(case: Case) -> dict[str, Any]:
-    """KV tokens, and each workload's figure with its interval: ms per token, or output tokens per second."""
+    """KV tokens of a replica, and each workload's figure with its interval: ms per token, or output tokens per second. Replicas
+    share the requests evenly."""
     shape, machine = subject.shape_for(case.model), subject.machine_for(case.gpu)[0]
     kv = footprint.kv_format(case.kv, case.dtype)
     longest = max(parse(name).seq_len for name in case.workloads)
@@ -74,13 +94,14 @@ def predicted(case: Case) -> dict[str, Any]:
     figures = {}
     for name in case.workloads:
         work = parse(name)
+        requests = -(-work.requests // case.layout.replicas)
         half = search.width(shape, machine, case.layout, costs, work.input_len + work.output_len / 2).half
         if work.kind == "decode":
-            value = 1e3 * burst.decode_round(costs, work.requests, work.input_len + work.output_len / 2)
+            value = 1e3 * burst.decode_round(costs, requests, work.input_len + work.output_len / 2, case.max_batch_size)
         else:
-            value = burst.run(
-                costs, work.requests, work.input_len, work.output_len, Limits(case.max_batch_size, 8192, kv_tokens)
-            ).output_tokens_per_second
+            limits = Limits(case.max_batch_size, 8192, kv_tokens)
+            one = burst.run(costs, requests, work.input_len, work.output_len, limits)
+            value = work.requests / requests * one.output_tokens_per_second
         figures[name] = Figure.of(value, half, costs.label).as_json()
     return {
         "group": case.group, "gpu": case.gpu, "model": case.model, "dtype": case.dtype, "kv_cache_dtype": case.kv,
@@ -90,12 +111,13 @@ def predicted(case: Case) -> dict[str, Any]:
 
 def same_engine(row: dict[str, Any], report: dict[str, Any]) -> bool:
     """Whether a report of `phalanx bench` measured the engine of a row of predictions: GPU, model, dtypes and layout. dtype: the
-    one that the engine ran in, as "auto" is the checkpoint's."""
+    one that the engine ran in, as "auto" is the checkpoint's. No prediction is of skewed routing."""
     options, layout = report["asked"], row["layout"]
     dtypes = {engine["dtype"] for engine in report["engines"].values()}
     gpu = " ".join(report["about"]["machine"]["gpus"][:1])
     return (
-        row["gpu"] in gpu.split()
+        not options.get("expert_traffic")
+        and row["gpu"] in gpu.split()
         and row["model"] == options["model"]
         and dtypes == {row["dtype"]}
         and (row["kv_cache_dtype"] == "fp8") == (options.get("kv_cache_dtype") == "fp8")
@@ -116,7 +138,7 @@ def beside(rows: list[dict[str, Any]], report: dict[str, Any]) -> list[dict[str,
     for row in (row for row in rows if same_engine(row, report)):
         for result in report["results"]:
             figure = row["figures"].get(result["workload"])
-            if figure is None:
+            if figure is None or result.get("allreduce_strategy", "AUTO") != "AUTO":
                 continue
             value = result.get("tpot_ms") or result["output_tok_s"]
             entries.append({
