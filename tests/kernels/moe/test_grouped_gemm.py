@@ -169,16 +169,28 @@ def check_topk_in_groups() -> None:
 
 
 def check_one_token_needs_no_sort() -> None:
+    """On the ranks of experts that are split by number, of which some have none of the token's: no tile is of another's pair."""
     from phalanx.kernels.moe.topk_softmax import topk_softmax
 
     torch.manual_seed(4)
     layer = experts_of("plain", count=8)
     logits, x = torch.randn(1, 8), torch.randn(1, 144)
-    part = ExpertTensors(4, 2, layer.gate_up[320:960], layer.down[288:864])
-    routing, tiles = topk_softmax(logits, x, 3, experts=8, renormalize=True, first=2, local_experts=4)
-    assert tiles is not None
-    output = dispatch.run(x, part, routing, tiles, TileSize(16), 8, torch.empty_like(x))
-    torch.testing.assert_close(output, reference.fused_experts(x, part, routing), rtol=1e-4, atol=1e-4)
+    logits[0, [2, 5, 7]] += 9.0
+    total, sizes = torch.zeros_like(x), []
+    for first, count in ((0, 2), (2, 4), (6, 2)):
+        part = ExpertTensors(
+            count, first, layer.gate_up[first * 160 : (first + count) * 160], layer.down[first * 144 : (first + count) * 144]
+        )
+        routing, tiles = topk_softmax(logits, x, 3, experts=8, renormalize=True, first=first, local_experts=count)
+        assert tiles is not None
+        local = [(int(expert) - first, slot) for slot, expert in enumerate(routing.ids[0]) if first <= expert < first + count]
+        sizes.append(int(tiles.num_tiles))
+        assert tiles.tiles[: sizes[-1], :3].tolist() == [[expert, slot, 1] for expert, slot in local]
+        output = dispatch.run(x, part, routing, tiles, TileSize(16), 8, torch.empty_like(x))
+        torch.testing.assert_close(output, reference.fused_experts(x, part, routing), rtol=1e-4, atol=1e-4)
+        total += output
+    assert sizes == [0, 2, 1]
+    torch.testing.assert_close(total, reference.fused_experts(x, layer, routing), rtol=1e-4, atol=1e-4)
 
 
 def check_padding_and_copies() -> None:
@@ -265,16 +277,16 @@ def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, 
 def test_warmup_has_every_variant() -> None:
     """Steps of the warm-up's counts launch all that any count launches."""
 
-    def variants(tokens: int, experts: int, top_k: int, outputs: int) -> tuple[object, ...]:
-        size = heuristics.tile_size(tokens, top_k, experts)
-        busy = min(experts, tokens * top_k)
-        first = heuristics.gate_up_tiling(tokens * top_k, busy, size, outputs, 1, 132)
-        second = heuristics.down_tiling(tokens * top_k, busy, size, 4096, outputs, 1, 132)
+    def variants(tokens: int, experts: int, top_k: int, outputs: int, ranks: int) -> tuple[object, ...]:
+        first, second = heuristics.expert_tilings(tokens, top_k, experts // ranks, experts, 4096, outputs, 1, 132)
         return first, second._replace(parts=min(2, second.parts))
 
-    for experts, top_k, outputs in ((8, 2, 14336), (128, 8, 768), (128, 8, 96), (60, 6, 1408)):
-        launched = [variants(tokens, experts, top_k, outputs) for tokens in heuristics.warmup_token_counts(8192)]
-        of_any = [variants(tokens, experts, top_k, outputs) for tokens in range(1, 8193)]
+    for experts, top_k, outputs, ranks in (
+        (8, 2, 14336, 1), (8, 2, 14336, 4), (8, 2, 14336, 8), (128, 8, 768, 1), (128, 8, 96, 1), (128, 8, 1536, 4),
+        (60, 6, 1408, 1), (60, 6, 1408, 10),
+    ):  # fmt: skip
+        launched = [variants(tokens, experts, top_k, outputs, ranks) for tokens in heuristics.warmup_token_counts(8192)]
+        of_any = [variants(tokens, experts, top_k, outputs, ranks) for tokens in range(1, 8193)]
         for part in range(2):
             assert {each[part] for each in of_any} == {each[part] for each in launched}
 
@@ -283,20 +295,19 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 @pytest.mark.parametrize(
-    ("arch", "kind", "tokens"),
+    ("arch", "kind", "tokens", "experts"),
     [
-        (90, "row", 1), (90, "row", 128), (90, "row", 256), (90, "row", 4096), (90, "block", 1),
-        (90, "block", 256), (90, "block", 4096), (90, "plain", 4096),
-        (90, "widened row", 16), (80, "plain", 1), (80, "widened block", 64), (80, "plain", 4096), (100, "row", 1),
-        (100, "row", 4096),
+        (90, "row", 1, 8), (90, "row", 128, 8), (90, "row", 256, 8), (90, "row", 256, 2), (90, "row", 512, 2), (90, "row", 4096, 8),
+        (90, "block", 1, 8), (90, "block", 256, 8), (90, "block", 4096, 8), (90, "plain", 4096, 8),
+        (90, "widened row", 16, 8), (80, "plain", 1, 8), (80, "widened block", 64, 8), (80, "plain", 4096, 8), (100, "row", 1, 8),
+        (100, "row", 4096, 8), (100, "row", 512, 2),
     ],
 )  # fmt: skip
-def test_compiles(arch: int, kind: str, tokens: int) -> None:
+def test_compiles(arch: int, kind: str, tokens: int, experts: int) -> None:
+    """experts: of the 8 of a layer that a rank has."""
     itemsize = 2 if kind == "plain" else 1
-    size = heuristics.tile_size(tokens, 2, 8, arch)
-    sizes = {"sm": arch, "by_block": "block" in kind}
-    first = heuristics.gate_up_tiling(2 * tokens, min(8, 2 * tokens), size, 14336, itemsize, 132, **sizes)
-    second = heuristics.down_tiling(2 * tokens, min(8, 2 * tokens), size, 4096, 14336, itemsize, 132, **sizes)
+    first, second = heuristics.expert_tilings(tokens, 2, experts, 8, 4096, 14336, itemsize, 132, sm=arch, by_block="block" in kind)
+    assert second.parts == (1 if experts == 8 and tokens > 1 else 2)
     for tiling, gated in ((first, True), (second, False)):
         kernel = compiled_kernel(tiling, arch, kind, gated=gated)
         assert kernel.metadata.shared <= SHARED_MEMORY[arch]

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -162,11 +160,10 @@ def run(
 
         sums = biased_experts(x, experts, tiles, size.tokens, routing.top_k, num_experts)
         return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus)
-    pairs, itemsize, num_sms = routing.ids.numel(), experts.gate_up.element_size(), gpu(x.device).num_sms
-    busy = min(num_experts, pairs) * experts.count // num_experts or 1  # of this rank's experts, where all are alike
-    kind: dict[str, Any] = {"sm": gpu(x.device).sm, "by_block": experts.by_block}
-    first = heuristics.gate_up_tiling(pairs, busy, size, experts.inner, itemsize, num_sms, **kind)
-    second = heuristics.down_tiling(pairs, busy, size, experts.hidden, experts.inner, itemsize, num_sms, **kind)
+    first, second = heuristics.expert_tilings(
+        len(x), routing.top_k, experts.count, num_experts, experts.hidden, experts.inner, experts.gate_up.element_size(),
+        gpu(x.device).num_sms, sm=gpu(x.device).sm, by_block=experts.by_block,
+    )  # fmt: skip
     common = {"top_k": routing.top_k, "experts": experts.count, "dtype": x.dtype}
     values, scale = quantized or _quantized(x, experts, experts.input_scale, 0)
     inner = grouped_gemm(values, scale, experts.gate_up, experts.gate_up_scale, tiles, first, gated=True, **common)  # type: ignore[arg-type]

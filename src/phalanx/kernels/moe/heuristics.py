@@ -93,12 +93,26 @@ def warmup_token_counts(max_tokens: int) -> list[int]:
     return sorted({*(1 << power for power in range(max_tokens.bit_length())), max_tokens} - {0})
 
 
+def expert_tilings(
+    tokens: int, top_k: int, experts: int, num_experts: int, hidden: int, inner: int, itemsize: int, num_sms: int, *,
+    sm: int = 90, by_block: bool = False,
+) -> tuple[ExpertTiling, ExpertTiling]:  # fmt: skip
+    """Of both GEMMs on a rank that has `experts` of a layer's num_experts. It changes at token counts of 2^n only."""
+    size, pairs = tile_size(tokens, top_k, num_experts, sm), tokens * top_k
+    busy = min(num_experts, pairs) * experts // num_experts or 1  # of this rank's experts, where all are alike
+    local = -(-(top_k << (tokens - 1).bit_length()) * experts // num_experts)
+    return (
+        gate_up_tiling(local, busy, size, inner, itemsize, num_sms, sm=sm, by_block=by_block),
+        down_tiling(local, busy, size, hidden, inner, itemsize, num_sms, sm=sm, by_block=by_block),
+    )
+
+
 def gate_up_tiling(
     pairs: int, experts: int, size: TileSize, outputs: int, itemsize: int, num_sms: int, *, sm: int = 90,
     by_block: bool = False,
 ) -> ExpertTiling:  # fmt: skip
-    """For x [pairs of a tile, H] times gate and up; outputs: I. itemsize: bytes of a weight's element. sm: compute capability
-    times 10. by_block: scales are, so that registers hold two sums.
+    """For x [pairs of a tile, H] times gate and up; pairs, experts: of this rank; outputs: I. itemsize: bytes of a weight's
+    element. sm: compute capability times 10. by_block: scales are, so that registers hold two sums.
 
     As `benchmarks/kernels/moe.py --sweep` found on an H200: few tokens need many bytes under way."""
     tokens, extra = size
@@ -116,7 +130,9 @@ def down_tiling(
     pairs: int, experts: int, size: TileSize, outputs: int, inputs: int, itemsize: int, num_sms: int, *, sm: int = 90,
     by_block: bool = False,
 ) -> ExpertTiling:  # fmt: skip
-    """For the inner activations [pairs of a tile, I] times down; outputs: H, inputs: I. sm, by_block: as above."""
+    """For the inner activations [pairs of a tile, I] times down; outputs: H, inputs: I. sm, by_block: as above.
+
+    Where a rank has few whole experts, their tiles leave half of the multiprocessors idle, so programs share columns."""
     tokens, extra = size
     is_long = inputs >= 32 * BLOCK_K
     if tokens <= 32:
@@ -125,13 +141,16 @@ def down_tiling(
             return ExpertTiling(128, tokens, 8, _stages(128 + tokens, itemsize, sm, programs=1 if is_long else 3), 4)
         parts = 2 if inputs >= 4 * BLOCK_K else 1
         return ExpertTiling(128, tokens, 8, _stages(128 + tokens, itemsize, sm, programs=1 if is_long else 2), 4, parts)
+    rows = 128 if tokens == 64 or _large_tiles(sm, by_block) else 64
+    tiles = max(min(pairs, experts), pairs // (tokens + extra)) * -(-outputs // rows)
+    parts = max(1, min(num_sms // tiles, inputs // (8 * BLOCK_K), 4))
     if tokens == 64:
         warps, programs = 4 if extra and not by_block else 8, 1 if is_long and not extra else 2
-        return ExpertTiling(128, 64, warps, _stages(192 + extra, itemsize, sm, programs=programs), 8, extra=extra)
-    rows = 128 if _large_tiles(sm, by_block) else 64
-    warps = 4 if rows == 128 and sm == 90 else 8  # one warpgroup holds its sums on Hopper, and spills them on Blackwell
+        return ExpertTiling(rows, 64, warps, _stages(192 + extra, itemsize, sm, programs=programs), 8, parts, extra)
+    # One warpgroup holds its sums on Hopper; it spills them on Blackwell, and where it stores them in fp32.
+    warps = 4 if rows == 128 and sm == 90 and parts == 1 else 8
     stages = _stages(rows + 128 + extra, itemsize, sm, programs=1 if is_long else 2)
-    return ExpertTiling(rows, 128, warps, stages, 8, extra=extra)
+    return ExpertTiling(rows, 128, warps, stages, 8, parts, extra)
 
 
 def _large_tiles(sm: int, by_block: bool) -> bool:

@@ -104,19 +104,18 @@ def _placed(chosen, physical, kv_slots, token, COPIES: tl.constexpr):
 
 
 @triton.jit
-def _store_tiles(
-    pairs, tiles, num_tiles, load, chosen, slot, real, first, local_experts, TOP_K: tl.constexpr, FIELDS: tl.constexpr
-):  # fmt: skip
-    """Of a token that is alone: each pair of it with an expert is a tile."""
+def _store_tiles(pairs, tiles, num_tiles, load, chosen, slot, real, first, local_experts, FIELDS: tl.constexpr):
+    """Of a token that is alone: each pair of it with an expert of this rank is a tile."""
     local = chosen - first
-    is_local = (local >= 0) & (local < local_experts)
+    is_local = real & (local >= 0) & (local < local_experts)
+    place = tiles + (tl.cumsum(is_local.to(tl.int32), 0) - 1) * FIELDS
     tl.store(pairs + slot, slot, real)
-    tl.store(tiles + slot * FIELDS, tl.where(is_local, local, 0), real)
-    tl.store(tiles + slot * FIELDS + 1, slot, real)
-    tl.store(tiles + slot * FIELDS + 2, is_local.to(tl.int32), real)
-    tl.store(num_tiles, TOP_K)
+    tl.store(place, local, is_local)
+    tl.store(place + 1, slot, is_local)
+    tl.store(place + 2, 1, is_local)
+    tl.store(num_tiles, tl.sum(is_local.to(tl.int32), 0))
     if load is not None:
-        tl.store(load + local, tl.load(load + local, real & is_local, 0) + 1, real & is_local)
+        tl.store(load + local, tl.load(load + local, is_local, 0) + 1, is_local)
 
 
 # A layer's counters and a step's KV slots are parts of larger tensors: they lie on any 8 bytes.
@@ -168,7 +167,7 @@ def _topk_softmax(
     tl.store(weights + place, weight, real)
     tl.store(ids + place, chosen, real)
     if ALONE:
-        _store_tiles(pairs, tiles, num_tiles, load, chosen, slot, real, first, local_experts, TOP_K, FIELDS)
+        _store_tiles(pairs, tiles, num_tiles, load, chosen, slot, real, first, local_experts, FIELDS)
 
 
 def topk_softmax(
