@@ -91,3 +91,18 @@ def test_regret_in_layers_is_of_what_they_run():
     assert of_layers.worst < 0.05
     wrong = {task: us * (3 if task.choice in (RS, GEMM_RS) else 1) for task, us in benchmark.times.items()}
     assert regret(wrong, table, (Caller.SHARDED,)).worst > 1
+
+
+def test_cells_that_a_run_did_not_reach_are_left_to_the_seed():
+    """A run that its time limit ended has times of other strategies where sequence parallelism comes last; a skip is an answer."""
+    benchmark = bench(NVLINK2, strategies=LAYERS, noise=0.0, hidden="8192", fusions="RESIDUAL_RMS_NORM")
+    cut = {task: us for task, us in benchmark.times.items() if task.tokens < 1024 or task.choice not in (RS, GEMM_RS)}
+    left = [task for task in benchmark.times if task not in cut]
+
+    def sources(skips: list[Task]) -> set[str]:
+        table = decide(cut, NVLINK2, samples=benchmark.samples, skips=skips)
+        lookups = (table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 4096, 8192, caller) for caller in (Caller.SHARDED, Caller.GEMM))
+        return {entry.source for entry in lookups}
+
+    assert sources([]) == {"seed"}
+    assert sources(left) == {"table"}

@@ -39,7 +39,7 @@ def decide_benchmarks(benches: list[Benchmark], link: str | None = None) -> list
         fingerprint = bench.fingerprint(link)
         seed = fit_seed(bench.times, fingerprint)
         provenance = dict(bench.facts)
-        table = decide(bench.times, fingerprint, samples=bench.samples, seed=seed)
+        table = decide(bench.times, fingerprint, samples=bench.samples, skips=bench.skips, seed=seed)
         for name, value in (
             ("regret of the table", regret(bench.times, table)),
             ("regret of the table in layers", regret(bench.times, table, (Caller.SHARDED, Caller.GEMM))),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from phalanx.errors import TableError
@@ -17,7 +17,7 @@ from phalanx.tables.seed import Seed
 from phalanx.tables.strategy import INCUMBENT, Choice, Strategy
 from phalanx.tables.table import HAND_OVER, HiddenRange, Section, Span, Table
 from phalanx.tune.fit import Cell, by_cell, chosen, fit_seed
-from phalanx.tune.sweep import GEMM_ALL_REDUCE, Task
+from phalanx.tune.sweep import ALL_REDUCE, GEMM_ALL_REDUCE, Task
 
 FLOOR = 0.01
 """Differences below this fraction count as noise: they do not repeat from day to day."""
@@ -47,6 +47,7 @@ def decide(
     fingerprint: Fingerprint,
     *,
     samples: Mapping[Task, Sequence[float]] | None = None,
+    skips: Collection[Task] = (),
     expressible: bool = False,
     seed: Seed | None = None,
     provenance: dict[str, str] | None = None,
@@ -57,6 +58,9 @@ def decide(
     Each kind of caller has its cells. For REPLICATED and SHARDED, the fastest choice must beat NCCL. For GEMM, GEMM_RS must beat a
     GEMM and then what SHARDED decided for that cell; both times contain the GEMM. AUTO and strategies of another numeric class are
     ignored. Raises TableError where no time is left.
+
+    skips: what was tried and cannot run. A cell of SHARDED (of GEMM) for which RS_NORM_AG (GEMM_RS) was neither measured nor
+    skipped, as in a run that its time limit ended, is left to the seed.
     """
     samples = samples or {}
     errors = {task: noise(samples.get(task), us) for task, us in times.items()}
@@ -71,16 +75,22 @@ def decide(
     seed = seed or fit_seed(times, fingerprint)
     sections = [*_sections(cells, own_error, Caller.REPLICATED)]
     if not expressible:
-        sharded = by_cell(times, Caller.SHARDED)
+        tried = {*times, *skips}
+        sharded = _with(Strategy.RS_NORM_AG, ALL_REDUCE, by_cell(times, Caller.SHARDED), tried)
         decided = [*_sections(sharded, own_error, Caller.SHARDED)]
         until_now = Table(fingerprint, tuple(sections + decided), seed)
-        gemm, actual = _gemm_cells(by_cell(times, Caller.GEMM), until_now)
+        gemm, actual = _gemm_cells(_with(Strategy.GEMM_RS, GEMM_ALL_REDUCE, by_cell(times, Caller.GEMM), tried), until_now)
 
         def gemm_error(cell: Cell, choice: Choice) -> float:
             return errors[Task(*cell, actual[cell] if choice == HAND_OVER else choice, GEMM_ALL_REDUCE)]
 
         sections += [*decided, *_sections(gemm, gemm_error, Caller.GEMM, HAND_OVER)]
     return Table(fingerprint, tuple(sections), seed, provenance or {})
+
+
+def _with(strategy: Strategy, op: str, cells: Mapping[Cell, Times], tried: Collection[Task]) -> dict[Cell, Times]:
+    """The cells in which a strategy was tried."""
+    return {cell: measured for cell, measured in cells.items() if Task(*cell, Choice(strategy), op) in tried}
 
 
 def _plain(measured: Times, expressible: bool) -> Times:
