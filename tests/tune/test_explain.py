@@ -86,9 +86,9 @@ def test_what_was_not_measured_on_this_class_is_estimated(machine: str, label: s
     """The thresholds of H200 run on every machine whose GPUs reach each other until it is tuned, and the label says so."""
     here = Fingerprint.parse(machine)
     ranges = blocks(table_for(here, tmp_path), 8192)
-    first = 128 if here.world == 2 else 64
+    first, long = (128, 2048) if here.world == 2 else (64, 4096)
     sharded = [match for match in ranges[Caller.GEMM] if match[3] in ("RS_NORM_AG", "GEMM_RS")]
-    assert [(match[3], int(match[1]), match[5]) for match in sharded] == [("RS_NORM_AG", first, label), ("GEMM_RS", 2048, label)]
+    assert [(match[3], int(match[1]), match[5]) for match in sharded] == [("RS_NORM_AG", first, label), ("GEMM_RS", long, label)]
     if label == "estimated":
         assert {match[5] for match in ranges[Caller.REPLICATED]} == {"estimated"}
 

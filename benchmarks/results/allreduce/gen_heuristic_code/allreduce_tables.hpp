@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // All-reduce tables by ranges of tokens and hidden sizes, written by `phalanx allreduce codegen`: tune again rather than edit.
 // lookup() answers like phalanx.tables.Table.lookup in Python on every size; a test compiles this and compares.
-// sm90.nvlink.tp2 sha256:b7a257d507c230f1b266dac4493ec62baac1b86a61eeca501bd8c0669bc05f85
-// sm90.nvlink.tp4 sha256:6997a1ffa159cc7e6c657645307c7a5c64e92551ef6ce53890f24db7d632af48
+// sm90.nvlink.tp2 sha256:b956c70e26b011698fa83b18e3853b51f3baf11da616e54f570c2327906e630d
+// sm90.nvlink.tp4 sha256:25dd9a2358f72a491f7d2f70817f36b963aad0ccd4462c79c5dc88231747dc68
 #ifndef PHALANX_ALLREDUCE_TABLES_HPP
 #define PHALANX_ALLREDUCE_TABLES_HPP
 
@@ -15,7 +15,11 @@ namespace phalanx {
 namespace allreduce {
 
 enum Dtype { bf16, fp16, fp32 };
-// strategy: TensorRT-LLM's number. fused: the fusion runs in the collective's own kernel. measured: false where the seed answers.
+// What the caller allows: every rank gets the whole residual; the new residual may stay sharded over the ranks; and the sum is of a
+// GEMM's output, which the GEMM can write straight to other ranks.
+enum Caller { REPLICATED, SHARDED, GEMM };
+// strategy: TensorRT-LLM's number, or 64 (RS_NORM_AG) or 65 (GEMM_RS).
+// fused: the fusion runs in the collective's own kernel. measured: false where the seed answers.
 struct Answer { int strategy; bool fused; bool measured; };
 struct Span { std::int64_t first, last; int strategy; bool fused; };
 struct Row { std::int64_t first, last; const Span* spans; int count; };
@@ -24,7 +28,8 @@ struct Model { int strategy; bool fused; std::uint64_t a, b, c; };
 struct Seed { const Model* models; int count; };
 struct Table {
     int sm; const char* link; int world; const char* digest;
-    Section sections[3][8]; Seed seeds[8];
+    std::int64_t rs_norm_ag_min_tokens, gemm_rs_min_bytes;  // of the seed; the largest number: never
+    Section sections[3][3][8]; Seed seeds[8];
 };
 
 static constexpr Span k0_bf16_0_0[] = {{1, 16384, 4, false}};
@@ -113,22 +118,22 @@ static constexpr Span k1_bf16_1_2[] = {{1, 138, 4, true}, {139, 2221, 5, true}, 
 static constexpr Span k1_bf16_1_3[] = {{1, 73, 4, true}, {74, 991, 5, true}, {992, 1130, 5, false}, {1131, 9139, 5, true}, {9140, 16384, 5, false}};
 static constexpr Span k1_bf16_1_4[] = {{1, 37, 4, false}, {38, 16384, 5, true}};
 static constexpr Span k1_bf16_1_5[] = {{1, 27, 4, false}, {28, 16384, 5, true}};
-static constexpr Span k1_bf16_1_6[] = {{1, 13, 4, false}, {14, 16384, 5, true}};
+static constexpr Span k1_bf16_1_6[] = {{1, 12, 4, false}, {13, 16384, 5, true}};
 static constexpr Row k1_bf16_1[] = {{128, 181, k1_bf16_1_0, 2}, {182, 362, k1_bf16_1_1, 2}, {363, 724, k1_bf16_1_2, 3}, {725, 1448, k1_bf16_1_3, 5}, {1449, 2896, k1_bf16_1_4, 2}, {2897, 5792, k1_bf16_1_5, 2}, {5793, 8192, k1_bf16_1_6, 2}};
 static constexpr Span k1_bf16_4_0[] = {{1, 1010, 4, true}, {1011, 16384, 5, false}};
 static constexpr Span k1_bf16_4_1[] = {{1, 583, 4, true}, {584, 16384, 5, false}};
 static constexpr Span k1_bf16_4_2[] = {{1, 138, 4, true}, {139, 1678, 5, true}, {1679, 16384, 5, false}};
 static constexpr Span k1_bf16_4_3[] = {{1, 74, 4, true}, {75, 2841, 5, true}, {2842, 16384, 5, false}};
 static constexpr Span k1_bf16_4_4[] = {{1, 38, 4, false}, {39, 16384, 5, true}};
-static constexpr Span k1_bf16_4_5[] = {{1, 28, 4, false}, {29, 16384, 5, true}};
+static constexpr Span k1_bf16_4_5[] = {{1, 27, 4, false}, {28, 16384, 5, true}};
 static constexpr Span k1_bf16_4_6[] = {{1, 12, 4, false}, {13, 16384, 5, true}};
 static constexpr Row k1_bf16_4[] = {{128, 181, k1_bf16_4_0, 2}, {182, 362, k1_bf16_4_1, 2}, {363, 724, k1_bf16_4_2, 3}, {725, 1448, k1_bf16_4_3, 3}, {1449, 2896, k1_bf16_4_4, 2}, {2897, 5792, k1_bf16_4_5, 2}, {5793, 8192, k1_bf16_4_6, 2}};
 static constexpr Span k1_bf16_5_0[] = {{1, 999, 4, false}, {1000, 16384, 5, false}};
 static constexpr Span k1_bf16_5_1[] = {{1, 621, 4, true}, {622, 16384, 5, false}};
 static constexpr Span k1_bf16_5_2[] = {{1, 144, 4, true}, {145, 1796, 5, true}, {1797, 16384, 5, false}};
 static constexpr Span k1_bf16_5_3[] = {{1, 77, 4, true}, {78, 665, 5, true}, {666, 1719, 5, false}, {1720, 2441, 5, true}, {2442, 16384, 5, false}};
-static constexpr Span k1_bf16_5_4[] = {{1, 32, 4, false}, {33, 6427, 5, true}, {6428, 16384, 5, false}};
-static constexpr Span k1_bf16_5_5[] = {{1, 27, 4, false}, {28, 16384, 5, true}};
+static constexpr Span k1_bf16_5_4[] = {{1, 32, 4, false}, {33, 6466, 5, true}, {6467, 16384, 5, false}};
+static constexpr Span k1_bf16_5_5[] = {{1, 25, 4, false}, {26, 16384, 5, true}};
 static constexpr Span k1_bf16_5_6[] = {{1, 21, 4, true}, {22, 16384, 5, true}};
 static constexpr Row k1_bf16_5[] = {{128, 181, k1_bf16_5_0, 2}, {182, 362, k1_bf16_5_1, 2}, {363, 724, k1_bf16_5_2, 3}, {725, 1448, k1_bf16_5_3, 5}, {1449, 2896, k1_bf16_5_4, 3}, {2897, 5792, k1_bf16_5_5, 2}, {5793, 8192, k1_bf16_5_6, 2}};
 static constexpr Span k1_bf16_6_0[] = {{1, 1003, 4, true}, {1004, 16384, 5, false}};
@@ -144,15 +149,15 @@ static constexpr Span k1_bf16_7_1[] = {{1, 623, 4, true}, {624, 16384, 5, false}
 static constexpr Span k1_bf16_7_2[] = {{1, 156, 4, true}, {157, 1677, 5, true}, {1678, 16384, 5, false}};
 static constexpr Span k1_bf16_7_3[] = {{1, 81, 4, true}, {82, 1496, 5, true}, {1497, 16384, 5, false}};
 static constexpr Span k1_bf16_7_4[] = {{1, 34, 4, false}, {35, 6516, 5, true}, {6517, 16384, 5, false}};
-static constexpr Span k1_bf16_7_5[] = {{1, 23, 4, false}, {24, 16384, 5, true}};
+static constexpr Span k1_bf16_7_5[] = {{1, 5, 4, false}, {6, 26, 4, true}, {27, 16384, 5, true}};
 static constexpr Span k1_bf16_7_6[] = {{1, 21, 4, true}, {22, 16384, 5, true}};
-static constexpr Row k1_bf16_7[] = {{128, 181, k1_bf16_7_0, 2}, {182, 362, k1_bf16_7_1, 2}, {363, 724, k1_bf16_7_2, 3}, {725, 1448, k1_bf16_7_3, 3}, {1449, 2896, k1_bf16_7_4, 3}, {2897, 5792, k1_bf16_7_5, 2}, {5793, 8192, k1_bf16_7_6, 2}};
+static constexpr Row k1_bf16_7[] = {{128, 181, k1_bf16_7_0, 2}, {182, 362, k1_bf16_7_1, 2}, {363, 724, k1_bf16_7_2, 3}, {725, 1448, k1_bf16_7_3, 3}, {1449, 2896, k1_bf16_7_4, 3}, {2897, 5792, k1_bf16_7_5, 3}, {5793, 8192, k1_bf16_7_6, 2}};
 static constexpr Span k1_bf16_68_0[] = {{1, 947, 4, true}, {948, 16384, 5, false}};
 static constexpr Span k1_bf16_68_1[] = {{1, 577, 4, true}, {578, 16384, 5, false}};
 static constexpr Span k1_bf16_68_2[] = {{1, 148, 4, true}, {149, 942, 5, true}, {943, 16384, 5, false}};
 static constexpr Span k1_bf16_68_3[] = {{1, 77, 4, true}, {78, 1624, 5, true}, {1625, 16384, 5, false}};
 static constexpr Span k1_bf16_68_4[] = {{1, 43, 4, true}, {44, 5651, 5, true}, {5652, 16384, 5, false}};
-static constexpr Span k1_bf16_68_5[] = {{1, 25, 4, false}, {26, 16384, 5, true}};
+static constexpr Span k1_bf16_68_5[] = {{1, 26, 4, false}, {27, 16384, 5, true}};
 static constexpr Span k1_bf16_68_6[] = {{1, 11, 4, false}, {12, 16384, 5, true}};
 static constexpr Row k1_bf16_68[] = {{128, 181, k1_bf16_68_0, 2}, {182, 362, k1_bf16_68_1, 2}, {363, 724, k1_bf16_68_2, 3}, {725, 1448, k1_bf16_68_3, 3}, {1449, 2896, k1_bf16_68_4, 3}, {2897, 5792, k1_bf16_68_5, 2}, {5793, 8192, k1_bf16_68_6, 2}};
 static constexpr Span k1_bf16_70_0[] = {{1, 937, 4, true}, {938, 16384, 5, false}};
@@ -160,23 +165,61 @@ static constexpr Span k1_bf16_70_1[] = {{1, 578, 4, true}, {579, 16384, 5, false
 static constexpr Span k1_bf16_70_2[] = {{1, 148, 4, true}, {149, 932, 5, true}, {933, 16384, 5, false}};
 static constexpr Span k1_bf16_70_3[] = {{1, 77, 4, true}, {78, 1648, 5, true}, {1649, 16384, 5, false}};
 static constexpr Span k1_bf16_70_4[] = {{1, 43, 4, true}, {44, 6250, 5, true}, {6251, 16384, 5, false}};
-static constexpr Span k1_bf16_70_5[] = {{1, 25, 4, false}, {26, 16384, 5, true}};
+static constexpr Span k1_bf16_70_5[] = {{1, 24, 4, false}, {25, 16384, 5, true}};
 static constexpr Span k1_bf16_70_6[] = {{1, 11, 4, false}, {12, 16384, 5, true}};
 static constexpr Row k1_bf16_70[] = {{128, 181, k1_bf16_70_0, 2}, {182, 362, k1_bf16_70_1, 2}, {363, 724, k1_bf16_70_2, 3}, {725, 1448, k1_bf16_70_3, 3}, {1449, 2896, k1_bf16_70_4, 3}, {2897, 5792, k1_bf16_70_5, 2}, {5793, 8192, k1_bf16_70_6, 2}};
-static constexpr Model k1_seed_0[] = {{0, false, 21530909091ULL, 5095ULL, 744732ULL}, {4, false, 1783811024ULL, 8881ULL, 0ULL}, {5, false, 3208811920ULL, 4196ULL, 0ULL}};
-static constexpr Model k1_seed_1[] = {{0, false, 11681235542ULL, 5769ULL, 1416525ULL}, {4, true, 2586850000ULL, 9150ULL, 666455ULL}, {5, true, 3692308294ULL, 4733ULL, 1518818ULL}, {4, false, 2711557442ULL, 10444ULL, 10040ULL}, {5, false, 4208947971ULL, 5449ULL, 245590ULL}};
-static constexpr Model k1_seed_4[] = {{0, false, 11865800000ULL, 5754ULL, 1405153ULL}, {4, true, 2763586943ULL, 9011ULL, 752698ULL}, {5, true, 3847412175ULL, 4729ULL, 1745196ULL}, {4, false, 2900416337ULL, 10390ULL, 29114ULL}, {5, false, 4407641934ULL, 5407ULL, 297138ULL}};
-static constexpr Model k1_seed_5[] = {{0, false, 12229741935ULL, 6357ULL, 1095341ULL}, {4, true, 2978103011ULL, 9432ULL, 1210345ULL}, {5, true, 4065796078ULL, 5147ULL, 2706250ULL}, {4, false, 3143666667ULL, 10714ULL, 11198ULL}, {5, false, 4682726514ULL, 5912ULL, 243064ULL}};
-static constexpr Model k1_seed_6[] = {{0, false, 11913497116ULL, 5944ULL, 1314298ULL}, {4, true, 2813768627ULL, 9074ULL, 754061ULL}, {5, true, 3859171196ULL, 4769ULL, 1847415ULL}, {4, false, 2898387609ULL, 10485ULL, 44953ULL}, {5, false, 4372009070ULL, 5596ULL, 205353ULL}};
-static constexpr Model k1_seed_7[] = {{0, false, 12225000000ULL, 6323ULL, 1223807ULL}, {4, true, 3027092342ULL, 9506ULL, 1215953ULL}, {5, true, 4190037182ULL, 5159ULL, 2678946ULL}, {4, false, 3144762091ULL, 10858ULL, 0ULL}, {5, false, 4687274510ULL, 5876ULL, 253045ULL}};
-static constexpr Model k1_seed_68[] = {{0, false, 12045457143ULL, 5907ULL, 1365890ULL}, {4, true, 2748074766ULL, 9185ULL, 922496ULL}, {5, true, 3886992874ULL, 4858ULL, 2050642ULL}, {4, false, 2910476863ULL, 10485ULL, 24479ULL}, {5, false, 4444024610ULL, 5427ULL, 243393ULL}};
-static constexpr Model k1_seed_70[] = {{0, false, 12050956154ULL, 6063ULL, 1331171ULL}, {4, true, 2755293501ULL, 9263ULL, 932423ULL}, {5, true, 3887711963ULL, 4904ULL, 2286651ULL}, {4, false, 2906476795ULL, 10628ULL, 0ULL}, {5, false, 4457651663ULL, 5645ULL, 131442ULL}};
+static constexpr Span k1_bf16_1_sharded_0[] = {{1, 37, 4, false}, {38, 75, 5, true}, {76, 152, 64, true}, {153, 451, 5, true}, {452, 16384, 64, true}};
+static constexpr Span k1_bf16_1_sharded_1[] = {{1, 25, 4, false}, {26, 87, 64, true}, {88, 183, 5, true}, {184, 16384, 64, true}};
+static constexpr Span k1_bf16_1_sharded_2[] = {{1, 12, 4, false}, {13, 181, 5, true}, {182, 16384, 64, true}};
+static constexpr Row k1_bf16_1_sharded[] = {{2048, 2896, k1_bf16_1_sharded_0, 5}, {2897, 5792, k1_bf16_1_sharded_1, 4}, {5793, 8192, k1_bf16_1_sharded_2, 3}};
+static constexpr Span k1_bf16_4_sharded_0[] = {{1, 33, 4, false}, {34, 16384, 64, true}};
+static constexpr Span k1_bf16_4_sharded_1[] = {{1, 22, 4, false}, {23, 16384, 64, true}};
+static constexpr Span k1_bf16_4_sharded_2[] = {{1, 12, 4, false}, {13, 22, 5, true}, {23, 16384, 64, true}};
+static constexpr Row k1_bf16_4_sharded[] = {{2048, 2896, k1_bf16_4_sharded_0, 2}, {2897, 5792, k1_bf16_4_sharded_1, 2}, {5793, 8192, k1_bf16_4_sharded_2, 3}};
+static constexpr Span k1_bf16_6_sharded_0[] = {{1, 26, 4, false}, {27, 84, 64, true}, {85, 193, 5, true}, {194, 4096, 64, true}};
+static constexpr Span k1_bf16_6_sharded_1[] = {{1, 11, 4, false}, {12, 173, 5, true}, {174, 16384, 64, true}};
+static constexpr Row k1_bf16_6_sharded[] = {{4096, 5792, k1_bf16_6_sharded_0, 4}, {5793, 8192, k1_bf16_6_sharded_1, 3}};
+static constexpr Span k1_bf16_68_sharded_0[] = {{1, 23, 4, false}, {24, 4096, 64, true}};
+static constexpr Span k1_bf16_68_sharded_1[] = {{1, 11, 4, false}, {12, 44, 5, true}, {45, 16384, 64, true}};
+static constexpr Row k1_bf16_68_sharded[] = {{4096, 5792, k1_bf16_68_sharded_0, 2}, {5793, 8192, k1_bf16_68_sharded_1, 3}};
+static constexpr Span k1_bf16_70_sharded_0[] = {{1, 24, 4, false}, {25, 77, 64, true}, {78, 230, 5, true}, {231, 4096, 64, true}};
+static constexpr Span k1_bf16_70_sharded_1[] = {{1, 11, 4, false}, {12, 148, 5, true}, {149, 16384, 64, true}};
+static constexpr Row k1_bf16_70_sharded[] = {{4096, 5792, k1_bf16_70_sharded_0, 4}, {5793, 8192, k1_bf16_70_sharded_1, 3}};
+static constexpr Span k1_bf16_1_gemm_0[] = {{64, 11562, 3, false}, {11563, 16384, 65, true}};
+static constexpr Span k1_bf16_1_gemm_1[] = {{64, 5771, 3, false}, {5772, 11585, 65, true}, {11586, 16384, 3, false}};
+static constexpr Span k1_bf16_1_gemm_2[] = {{64, 2797, 3, false}, {2798, 5792, 65, true}, {5793, 16384, 3, false}};
+static constexpr Row k1_bf16_1_gemm[] = {{2048, 2896, k1_bf16_1_gemm_0, 2}, {2897, 5792, k1_bf16_1_gemm_1, 3}, {5793, 8192, k1_bf16_1_gemm_2, 3}};
+static constexpr Span k1_bf16_4_gemm_0[] = {{64, 16384, 3, false}};
+static constexpr Span k1_bf16_4_gemm_1[] = {{64, 5870, 3, false}, {5871, 16384, 65, true}};
+static constexpr Span k1_bf16_4_gemm_2[] = {{64, 2169, 3, false}, {2170, 11585, 65, true}, {11586, 16384, 3, false}};
+static constexpr Row k1_bf16_4_gemm[] = {{2048, 2896, k1_bf16_4_gemm_0, 1}, {2897, 5792, k1_bf16_4_gemm_1, 2}, {5793, 8192, k1_bf16_4_gemm_2, 3}};
+static constexpr Span k1_bf16_6_gemm_0[] = {{64, 4096, 3, false}};
+static constexpr Span k1_bf16_6_gemm_1[] = {{64, 2437, 3, false}, {2438, 5792, 65, true}, {5793, 16384, 3, false}};
+static constexpr Row k1_bf16_6_gemm[] = {{4096, 5792, k1_bf16_6_gemm_0, 1}, {5793, 8192, k1_bf16_6_gemm_1, 3}};
+static constexpr Span k1_bf16_68_gemm_0[] = {{64, 4096, 3, false}};
+static constexpr Span k1_bf16_68_gemm_1[] = {{64, 2235, 3, false}, {2236, 11585, 65, true}, {11586, 16384, 3, false}};
+static constexpr Row k1_bf16_68_gemm[] = {{4096, 5792, k1_bf16_68_gemm_0, 1}, {5793, 8192, k1_bf16_68_gemm_1, 3}};
+static constexpr Span k1_bf16_70_gemm_0[] = {{64, 2048, 3, false}};
+static constexpr Span k1_bf16_70_gemm_1[] = {{64, 2394, 3, false}, {2395, 5792, 65, true}, {5793, 16384, 3, false}};
+static constexpr Row k1_bf16_70_gemm[] = {{4096, 5792, k1_bf16_70_gemm_0, 1}, {5793, 8192, k1_bf16_70_gemm_1, 3}};
+static constexpr Model k1_seed_0[] = {{0, false, 21647555556ULL, 4960ULL, 765007ULL}, {4, false, 1783732283ULL, 8920ULL, 0ULL}, {5, false, 3208819248ULL, 4195ULL, 0ULL}};
+static constexpr Model k1_seed_1[] = {{0, false, 11681139853ULL, 5769ULL, 1416318ULL}, {4, true, 2586850000ULL, 9150ULL, 666455ULL}, {5, true, 3692390386ULL, 4727ULL, 1521262ULL}, {4, false, 2711520737ULL, 10449ULL, 8929ULL}, {5, false, 4203380952ULL, 5442ULL, 249716ULL}};
+static constexpr Model k1_seed_4[] = {{0, false, 11876460568ULL, 5688ULL, 1421267ULL}, {4, true, 2763514459ULL, 9031ULL, 747541ULL}, {5, true, 3847413357ULL, 4728ULL, 1745589ULL}, {4, false, 2900514117ULL, 10361ULL, 38037ULL}, {5, false, 4408492974ULL, 5419ULL, 283892ULL}};
+static constexpr Model k1_seed_5[] = {{0, false, 12229925598ULL, 6368ULL, 1089691ULL}, {4, true, 2977958796ULL, 9443ULL, 1207529ULL}, {5, true, 4099109123ULL, 5120ULL, 2648069ULL}, {4, false, 3143666667ULL, 10733ULL, 1628ULL}, {5, false, 4682498952ULL, 5925ULL, 239731ULL}};
+static constexpr Model k1_seed_6[] = {{0, false, 11913497116ULL, 5944ULL, 1314298ULL}, {4, true, 2813768627ULL, 9103ULL, 746627ULL}, {5, true, 3859441453ULL, 4760ULL, 1849677ULL}, {4, false, 2888597030ULL, 10462ULL, 60484ULL}, {5, false, 4376403131ULL, 5579ULL, 237066ULL}};
+static constexpr Model k1_seed_7[] = {{0, false, 12225000000ULL, 6323ULL, 1223807ULL}, {4, true, 3027092342ULL, 9506ULL, 1215953ULL}, {5, true, 4190037182ULL, 5159ULL, 2678946ULL}, {4, false, 3158492669ULL, 10866ULL, 0ULL}, {5, false, 4687274510ULL, 5876ULL, 253045ULL}};
+static constexpr Model k1_seed_68[] = {{0, false, 12052761905ULL, 5899ULL, 1367467ULL}, {4, true, 2745855895ULL, 9195ULL, 920638ULL}, {5, true, 3887023753ULL, 4857ULL, 2051245ULL}, {4, false, 2910476863ULL, 10485ULL, 24479ULL}, {5, false, 4443053848ULL, 5398ULL, 258443ULL}};
+static constexpr Model k1_seed_70[] = {{0, false, 12081261261ULL, 6062ULL, 1329691ULL}, {4, true, 2754236897ULL, 9284ULL, 927263ULL}, {5, true, 3887509271ULL, 4911ULL, 2284955ULL}, {4, false, 2909238682ULL, 10626ULL, 0ULL}, {5, false, 4457651663ULL, 5645ULL, 131442ULL}};
 static constexpr Table kTables[] = {
-    {90, "nvlink", 2, "b7a257d507c230f1b266dac4493ec62baac1b86a61eeca501bd8c0669bc05f85",
-     {{{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_6, 7}, {k0_bf16_7, 7}, {k0_bf16_68, 7}, {k0_bf16_70, 7}}, {{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_6, 7}, {k0_bf16_7, 7}, {k0_bf16_68, 7}, {k0_bf16_70, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
+    {90, "nvlink", 2, "b956c70e26b011698fa83b18e3853b51f3baf11da616e54f570c2327906e630d", 128LL, 33554432LL,
+     {{{{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_6, 7}, {k0_bf16_7, 7}, {k0_bf16_68, 7}, {k0_bf16_70, 7}}, {{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_6, 7}, {k0_bf16_7, 7}, {k0_bf16_68, 7}, {k0_bf16_70, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
+      {{{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
+      {{{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}}},
      {{k0_seed_0, 3}, {k0_seed_1, 5}, {k0_seed_4, 5}, {k0_seed_5, 5}, {k0_seed_6, 5}, {k0_seed_7, 5}, {k0_seed_68, 5}, {k0_seed_70, 5}}},
-    {90, "nvlink", 4, "6997a1ffa159cc7e6c657645307c7a5c64e92551ef6ce53890f24db7d632af48",
-     {{{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 7}, {k1_bf16_7, 7}, {k1_bf16_68, 7}, {k1_bf16_70, 7}}, {{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 7}, {k1_bf16_7, 7}, {k1_bf16_68, 7}, {k1_bf16_70, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
+    {90, "nvlink", 4, "25dd9a2358f72a491f7d2f70817f36b963aad0ccd4462c79c5dc88231747dc68", 64LL, 67108864LL,
+     {{{{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 7}, {k1_bf16_7, 7}, {k1_bf16_68, 7}, {k1_bf16_70, 7}}, {{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 7}, {k1_bf16_7, 7}, {k1_bf16_68, 7}, {k1_bf16_70, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
+      {{{nullptr, 0}, {k1_bf16_1_sharded, 3}, {k1_bf16_4_sharded, 3}, {nullptr, 0}, {k1_bf16_6_sharded, 2}, {nullptr, 0}, {k1_bf16_68_sharded, 2}, {k1_bf16_70_sharded, 2}}, {{nullptr, 0}, {k1_bf16_1_sharded, 3}, {k1_bf16_4_sharded, 3}, {nullptr, 0}, {k1_bf16_6_sharded, 2}, {nullptr, 0}, {k1_bf16_68_sharded, 2}, {k1_bf16_70_sharded, 2}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
+      {{{nullptr, 0}, {k1_bf16_1_gemm, 3}, {k1_bf16_4_gemm, 3}, {nullptr, 0}, {k1_bf16_6_gemm, 2}, {nullptr, 0}, {k1_bf16_68_gemm, 2}, {k1_bf16_70_gemm, 2}}, {{nullptr, 0}, {k1_bf16_1_gemm, 3}, {k1_bf16_4_gemm, 3}, {nullptr, 0}, {k1_bf16_6_gemm, 2}, {nullptr, 0}, {k1_bf16_68_gemm, 2}, {k1_bf16_70_gemm, 2}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}}},
      {{k1_seed_0, 3}, {k1_seed_1, 5}, {k1_seed_4, 5}, {k1_seed_5, 5}, {k1_seed_6, 5}, {k1_seed_7, 5}, {k1_seed_68, 5}, {k1_seed_70, 5}}},
 };
 // The table of a machine (its link class as Python names it, for example "nvlink"), or nullptr.
@@ -201,6 +244,12 @@ inline int fusion_place(int fusion) {
     throw std::invalid_argument("unknown fusion");
 }
 
+// Whether sequence parallelism has a fusion, by its place.
+inline bool shards(int place) {
+    constexpr bool kShards[] = {false, true, true, false, true, false, true, true};
+    return kShards[place];
+}
+
 template <typename Range>
 const Range* holding(const Range* ranges, int count, std::int64_t value) {
     const auto before = [](std::int64_t v, const Range& range) { return v < range.first; };
@@ -209,16 +258,23 @@ const Range* holding(const Range* ranges, int count, std::int64_t value) {
 }
 
 // What to run for a tensor [tokens, hidden] of `dtype` per rank. Throws unless tokens and hidden are at least 1.
-inline Answer lookup(const Table& table, Dtype dtype, int fusion, std::int64_t tokens, std::int64_t hidden) {
+inline Answer lookup(const Table& table, Dtype dtype, int fusion, std::int64_t tokens, std::int64_t hidden,
+                     Caller caller = REPLICATED) {
     if (tokens < 1 || hidden < 1) throw std::invalid_argument("no message has fewer than 1 token or hidden size");
     const int place = fusion_place(fusion);
-    const Section& section = table.sections[dtype][place];
-    if (const Row* row = holding(section.rows, section.count, hidden))
-        if (const Span* span = holding(row->spans, row->count, tokens)) return {span->strategy, span->fused, true};
     constexpr std::int64_t kMaxBytes = 274877906944LL, kMaxTokens = 268435456LL;
     constexpr std::int64_t kItem[] = {2, 2, 4};
     const std::int64_t t = std::min(tokens, kMaxBytes), h = std::min(hidden, kMaxBytes);
     const std::int64_t bytes = h > kMaxBytes / t ? kMaxBytes : std::min(t * h * kItem[dtype], kMaxBytes);
+    for (int who = shards(place) ? caller : REPLICATED; who >= REPLICATED; --who) {
+        const Section& section = table.sections[who][dtype][place];
+        const Row* row = holding(section.rows, section.count, hidden);
+        const Span* span = row ? holding(row->spans, row->count, tokens) : nullptr;
+        if (span && span->strategy != 3) return {span->strategy, span->fused, true};
+        if (span || who == REPLICATED || tokens < table.rs_norm_ag_min_tokens) continue;
+        if (who == GEMM && bytes >= table.gemm_rs_min_bytes) return {65, true, false};
+        if (who == SHARDED) return {64, true, false};
+    }
     const Seed& seed = table.seeds[place];
     const Model* best = nullptr;
     std::uint64_t least = 0;
