@@ -345,7 +345,8 @@ def leave_out(
 
 def memory() -> dict[str, float]:
     """Coefficients of `footprint.overhead_bytes`: no start took more, and KV tokens are within 1 percent of the start of each
-    model and layout that took most; margin: the part of that percent that is left at both ends."""
+    dense model and layout that took most; margin: the part of that percent that is left at both ends. split_experts: no start with
+    experts split by number took more."""
     hungriest: dict[tuple[Any, ...], tuple[float, float, list[float]]] = {}
     for start in starts():
         if (
@@ -361,15 +362,22 @@ def memory() -> dict[str, float]:
         above += [[-each for each in features] + [slack], [*features, slack]]
         bounds += [-taken, taken + slack]
     done = linprog(
-        [0.0] * 5 + [-1.0], A_ub=np.array(above) / 1e9, b_ub=np.array(bounds) / 1e9, bounds=[(0, None)] * 5 + [(None, None)]
+        [0.0] * 6 + [-1.0], A_ub=np.array(above) / 1e9, b_ub=np.array(bounds) / 1e9, bounds=[(0, None)] * 6 + [(None, None)]
     )
     names = footprint.OVERHEADS
     if done.status != 0 or done.x[-1] < 0:
         print("no coefficients keep every start within 1 percent", done.message)
-    return {
-        **{name: float(round(value, 4)) for name, value in zip(names, done.x, strict=False)},
-        "margin": round(float(done.x[-1]), 4),
-    }
+    fitted = {name: float(round(value, 4)) for name, value in zip(names, done.x, strict=False)}
+    split = [start for start in starts() if start.moe_ep > 1 and start.gpu == "H200"]
+    more = [_beyond(fitted | {"split_experts": 0.0}, start) / (start.moe_ep - 1) for start in split]
+    return {**fitted, "split_experts": round(max(0.0, *more) + 5e-4, 3), "margin": round(float(done.x[-1]), 4)}
+
+
+def _beyond(coefficients: dict[str, float], start: Start) -> float:
+    """GB that a start took beyond what the coefficients say."""
+    taken, _, features = beside_kv(start)
+    predicted_bytes = sum(coefficients[name] * feature for name, feature in zip(footprint.OVERHEADS, features, strict=True))
+    return (taken - predicted_bytes) / 1e9
 
 
 def _has_experts(row: Row | Start) -> bool:

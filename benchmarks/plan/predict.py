@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks import harness
 from phalanx.bench.workloads import parse
+from phalanx.config.options import EngineOptions
 from phalanx.plan import burst, coefficients, footprint, search, subject
 from phalanx.plan.burst import Limits
 from phalanx.plan.cost import Costs
@@ -52,6 +53,7 @@ class Case:
     max_batch_size: int = 512
 
 
+SLOTS: int = EngineOptions.model_fields["max_batch_size"].default
 FRACTION = PlanRequest.fraction
 """Of the free memory, the KV cache's part in every prediction: KV tokens of a start with another one are not compared."""
 DECODES = ("decode-1", "decode-64", "decode-256")
@@ -126,14 +128,14 @@ def same_engine(row: dict[str, Any], report: dict[str, Any]) -> bool:
         and layout["ep"] == options.get("expert_parallel_size", 1)
         and layout["moe_ep"] == options.get("moe_expert_parallel_size", 1)
         and layout["replicas"] == options.get("replicas", 1)
-        and row.get("max_batch_size", 512) == options.get("max_batch_size", 512)
+        and row.get("max_batch_size", 512) == options.get("max_batch_size", SLOTS)
     )
 
 
 def beside(rows: list[dict[str, Any]], report: dict[str, Any]) -> list[dict[str, Any]]:
     """One entry for each result of a report that was predicted: the figure with its interval, and what was measured."""
     entries = []
-    kv_tokens = min(each["kv_tokens"] for each in report["engines"].values())
+    kv_tokens = min(each["kv_tokens"] for each in report["engines"].values()) // report["asked"].get("replicas", 1)
     fraction = report["asked"].get("kv_cache_free_gpu_memory_fraction", FRACTION)
     for row in (row for row in rows if same_engine(row, report)):
         for result in report["results"]:
@@ -207,7 +209,11 @@ def compare(name: str, reports: list[dict[str, Any]]) -> int:
     path = harness.RESULTS / f"{name}_measured.json"
     entries = json.loads(path.read_text(encoding="utf-8"))["figures"] if path.is_file() else []
     known = {key(entry) for entry in entries}
-    new = [entry for report in reports for entry in beside(predictions["rows"], report) if key(entry) not in known]
+    new = []
+    for entry in (entry for report in reports for entry in beside(predictions["rows"], report)):
+        if key(entry) not in known:
+            known.add(key(entry))
+            new.append(entry)
     for entry in new:
         print(
             f"{entry['gpu']} {entry['model']} {entry['dtype']} kv {entry['kv_cache_dtype']} {entry['workload']:22} "

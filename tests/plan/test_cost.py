@@ -51,6 +51,25 @@ def test_an_experts_last_tile_is_multiplied_whole(tokens, per_token, experts):
     assert cost._tiled_pairs(tokens, per_token, experts) == pytest.approx(mean, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "tokens"),
+    [
+        ("mixtral-8x7b", 4, 1), ("mixtral-8x7b", 8, 1), ("mixtral-8x7b", 4, 256), ("qwen3-235b-a22b", 4, 1),
+        ("qwen3-235b-a22b", 4, 16), ("deepseek-v3", 8, 1),
+    ],
+)  # fmt: skip
+def test_the_busiest_rank_of_experts_split_by_number(model, ranks, tokens):
+    experts, generator = shape_of(known(model)).experts, np.random.default_rng(0)
+    reached, pairs = [], []
+    for _ in range(400):
+        chosen = np.argsort(generator.random((tokens, experts.count)), 1)[:, : experts.per_token]
+        counts = np.bincount(chosen.ravel(), minlength=experts.count).reshape(ranks, -1)
+        reached.append((counts > 0).sum(1).max())
+        pairs.append(counts.sum(1).max() * ranks / counts.sum())
+    assert cost._busiest(experts, Split(ranks, moe_ep=ranks), tokens) == pytest.approx(np.mean(reached), rel=0.03)
+    assert cost._unevenness(experts, ranks, tokens) == pytest.approx(np.mean(pairs), rel=0.1 if tokens > 1 else 0.8)
+
+
 def test_rows_left_out_of_the_fit_are_within_the_gates():
     residuals = coefficients.document()["machines"]["H200"]["residuals"]
     assert residuals["without its model"]["mean"] <= accuracy.GATES["a model left out, mean"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -72,3 +73,14 @@ def test_json_has_every_layout_in_the_form_for_programs():
 @pytest.mark.parametrize(("weights", "branch"), [(16e9, 0), (20e9, 1), (79e9, 1), (141e9, 2), (320e9, 3), (810e9, 3)])
 def test_the_branch_of_the_tree(weights, branch):
     assert explain.branch(weights) == branch
+
+
+def test_the_reason_of_a_plan_that_leads_because_it_is_surer():
+    shape, machine = subject.shape_for("mixtral-8x7b"), replace(subject.machine_for("H200")[0], gpus_per_node=4)
+    request = PlanRequest(dtype="fp8", kv_cache_dtype="fp8")
+    plans = search.search(shape, machine, request).plans
+    (line,) = (line for line in explain.tree(shape, request, plans) if "chosen" in line)
+    assert "tp 4 pp 1, within" in line
+    assert "of the best tokens per second, which predictions do not tell apart, and surer" in line
+    (line,) = (line for line in explain.tree(shape, request, plans[1:2]) if "chosen" in line)
+    assert line.endswith("the best tokens per second of all that fit")

@@ -129,15 +129,16 @@ def test_a_length_beyond_the_model_is_an_error():
 
 
 def best(result, goal):
+    """Of all plans: the first one is the best known of those that are equally good."""
     assert result.plans
-    plan = result.plans[0]
-    return plan.output_tokens_per_second.value if goal == "throughput" else -plan.ms_per_token.value
+    values = (plan.output_tokens_per_second.value if goal == "throughput" else -plan.ms_per_token.value for plan in result.plans)
+    return max(values)
 
 
 def not_worse(new, old, goal):
-    """But for a percent: the best known of equally good plans leads; and a replica of fewer slots has more cache, in which one more
-    request may run at once, and each a little slower."""
-    return best(new, goal) >= best(old, goal) - (search.EQUAL - 1) * abs(best(old, goal))
+    """But for a percent: a replica of fewer slots has more cache, in which one more request may run at once, and each a little
+    slower."""
+    return best(new, goal) >= best(old, goal) - 0.01 * abs(best(old, goal))
 
 
 cases = st.fixed_dictionaries(
@@ -193,15 +194,23 @@ def test_a_looser_objective_never_loses_a_plan(case, tpot, ttft, looser):
 
 
 def test_of_plans_that_are_equally_good_the_best_known_leads():
+    """And of these one whose ranks share all experts, as no figure knows how unevenly a model's router fills whole ones."""
     shape, machine = subject.shape_for("mixtral-8x22b"), subject.machine_for("H200")[0]
     plans = search.search(shape, machine, PlanRequest(dtype="fp8")).plans
     better, known = (
         next(plan for plan in plans if plan.output_tokens_per_second.label == label) for label in ("estimated", "derived")
     )
-    for factor, leads in ((1.005, known), (1.02, better)):
-        value = known.output_tokens_per_second.value * factor
-        better = replace(better, output_tokens_per_second=replace(better.output_tokens_per_second, value=value))
-        assert search._best_known([better, known], "throughput").layout == leads.layout
+    shared = next(plan for plan in plans if plan.layout.tp == 8 and plan.layout.moe_ep == 1)
+    split = next(plan for plan in plans if plan.layout.tp == 8 and plan.layout.moe_ep > 1)
+
+    def times(plan, factor):
+        figure = plan.output_tokens_per_second
+        return replace(plan, output_tokens_per_second=replace(figure, value=known.output_tokens_per_second.value * factor))
+
+    for factor, leads in ((1.04, known), (1.06, better)):
+        assert search._best_known([times(better, factor), known], "throughput").layout == leads.layout
+    for factor, leads in ((1.04, shared), (1.06, split)):
+        assert search._best_known([times(split, factor), times(shared, 1.0)], "throughput").layout == leads.layout
 
 
 def test_intervals_hold_their_value_and_widen_with_what_is_unknown():

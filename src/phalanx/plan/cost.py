@@ -20,6 +20,7 @@ H200. Experts: bytes of those that T tokens reach, E (1 - (1 - k/E)^T) of them. 
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
@@ -152,10 +153,11 @@ class Costs:
     def step_seconds(self, work: Work) -> tuple[float, ...]:
         """Seconds that each stage is busy with a step, the hop to the next one included."""
         local = self._share(work)
-        key = (local.tokens, local.rows, local.eager)
+        everywhere = max(work.tokens, 1)
+        key = (everywhere, local.rows, local.eager)
         fixed = self._fixed.get(key)
         if fixed is None:
-            fixed = self._fixed[key] = tuple(self._stage(stage, local) for stage in range(self.split.pp))
+            fixed = self._fixed[key] = tuple(self._stage(stage, local, everywhere) for stage in range(self.split.pp))
         per_kv, per_pair = self._attention_seconds
         rows, kv, longest = max(local.rows, 1), local.kv_tokens, local.longest
         stage_seconds = []
@@ -207,16 +209,16 @@ class Costs:
     def _attention_seconds(self) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...]]:
         return _attention_seconds(self.shape, self.dtype, self.kv, self.split, self.machine)
 
-    def _stage(self, stage: int, work: Work) -> float:
-        """What does not depend on contexts."""
+    def _stage(self, stage: int, work: Work, everywhere: int) -> float:
+        """What does not depend on contexts. everywhere: tokens of all groups of experts together."""
         machine, cs, split = self.machine, self.machine.coefficients, self.split
-        tokens, everywhere = max(work.tokens, 1), max(work.tokens, 1) * split.ep
+        tokens = max(work.tokens, 1)
         seconds = 0.0
         gemms, layers, moe_layers, between = _stage_gemms(self.shape, self.dtype, split, stage)
         for gemm in gemms:
             seconds += gemm.count * self._gemm_seconds(gemm, tokens, everywhere)
         seconds += cs.passes * tokens * between / machine.bandwidth
-        seconds += layers * self._chain_us(tokens) * 1e-6 + moe_layers * self._around_experts(everywhere, everywhere)
+        seconds += layers * self._chain_us(tokens) * 1e-6 + moe_layers * self._around_experts(everywhere)
         hidden_bytes = tokens * self.shape.hidden_size * 2.0
         if split.tp > 1:
             seconds += 1e-6 * self._all_reduces_us(tokens, layers, moe_layers)
@@ -267,29 +269,31 @@ class Costs:
         assert count is not None, self.shape.architecture
         everywhere = tokens * self.split.ep
         seconds = sum(gemm.count * self._gemm_seconds(gemm, tokens, everywhere) for gemm in gemms if gemm.routed) / moe_layers
-        return seconds + self._around_experts(tokens, everywhere)
+        return seconds + self._around_experts(everywhere)
 
-    def _around_experts(self, tokens: int, everywhere: int) -> float:
-        """Seconds of what a layer does for its experts beside their GEMMs. Each pair of a token with an expert has its own row."""
+    def _around_experts(self, everywhere: int) -> float:
+        """Seconds of what a layer does for its experts beside their GEMMs. Each pair of a token with an expert of the rank has a
+        row of its own."""
         cs, experts = self.machine.coefficients, self.shape.experts
         if experts is None:
             return 0.0
-        row = 2.0 * (self.shape.hidden_size + 3 * experts.intermediate / self.split.tp)
-        touched = _touched(experts, self.split.redundant, everywhere) / (self.split.ep * self.split.moe_ep)
-        passes = cs.passes_experts * tokens * experts.per_token * row / self.machine.bandwidth
-        return (cs.c_moe + cs.c_expert * touched) * 1e-6 + passes
+        ranks = self.split.ep * self.split.moe_ep
+        row = 2.0 * (self.shape.hidden_size + 3 * experts.intermediate * self.split.moe_ep / self.split.tp)
+        pairs = everywhere * experts.per_token / ranks * _unevenness(experts, ranks, everywhere)
+        passes = cs.passes_experts * pairs * row / self.machine.bandwidth
+        return (cs.c_moe + cs.c_expert * _busiest(experts, self.split, everywhere)) * 1e-6 + passes
 
     def _gemm_seconds(self, gemm: _Gemm, tokens: int, everywhere: int) -> float:
-        """of one GEMM of one layer. Where experts are routed, a rank reads those that all tokens reach, and computes its part."""
+        """of one GEMM of one layer. Where experts are routed, a rank reads those that all tokens reach, and computes its part; all
+        wait for the busiest rank where experts are split by number."""
         cs, gpu, experts = self.machine.coefficients, self.machine.gpu, self.shape.experts
         if gemm.routed and experts is not None:
-            physical = experts.count + self.split.redundant
-            touched = _touched(experts, self.split.redundant, everywhere)
-            nbytes = gemm.weight_bytes * touched / physical
+            physical, ranks = experts.count + self.split.redundant, self.split.ep * self.split.moe_ep
+            nbytes = gemm.weight_bytes * _busiest(experts, self.split, everywhere) * ranks / physical
             pairs = float(everywhere * experts.per_token)
             if not experts.mxfp4:  # GEMMs of MXFP4 have tiles of their own
                 pairs = _tiled_pairs(everywhere, experts.per_token, experts.count) * experts.count
-            flops = gemm.flops * pairs / physical
+            flops = gemm.flops * pairs / physical * _unevenness(experts, ranks, everywhere)
             peak = _reached_flops(gpu, cs, gemm.fp8, cs.e_experts_flops)
             part = cs.e_experts
             if experts.mxfp4:
@@ -363,6 +367,33 @@ def expert_tile(tokens: int, per_token: int, experts: int) -> tuple[int, int]:
     if tile < 128:
         return tile, 0
     return (64 if -(-tokens // 2) <= 64 * half else 128), 16
+
+
+@cache
+def _busiest(experts: Experts, split: Split, tokens: int) -> float:
+    """Experts and copies that tokens reach on the rank with the most of them, in the mean of uniform routing. Each is reached with
+    the same chance, and taken to be so by itself: a rank's number is binomial, and the largest of `ranks` such numbers is meant."""
+    ranks, touched = split.ep * split.moe_ep, _touched(experts, split.redundant, tokens)
+    if ranks == 1:
+        return touched
+    count = (experts.count + split.redundant) // ranks
+    chance, most, below = min(touched / (count * ranks), 1.0), 0.0, 0.0
+    for number in range(count):
+        below += math.comb(count, number) * chance**number * (1 - chance) ** (count - number)
+        most += 1 - min(below, 1.0) ** ranks
+    return max(most, 1.0)
+
+
+@cache
+def _unevenness(experts: Experts, ranks: int, tokens: int) -> float:
+    """Pairs of a token with an expert on the busiest rank over those in the mean, under uniform routing: the largest of `ranks`
+    normal numbers is Blom's (1958) estimate above their mean, and a token's experts are drawn without putting back."""
+    if ranks == 1 or tokens == 0:
+        return 1.0
+    score = statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    drawn = experts.per_token * (experts.count - experts.per_token) / max(experts.count - 1, 1)
+    deviation = math.sqrt(tokens * drawn / ranks * (1 - 1 / ranks))
+    return 1 + score * deviation * ranks / (tokens * experts.per_token)
 
 
 def _touched(experts: Experts, copies: int, tokens: int) -> float:

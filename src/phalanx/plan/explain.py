@@ -38,16 +38,26 @@ def branch(weights: float) -> int:
     return next(index for index, (below, _) in enumerate(_BRANCHES) if weights < below)
 
 
-def tree(shape: Shape, request: PlanRequest, best: Plan | None) -> list[str]:
+def _reason(plans: Sequence[Plan], request: PlanRequest) -> str:
+    """Why the first plan leads."""
+    throughput = request.goal == "throughput"
+    goal = "tokens per second" if throughput else "time per token"
+    values = [(plan.output_tokens_per_second if throughput else plan.ms_per_token).value for plan in plans]
+    best = max(values) if throughput else min(values)
+    if values[0] == best:
+        return f"the best {goal} of all that fit"
+    return f"within {abs(values[0] / best - 1):.1%} of the best {goal}, which predictions do not tell apart, and surer"
+
+
+def tree(shape: Shape, request: PlanRequest, plans: Sequence[Plan]) -> list[str]:
     """The guide's decision tree with the branch that it takes, and what the search chose instead, with its reason."""
     weights = footprint.weight_bytes(shape, request.dtype, Split())[0]
     taken = branch(weights)
     lines = [f"weights: {weights / 1e9:,.1f} GB in {request.dtype}"]
     for index, (_, text) in enumerate(_BRANCHES):
         lines.append(f"  {'->' if index == taken else '  '} {text}")
-    if best is not None:
-        goal = "tokens per second" if request.goal == "throughput" else "time per token"
-        lines.append(f"  chosen: {best.layout.name}, the best {goal} of all that fit")
+    if plans:
+        lines.append(f"  chosen: {plans[0].layout.name}, {_reason(plans, request)}")
     return lines
 
 
@@ -70,7 +80,7 @@ def text(model: str, shape: Shape, machine: MachineModel, request: PlanRequest, 
         f"{request.concurrency} requests at once, {request.isl:,} tokens in, {request.osl:,} out; dtype {request.dtype}, KV cache "
         f"{request.kv_cache_dtype}; goal {request.goal}{''.join(f'; {bound}' for bound in bounds)}",
         "",
-        *tree(shape, request, result.plans[0] if result.plans else None),
+        *tree(shape, request, result.plans),
         "",
     ]
     if result.plans:

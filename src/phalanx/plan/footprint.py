@@ -151,14 +151,14 @@ def kv_token_bytes(shape: Shape, kv: KvFormat, dtype: str, split: Split) -> tupl
     return tuple(len(layers) * per_layer for layers in stage_layers(shape, dtype, split.pp))
 
 
-OVERHEADS = ("constant", "ranks", "stages", "per_hidden_byte", "per_inner_byte")
+OVERHEADS = ("constant", "ranks", "stages", "split_experts", "per_hidden_byte", "per_inner_byte")
 """Coefficients of what is neither weights nor KV cache nor graphs, in GB but for the last two; `data/coefficients.json`,
 "memory"."""
 
 
 def overhead_features(shape: Shape, split: Split, max_num_tokens: int) -> list[float]:
-    """What `OVERHEADS` multiply, in order: 1, other ranks, other stages (1e9 each), and bytes of a full step's hidden and inner
-    states.
+    """What `OVERHEADS` multiply, in order: 1, other ranks, other stages, each other rank that experts may move to (1e9 each), and
+    bytes of a full step's hidden and inner states.
 
     The constant holds the CUDA context, workspaces of libraries and what grows with a step's tokens alike in all models, so that it
     grows from a step of 8,192 tokens on.
@@ -169,8 +169,8 @@ def overhead_features(shape: Shape, split: Split, max_num_tokens: int) -> list[f
     )  # fmt: skip
     grown = max(max_num_tokens / 8192, 1.0)
     return [
-        1e9 * grown, 1e9 * float(split.world > 1), 1e9 * float(split.pp > 1), 2.0 * tokens * shape.hidden_size,
-        2.0 * tokens * width / split.tp,
+        1e9 * grown, 1e9 * float(split.world > 1), 1e9 * float(split.pp > 1), 1e9 * (split.ep * split.moe_ep - 1.0),
+        2.0 * tokens * shape.hidden_size, 2.0 * tokens * width / split.tp,
     ]  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def overhead_bytes(shape: Shape, split: Split, max_batch_size: int, max_num_toke
     CUDA context, buffers of collectives, graphs."""
     memory = document()["memory"]
     features = overhead_features(shape, split, max_num_tokens)
-    rest = sum(memory[name] * feature for name, feature in zip(OVERHEADS, features, strict=True))
+    rest = sum(memory.get(name, 0.0) * feature for name, feature in zip(OVERHEADS, features, strict=True))
     return int(rest) + graph_bytes(max_batch_size, max_num_tokens, split.pp)
 
 

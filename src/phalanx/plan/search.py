@@ -22,8 +22,9 @@ from phalanx.plan.shape import Experts, Shape
 Goal = Literal["latency", "throughput"]
 BLOCK = 16
 """Tokens of a KV block (`EngineOptions.kv_block_size`)."""
-EQUAL = 1.01
-"""Plans within this factor are equally good: on average, predictions of the rows in the fit are 2 percent off."""
+EQUAL = 1.05
+"""Plans within this factor are equally good: on average, predictions for a model that is not in the fit are 3 to 4 percent off, and
+the difference of two such predictions the square root of 2 times that."""
 
 
 @dataclass(frozen=True)
@@ -188,14 +189,15 @@ def _rank(plan: Plan, goal: Goal) -> tuple[float, ...]:
 
 
 def _best_known(plans: Sequence[Plan], goal: Goal) -> Plan:
-    """The best known of those that are as good as the first, the better one among equals."""
+    """The best known of those that are as good as the first; of these, one whose ranks share all experts, since the figures are of
+    uniform routing, which whole experts on ranks depend on; the better one among equals."""
 
     def figure(plan: Plan) -> Figure:
         return plan.output_tokens_per_second if goal == "throughput" else plan.ms_per_token
 
     best = figure(plans[0]).value
     equals = (plan for plan in plans if max(best, figure(plan).value) <= EQUAL * min(best, figure(plan).value))
-    return min(equals, key=lambda plan: collectives.ORDER.index(figure(plan).label))
+    return min(equals, key=lambda plan: (collectives.ORDER.index(figure(plan).label), plan.layout.ep * plan.layout.moe_ep > 1))
 
 
 def layouts(shape: Shape, machine: MachineModel, redundant: int = 0) -> Iterator[PlannedLayout]:
