@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure all of `benchmarks/results/serving` again and run the checks that need GPUs, on one host: each work on as many GPUs as it
-needs, beside others where GPUs are free.
+"""Measure all of `benchmarks/results/serving`, the mixtures of experts on four GPUs and the all-reduce again, and run the checks
+that need GPUs, on one host: each work on as many GPUs as it needs, beside others where GPUs are free.
 
     python -m benchmarks.engine.everything_on_gpu --out DIR [--only tp4,8b_http] [--seconds 1500]
     python -m benchmarks.engine.everything_on_gpu --out DIR --device cpu      a few works with the demo model, to test this script
@@ -33,6 +33,8 @@ from benchmarks.serve import started
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 DECODES = ("decode-1", "decode-64", "decode-256", "decode-512")
+ONLINE = tuple((streams, 2 * streams, 1024, 1024) for streams in (4, 8, 16, 32, 64, 128))
+"""Closed loops of as many requests as streams, as published of other engines."""
 
 
 class Work(NamedTuple):
@@ -93,7 +95,38 @@ def works() -> dict[str, Work]:
         "test_four": Work(4, 400, python=[*_tests("gpu4", "tests/comm"), "-n", "0"]),
         "wide_two": Work(2, 150, python=_ranks(2, "tests.support.comm_sequence_parallel_rank", "rows_of_405b")),
         "wide_four": Work(4, 150, python=_ranks(4, "tests.support.comm_sequence_parallel_rank", "rows_of_405b")),
+        **expert_works(),
+        "70b_http_tp4": Work(4, 300, model="llama-3-70b", served=["--tp_size", "4", *fp8, *many], streams=ONLINE),
+        "70b_http_tp2": Work(2, 300, model="llama-3-70b", served=["--tp_size", "2", *fp8, *many], streams=ONLINE),
+        "peers_four": Work(4, 200, python=[*_ranks(4, "benchmarks.comm.peers"), "--out", "OUT"]),
+        "tune_four": Work(4, 600, python=_tune(4, 540)),
+        "tune_two": Work(2, 600, python=_tune(2, 540)),
+        "topology": Work(4, 60, python=["-m", "phalanx", "topo", "--json", "OUT/topology.json"]),
+        "doctor": Work(4, 60, python=["-m", "phalanx", "doctor"]),
     }  # fmt: skip
+
+
+def expert_works() -> dict[str, Work]:
+    """Mixtures of experts on four GPUs, by each layout that pays or might."""
+    most = ["--max_num_tokens", "8192", "--max_seq_len", "4096", "--expert_traffic", "0", "--dtype", "fp8"]
+    fp8 = [*most, "--kv_cache_dtype", "fp8"]
+    usual = [*_each("-w", (*DECODES[:3], "batch-512x1000x1000")), "--max_batch_size", "512"]
+
+    def mixture(seconds: int, model: str, layout: str, *options: str) -> Work:
+        return Work(4, seconds, ["all", model, *layout.split(), *options])
+
+    replicas = [*_each("-w", ("batch-1024x1000x1000", "batch-2048x1000x1000")), "--max_batch_size", "512", *fp8]
+    return {
+        "mixtral_tp4": mixture(150, "mixtral-8x7b", "--tp_size 4", *usual, *fp8),
+        "mixtral_split": mixture(120, "mixtral-8x7b", "--tp_size 4 --moe_expert_parallel_size 4", *usual, *fp8),
+        "mixtral_groups": mixture(120, "mixtral-8x7b", "--tp_size 2 --ep_size 2", *usual, *fp8),
+        "mixtral_pairs": mixture(120, "mixtral-8x7b", "--tp_size 2 --replicas 2", *replicas),
+        "mixtral_replicas": mixture(150, "mixtral-8x7b", "--replicas 4", *replicas),
+        "mixtral_8x22b_tp4": mixture(180, "mixtral-8x22b", "--tp_size 4", *usual, *fp8),
+        "qwen_235b_tp4": mixture(200, "qwen3-235b-a22b", "--tp_size 4", *usual, *fp8),
+        "qwen_235b_split": mixture(200, "qwen3-235b-a22b", "--tp_size 4 --moe_expert_parallel_size 4", *usual, *fp8),
+        "deepseek_v2_tp4": mixture(200, "deepseek-v2", "--tp_size 4", *usual, *most),
+    }
 
 
 def trial_works() -> dict[str, Work]:
@@ -112,8 +145,22 @@ def _tests(mark: str, *paths: str) -> list[str]:
     return [*plain, "-m", mark, *paths]
 
 
-def _ranks(count: int, module: str, check: str) -> list[str]:
-    return ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "-m", module, check]
+def _ranks(count: int, module: str, *arguments: str) -> list[str]:
+    return ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "-m", module, *arguments]
+
+
+def _tune(ranks: int, seconds: int) -> list[str]:
+    """The whole grid, its most used sizes first in a run that is cut off: a second one goes on."""
+    return [
+        "-m", "phalanx", "allreduce", "tune", "--tp_size", str(ranks), "--save_csv_dir", f"OUT/tune{ranks}", "--time_limit",
+        str(seconds), "--no_install",
+    ]  # fmt: skip
+
+
+def _within(folder: Path, word: str) -> str:
+    """A word whose first part OUT stands for the folder."""
+    first, *rest = word.split("/")
+    return str(folder.joinpath(*rest)) if first == "OUT" else word
 
 
 def _each(flag: str, values: Sequence[str]) -> list[str]:
@@ -169,9 +216,10 @@ def outcome_of(result: dict[str, Any]) -> str:
 def pack(folder: Path, file: Path) -> None:
     part = folder / "results.part"  # the final name never names an incomplete file
     with tarfile.open(part, "w:gz") as packed:
-        for path in sorted(folder.iterdir()):
-            if path.suffix in (".json", ".txt", ".png"):
-                packed.add(path, path.name)
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder)
+            if path.suffix in (".json", ".txt", ".png", ".csv") and not name.parts[0].startswith("shape_"):
+                packed.add(path, str(name))
     shutil.move(part, file)
 
 
@@ -207,7 +255,7 @@ class Run:
         """Run it; returns an exit status."""
         work, model, status = self._work, self._work.model, 0
         if work.python:
-            return self._call([sys.executable, *(str(self._out) if word == "OUT" else word for word in work.python)])
+            return self._call([sys.executable, *(_within(self._out, word) for word in work.python)])
         if model not in ("", "demo"):  # a server does not take the name of a shape
             model = str(self._out / f"shape_{self._name}")
             shutil.rmtree(model, ignore_errors=True)

@@ -10,12 +10,16 @@ import subprocess
 import sys
 import tarfile
 import time
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from benchmarks import harness
 from benchmarks.engine import everything_on_gpu as everything
+from phalanx.bench.workloads import parse
+from tests.support.command_line import require_parsed
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -40,6 +44,33 @@ def test_works_on_cpu(tmp_path: Path) -> None:
     facts = (out / "http.server.txt").read_text()
     assert facts.startswith("ready after ")
     assert "rank_memory_bytes" in facts
+
+
+def test_the_commands_of_all_works_are_understood() -> None:
+    """Those that need GPUs too: options of engine and server, names of workloads, files and modules."""
+    for name, work in everything.works().items():
+        if work.bench:
+            require_parsed(["bench", *work.bench])
+            for flag, value in pairwise(work.bench):
+                if flag in ("-w", "--decode"):
+                    assert parse(value).requests >= 1, name
+        if work.served:
+            require_parsed(["serve", work.model, *work.served])
+        if work.python[:2] == ["-m", "phalanx"]:
+            require_parsed(list(work.python[2:]))
+        modules = [module for flag, module in pairwise(work.python) if flag == "-m" and "." in module]
+        assert all(find_spec(module) for module in modules), name
+        assert all((harness.ROOT / word).exists() for word in work.python if word.startswith("tests/")), name
+
+
+def test_what_is_packed(tmp_path: Path) -> None:
+    """Results of the tuner lie in a folder of their own; the shape that a server was started from is none."""
+    for name in ("a.json", "a.log", "tune4/benchmark.tp4.sm90.csv", "tune4/tables/t.json", "shape_a/config.json"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("")
+    everything.pack(tmp_path / "out", tmp_path / "all.tgz")
+    with tarfile.open(tmp_path / "all.tgz") as packed:
+        assert packed.getnames() == ["a.json", "tune4/benchmark.tp4.sm90.csv", "tune4/tables/t.json"]
 
 
 def test_a_work_that_fails_says_so_and_one_that_is_slow_is_cut_off(tmp_path: Path) -> None:

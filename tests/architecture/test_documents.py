@@ -9,22 +9,19 @@ import re
 import subprocess
 import sys
 import tomllib
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 from xml.etree import ElementTree
 
 import pytest
-import typer
 
-from phalanx.cli import app
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
-from phalanx.config.sources import build_options, read_sources
 from phalanx.deploy.options import ComposeOptions, K8sOptions
 from phalanx.serve.openai.schema import ChatRequest, CompletionRequest
 from tests.architecture.sources import ROOT, SRC
+from tests.support.command_line import command_line, require_parsed
 from tests.support.documents import PAGES, Command, blocks, commands
 
 NAME = re.compile(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+)\.py:([A-Za-z_][\w.]*)`")
@@ -168,7 +165,7 @@ def test_every_sampling_parameter_is_documented():
 
 def test_every_flag_in_prose_exists():
     """`--flag` in a page is an option of some verb, or of a tool that the line names."""
-    parameters = [parameter for verb in _verbs(_command_line()) for parameter in verb.params]
+    parameters = [parameter for verb in _verbs(command_line()) for parameter in verb.params]
     known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
     tools = ("torchrun", "docker", "kubectl", "--ipc", "--max-restarts", "nvlink --status", "ray start")
     for page in PAGES:
@@ -191,7 +188,7 @@ def test_command_is_understood(command: Command):
     """Parsed by what would run it; what needs neither GPUs nor a network runs in tests/acceptance/test_documents.py."""
     program, *arguments = command.words
     checks = {
-        "make": _is_a_target, "pip": _names_extras, "phalanx": _is_parsed, "curl": _is_a_request, "python": _is_a_script,
+        "make": _is_a_target, "pip": _names_extras, "phalanx": require_parsed, "curl": _is_a_request, "python": _is_a_script,
         "docker": _fits_the_dockerfile,
     }  # fmt: skip
     assert program in checks, f"{program}: no check of such a command"
@@ -211,29 +208,6 @@ def _names_extras(arguments: list[str]) -> None:
     match = re.fullmatch(r"(?:phalanx|\.)(?:\[([a-z,]+)\])?", what)
     assert match
     assert set((match[1] or "gpu").split(",")) <= set(extras)
-
-
-@cache
-def _command_line():
-    return typer.main.get_command(app)
-
-
-def _is_parsed(arguments: list[str]) -> None:
-    """By the command line's own parser, up to but without the verb; engine and server options are then validated."""
-    command = _command_line()
-    context = command.make_context("phalanx", list(arguments))
-    while hasattr(command, "commands"):
-        if arguments[0] not in command.commands and hasattr(command, "default_verb"):
-            arguments = [command.default_verb, *arguments]
-        name, *arguments = arguments
-        assert name in command.commands, f"phalanx has no verb {name}"
-        command = command.commands[name]
-        context = command.make_context(name, list(arguments), parent=context)
-    options = EngineOptions.model_fields | ServeOptions.model_fields
-    raw = read_sources({name: value for name, value in context.params.items() if name in options and value is not None}, environ={})
-    if "model" in raw.values and name != "shape":
-        build_options(EngineOptions, raw)
-    build_options(ServeOptions, raw)
 
 
 def _is_a_request(arguments: list[str]) -> None:
@@ -261,7 +235,7 @@ def _fits_the_dockerfile(arguments: list[str]) -> None:
     assert (ROOT / "Dockerfile").is_file()
     if arguments[0] == "run":
         image = arguments.index("phalanx")
-        _is_parsed(["serve", *arguments[image + 1 :]])
+        require_parsed(["serve", *arguments[image + 1 :]])
     else:
         assert arguments == ["build", "-t", "phalanx", "."]
 
