@@ -10,7 +10,11 @@ import runpy
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 
 def interpreted(module: str, *arguments: str) -> str:
@@ -22,6 +26,20 @@ def interpreted(module: str, *arguments: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+FILLED = 7.0
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """What torch.empty gives holds FILLED everywhere, so that it is seen what a kernel leaves as it was."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        empty = torch.empty
+        patch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(FILLED))
+        yield
 
 
 def let_loops_begin_anywhere() -> None:

@@ -207,8 +207,9 @@ def test_one_row_compiles(arch: int, x: str) -> None:
 def test_what_is_beside_compiles(arch: int) -> None:
     from phalanx.kernels.gemm import block_scaled_gemm, per_token_group_quant
 
-    kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "pitch": "i32", "columns": "i32", "groups": "i32"}
-    compiled(per_token_group_quant._per_token_group_quant, kinds, {"SKIP": 0, "GROUPS": 32}, arch)
+    kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "counts": "*i32", "pitch": "i32", "columns": "i32", "groups": "i32"}
+    for more in ({}, {"counts": None}):
+        compiled(per_token_group_quant._per_token_group_quant, kinds, {"SKIP": 0, "GROUPS": 32} | more, arch)
     kinds = {"parts": "*fp32", "out": "*bf16", "size": "i32", "count": "i32"}
     compiled(block_scaled_gemm._add_parts, kinds, {"BLOCK": 1024}, arch)
 

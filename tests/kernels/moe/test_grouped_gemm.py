@@ -14,9 +14,9 @@ from phalanx.config.experts import Scoring
 from phalanx.kernels import reference as ops
 from phalanx.kernels.moe import dispatch, heuristics, reference
 from phalanx.kernels.moe.heuristics import ExpertTiling, TileSize
-from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
+from phalanx.kernels.moe.tensors import ExpertTensors, RouterLogits, Routing, TrafficPattern
 from tests.support.kernels_compiled import compiled_as, spilled
-from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+from tests.support.kernels_interpreted import FILLED, filled_memory, interpreted, let_loops_begin_anywhere
 from tests.support.kernels_routing import routings
 
 pytest.importorskip("triton")
@@ -75,6 +75,33 @@ def check_other_ranks_add_the_rest() -> None:
         torch.testing.assert_close(output, reference.fused_experts(x, experts, routing), rtol=1e-4, atol=1e-4)
 
 
+def check_pairs_of_other_ranks_are_behind() -> None:
+    """Those of this rank come first in sorted order; how many they are is told, so that nothing reads what stands behind them."""
+    from phalanx.kernels.gemm.per_token_group_quant import per_token_group_quant_fp8
+    from phalanx.kernels.moe.sort_by_expert import sort_by_expert
+
+    torch.manual_seed(8)
+    for routing in routings(30, 6, 3):
+        for first, count in ((0, 6), (0, 2), (2, 3), (5, 1)):
+            tiles = sort_by_expert(routing.ids, first=first, experts=count, tokens=16)
+            local = [
+                pair
+                for expert in range(first, first + count)
+                for pair, chosen in enumerate(routing.ids.flatten().tolist())
+                if chosen == expert
+            ]
+            assert int(tiles.counts[1]) == len(local)
+            assert tiles.pairs[: len(local)].tolist() == local
+    x = torch.randn(90, 256)
+    with filled_memory():
+        values, scales = per_token_group_quant_fp8(x, counts=tiles.counts)
+    wanted, wanted_scales = ops.per_token_group_quant_fp8(x[: len(local)], 128)
+    assert torch.equal(values[: len(local)].view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scales[: len(local)], wanted_scales)
+    assert (values[len(local) :].float() == FILLED).all()
+    assert (scales[len(local) :] == FILLED).all()
+
+
 def check_split_columns() -> None:
     """Split-K, tiles of 128 rows and tokens, and rows that do not fill a tile."""
     from phalanx.kernels.moe.combine import combine
@@ -108,7 +135,7 @@ def check_tiles_with_more_than_they_hold() -> None:
     routing = Routing(torch.rand(len(ids), 1), ids)
     for kind, rows, (tokens, extra) in (("plain", 32, (16, 8)), ("row", 32, (16, 16)), ("block", 16, (16, 8))):
         tiles = sort_by_expert(ids, first=0, experts=len(sizes), tokens=tokens, extra=extra)
-        cut = [tile[:3] for tile in tiles.tiles[: int(tiles.num_tiles)].tolist()]
+        cut = [tile[:3] for tile in tiles.tiles[: int(tiles.counts[0])].tolist()]
         assert cut == [
             [expert, sum(sizes[:expert]) + at, tokens if size - at > tokens + extra else size - at]
             for expert, size in enumerate(sizes)
@@ -184,7 +211,8 @@ def check_one_token_needs_no_sort() -> None:
         routing, tiles = topk_softmax(logits, x, 3, experts=8, renormalize=True, first=first, local_experts=count)
         assert tiles is not None
         local = [(int(expert) - first, slot) for slot, expert in enumerate(routing.ids[0]) if first <= expert < first + count]
-        sizes.append(int(tiles.num_tiles))
+        sizes.append(int(tiles.counts[0]))
+        assert int(tiles.counts[1]) == 3  # they are not sorted: the only local one may be the last
         assert tiles.tiles[: sizes[-1], :3].tolist() == [[expert, slot, 1] for expert, slot in local]
         output = dispatch.run(x, part, routing, tiles, TileSize(16), 8, torch.empty_like(x))
         torch.testing.assert_close(output, reference.fused_experts(x, part, routing), rtol=1e-4, atol=1e-4)
@@ -238,8 +266,9 @@ def check_drawn() -> None:
 
 
 CHECKS = [
-    check_experts, check_other_ranks_add_the_rest, check_split_columns, check_tiles_with_more_than_they_hold, check_topk,
-    check_topk_in_groups, check_one_token_needs_no_sort, check_padding_and_copies, check_drawn,
+    check_experts, check_other_ranks_add_the_rest, check_pairs_of_other_ranks_are_behind, check_split_columns,
+    check_tiles_with_more_than_they_hold, check_topk, check_topk_in_groups, check_one_token_needs_no_sort,
+    check_padding_and_copies, check_drawn,
 ]  # fmt: skip
 
 
@@ -314,6 +343,43 @@ def test_compiles(arch: int, kind: str, tokens: int, experts: int) -> None:
         assert spilled(kernel) == 0
         assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in kernel.asm["ptx"]
         assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (arch >= 90)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("kind", ["plain", "row", "block"])
+@pytest.mark.parametrize("tokens", [1, 40, 300, 700])
+def test_ranks_with_some_of_the_experts_on_gpu(kind: str, tokens: int) -> None:
+    """Their outputs add up to that of all experts; at 300 and 700 tokens two of eight experts leave programs idle."""
+    torch.manual_seed(9)
+    hidden, inner = 1024, 2048
+    whole = experts_of(kind, count=8, hidden=hidden, inner=inner, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(tokens, 8, device="cuda")
+
+    def part(first: int, count: int) -> ExpertTensors:
+        rows = slice(first * 2 * inner, (first + count) * 2 * inner), slice(first * hidden, (first + count) * hidden)
+        scales = (
+            None if scale is None else scale[each]
+            for scale, each in zip((whole.gate_up_scale, whole.down_scale), rows, strict=True)
+        )  # fmt: skip
+        return ExpertTensors(count, first, whole.gate_up[rows[0]], whole.down[rows[1]], *scales, fp8_gemm=whole.fp8_gemm)
+
+    total = torch.zeros(tokens, hidden, device="cuda")
+    for first, count in ((0, 2), (2, 4), (6, 2)):
+        output, routing = dispatch.routed_experts(x, logits, part(first, count), top_k=2, num_experts=8, renormalize=True)
+        total += output.float()
+    wanted = reference.fused_experts(x, whole, routing).float()
+    assert (total - wanted).norm() < (3e-2 if kind != "plain" else 1e-2) * wanted.norm()
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize(("tokens", "experts", "hidden"), [(2, 8, 4096), (64, 128, 2048), (100, 128, 4096), (128, 256, 7168)])
+def test_the_router_on_gpu(tokens: int, experts: int, hidden: int) -> None:
+    x, weight = (torch.randn(size, hidden, device="cuda", dtype=torch.bfloat16) for size in (tokens, experts))
+    logits = dispatch.router_logits(x, weight, in_fp32=True)
+    assert isinstance(logits, RouterLogits)
+    wanted = x.double() @ weight.double().t()
+    assert (logits.parts.double().sum(0) - wanted).norm() < 1e-5 * wanted.norm()
 
 
 if __name__ == "__main__":

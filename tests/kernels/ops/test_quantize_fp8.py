@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.kernels_compiled import compiled
-from tests.support.kernels_interpreted import interpreted
+from tests.support.kernels_interpreted import FILLED, filled_memory, interpreted
 
 pytest.importorskip("triton")
 
@@ -43,7 +43,24 @@ def check_a_row_of_zeros() -> None:
     assert (scales > 0).all()
 
 
-CHECKS = [check_rows, check_a_row_of_zeros]
+def check_only_so_many_rows() -> None:
+    """Those behind are neither read, where they hold no numbers, nor written."""
+    from phalanx.kernels import reference
+    from phalanx.kernels.ops import quantize_fp8
+
+    x = torch.randn(5, 64)
+    x[3:] = float("nan")
+    counts = torch.tensor([9, 3], dtype=torch.int32)
+    with filled_memory():
+        quantized, scales = quantize_fp8.quantize_fp8(x, counts=counts)
+    wanted, wanted_scales = reference.quantize_fp8(x[:3])
+    assert torch.equal(quantized[:3].view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scales[:3], wanted_scales)
+    assert (quantized[3:].float() == FILLED).all()
+    assert (scales[3:] == FILLED).all()
+
+
+CHECKS = [check_rows, check_a_row_of_zeros, check_only_so_many_rows]
 
 
 def test_in_the_interpreter() -> None:
@@ -51,11 +68,13 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_compiles(arch: int) -> None:
+@pytest.mark.parametrize("counted", [False, True])
+def test_compiles(arch: int, counted: bool) -> None:
     from phalanx.kernels.ops import quantize_fp8
 
-    kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "width": "i32"}
-    compiled(quantize_fp8._quantize_fp8, kinds, {"STATIC": False, "BLOCK": 8192}, arch)
+    kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "counts": "*i32", "width": "i32"}
+    constants = {"STATIC": False, "BLOCK": 8192} | ({} if counted else {"counts": None})
+    compiled(quantize_fp8._quantize_fp8, kinds, constants, arch)
 
 
 @pytest.mark.gpu1

@@ -28,12 +28,13 @@ def supports(outputs: int, inputs: int, block: int, begin: int) -> bool:
     return block == BLOCK_K and not any(size % ALIGNMENT for size in (outputs, inputs, begin))
 
 
-def per_token_group_quant_fp8(x: Tensor, begin: int = 0) -> tuple[Tensor, Tensor]:
-    """See `reference.per_token_group_quant_fp8`, for groups of 128."""
+def per_token_group_quant_fp8(x: Tensor, begin: int = 0, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `reference.per_token_group_quant_fp8`, for groups of 128. counts [2] int32, on a GPU: the results have only counts[1]
+    rows, and any values behind them."""
     if x.is_cuda and x.is_contiguous() and has_triton():
         from phalanx.kernels.gemm.per_token_group_quant import per_token_group_quant_fp8 as kernel
 
-        return kernel(x, begin)
+        return kernel(x, begin, counts=counts)
     return reference.per_token_group_quant_fp8(x, BLOCK_K, begin)
 
 

@@ -30,12 +30,16 @@ MANY_GROUPS, FEW_GROUPS = 32, 8
 
 
 @triton.jit(do_not_specialize=["pitch", "groups"])
-def _per_token_group_quant(x, out, scales, pitch, columns, groups, SKIP: tl.constexpr, GROUPS: tl.constexpr, SM: tl.constexpr):
-    """scales [groups, pitch]: GEMMs read those of adjacent tokens together."""
+def _per_token_group_quant(
+    x, out, scales, counts, pitch, columns, groups, SKIP: tl.constexpr, GROUPS: tl.constexpr, SM: tl.constexpr
+):  # fmt: skip
+    """scales [groups, pitch]: GEMMs read those of adjacent tokens together. counts: see `per_token_group_quant_fp8`."""
     if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
+    if counts is not None and row >= tl.load(counts + 1):
+        return
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = group * GROUP + tl.arange(0, GROUP)[None, :] - SKIP
     mask = (column >= 0) & (column < columns)
@@ -52,13 +56,15 @@ def empty_scales(tokens: int, groups: int, device: torch.device) -> Tensor:
     return torch.empty((groups, pitch), dtype=torch.float32, device=device)[:, :tokens].t()
 
 
-def per_token_group_quant_fp8(x: Tensor, begin: int = 0, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
+def per_token_group_quant_fp8(
+    x: Tensor, begin: int = 0, *, rows: int | None = None, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The kernel of `reference.per_token_group_quant_fp8` for groups of 128; x [T, in] contiguous in bf16, fp16 or fp32, `in` and
     begin multiples of 16. The scales [T, groups] lie with tokens side by side, a group's padded to a multiple of `PITCH`: as
     `block_scaled_gemm` reads them.
 
     rows: of both results instead of T; rows beyond T are not set, and a group's scales follow those of the group before without a
-    gap, as torch reads them."""
+    gap, as torch reads them. counts [2] int32: rows of x from counts[1] on are not quantized, and not set either."""
     tokens, columns = x.shape
     groups = triton.cdiv(begin + columns, GROUP.value)
     out = torch.empty((rows or tokens, columns), dtype=torch.float8_e4m3fn, device=x.device)
@@ -70,7 +76,7 @@ def per_token_group_quant_fp8(x: Tensor, begin: int = 0, *, rows: int | None = N
         sm = sm_arch(x.device)
         groups_per_program = MANY_GROUPS if tokens > block_heuristics.FEW_TOKENS else FEW_GROUPS
         _per_token_group_quant[(tokens, triton.cdiv(groups, groups_per_program))](
-            x, out.view(torch.uint8), scales, scales.stride(1), columns, groups, SKIP=begin, GROUPS=groups_per_program, SM=sm,
-            num_warps=4 if groups_per_program == MANY_GROUPS else 2, launch_pdl=sm >= 90,
+            x, out.view(torch.uint8), scales, counts, scales.stride(1), columns, groups, SKIP=begin,
+            GROUPS=groups_per_program, SM=sm, num_warps=4 if groups_per_program == MANY_GROUPS else 2, launch_pdl=sm >= 90,
         )  # fmt: skip
     return out, scales

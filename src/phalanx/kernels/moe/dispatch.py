@@ -167,7 +167,9 @@ def run(
     common = {"top_k": routing.top_k, "experts": experts.count, "dtype": x.dtype}
     values, scale = quantized or _quantized(x, experts, experts.input_scale, 0)
     inner = grouped_gemm(values, scale, experts.gate_up, experts.gate_up_scale, tiles, first, gated=True, **common)  # type: ignore[arg-type]
-    values, scale = _quantized(inner, experts, experts.inner_scale, experts.begin)
+    # Rows of pairs with other ranks' experts are behind those of this one's, and nothing has written them.
+    counts = tiles.counts if experts.count < num_experts else None
+    values, scale = _quantized(inner, experts, experts.inner_scale, experts.begin, counts)
     sums = grouped_gemm(
         values, scale, experts.down, experts.down_scale, tiles, second, gated=False, begin=experts.begin, **common,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -180,11 +182,13 @@ def _tile_size(experts: ExpertTensors, x: Tensor, top_k: int, num_experts: int) 
     return heuristics.tile_size(len(x), top_k, num_experts, gpu(x.device).sm)
 
 
-def _quantized(x: Tensor, experts: ExpertTensors, static: Tensor | None, begin: int) -> tuple[Tensor, Tensor | None]:
-    """x as the next GEMM takes it, and its scales."""
+def _quantized(
+    x: Tensor, experts: ExpertTensors, static: Tensor | None, begin: int, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """x as the next GEMM takes it, and its scales; of the first counts[1] rows alone."""
     if not experts.fp8_gemm:
         return x, None
     if experts.by_block:
-        return per_token_group_quant_fp8(x, begin)
-    values, scale = kernels.quantize_fp8(x, static)
+        return per_token_group_quant_fp8(x, begin, counts)
+    values, scale = kernels.quantize_fp8(x, static, counts)
     return values, scale if static is None else static

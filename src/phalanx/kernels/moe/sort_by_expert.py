@@ -27,17 +27,18 @@ MAX_CHUNK = 4096
 
 class Tiles(NamedTuple):
     """pairs [P] int32: the numbers of pairs (token * top_k + slot) in sorted order. tiles [most, TILE_FIELDS] int32, the first
-    num_tiles [1] int32 of which exist. most: no routing has more."""
+    counts[0] of which exist. counts [2] int32: tiles; and pairs in sorted order, which are those with experts of this rank. most:
+    no routing has more tiles."""
 
     pairs: Tensor
     tiles: Tensor
-    num_tiles: Tensor
+    counts: Tensor
     most: int
 
 
 def empty_tiles(pairs: int, most: int, device: torch.device) -> Tiles:
     """Uninitialized lists."""
-    first, second, third = (torch.empty(size, dtype=torch.int32, device=device) for size in ((pairs,), (most, TILE_FIELDS), (1,)))
+    first, second, third = (torch.empty(size, dtype=torch.int32, device=device) for size in ((pairs,), (most, TILE_FIELDS), (2,)))
     return Tiles(first, second, third, most)
 
 
@@ -56,7 +57,7 @@ def _num_tiles(size, TOKENS: tl.constexpr, EXTRA: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "first"], do_not_specialize_on_alignment=["load"])
 def _sort_by_expert(
-    ids, pairs, tiles, num_tiles, load, count, first, experts, BINS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
+    ids, pairs, tiles, counts, load, count, first, experts, BINS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
     EXTRA: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     if SM >= 90:
@@ -85,7 +86,8 @@ def _sort_by_expert(
         tl.store(place + 1, before + i * TOKENS)
         tl.store(place + 2, tl.where(i == own_tiles - 1, size - i * TOKENS, TOKENS))
     if expert == experts - 1:
-        tl.store(num_tiles, tile + own_tiles)
+        tl.store(counts, tile + own_tiles)
+        tl.store(counts + 1, before + size)
 
 
 def sort_by_expert(ids: Tensor, *, first: int, experts: int, tokens: int, extra: int = 0, load: Tensor | None = None) -> Tiles:

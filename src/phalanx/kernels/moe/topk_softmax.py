@@ -104,8 +104,9 @@ def _placed(chosen, physical, kv_slots, token, COPIES: tl.constexpr):
 
 
 @triton.jit
-def _store_tiles(pairs, tiles, num_tiles, load, chosen, slot, real, first, local_experts, FIELDS: tl.constexpr):
-    """Of a token that is alone: each pair of it with an expert of this rank is a tile."""
+def _store_tiles(pairs, tiles, counts, load, chosen, slot, real, first, local_experts, FIELDS: tl.constexpr):
+    """Of a token that is alone: each pair of it with an expert of this rank is a tile. Its pairs are not sorted: all of them may be
+    some expert's of this rank."""
     local = chosen - first
     is_local = real & (local >= 0) & (local < local_experts)
     place = tiles + (tl.cumsum(is_local.to(tl.int32), 0) - 1) * FIELDS
@@ -113,7 +114,8 @@ def _store_tiles(pairs, tiles, num_tiles, load, chosen, slot, real, first, local
     tl.store(place, local, is_local)
     tl.store(place + 1, slot, is_local)
     tl.store(place + 2, 1, is_local)
-    tl.store(num_tiles, tl.sum(is_local.to(tl.int32), 0))
+    tl.store(counts, tl.sum(is_local.to(tl.int32), 0))
+    tl.store(counts + 1, tl.sum(real.to(tl.int32), 0))
     if load is not None:
         tl.store(load + local, tl.load(load + local, is_local, 0) + 1, is_local)
 
@@ -121,7 +123,7 @@ def _store_tiles(pairs, tiles, num_tiles, load, chosen, slot, real, first, local
 # A layer's counters and a step's KV slots are parts of larger tensors: they lie on any 8 bytes.
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["kv_slots", "load"])
 def _topk_softmax(
-    logits, logit_bias, bias, x, log_weights, kv_slots, physical, weights, ids, pairs, tiles, num_tiles, load, tokens, experts,
+    logits, logit_bias, bias, x, log_weights, kv_slots, physical, weights, ids, pairs, tiles, counts, load, tokens, experts,
     hidden, first, local_experts, scale, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, DRAWN: tl.constexpr,
     SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_LANES: tl.constexpr,
     ALONE: tl.constexpr, COPIES: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr,
@@ -167,7 +169,7 @@ def _topk_softmax(
     tl.store(weights + place, weight, real)
     tl.store(ids + place, chosen, real)
     if ALONE:
-        _store_tiles(pairs, tiles, num_tiles, load, chosen, slot, real, first, local_experts, FIELDS)
+        _store_tiles(pairs, tiles, counts, load, chosen, slot, real, first, local_experts, FIELDS)
 
 
 def topk_softmax(

@@ -118,12 +118,13 @@ def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) 
     return Quantized(*reference.silu_mul_quant_fp8(gate_up, scale))
 
 
-def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `reference.quantize_fp8`."""
+def quantize_fp8(x: Tensor, scale: Tensor | None = None, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `reference.quantize_fp8`. counts [2] int32, on a GPU: the results have only counts[1] rows, and any values behind
+    them."""
     if x.is_cuda and x.dim() == 2 and x.is_contiguous() and x.shape[1] <= MAX_QUANTIZED_COLUMNS and has_triton():
         from phalanx.kernels.ops.quantize_fp8 import quantize_fp8 as kernel
 
-        return kernel(x, scale)
+        return kernel(x, scale, counts)
     return reference.quantize_fp8(x, scale)
 
 

@@ -22,12 +22,14 @@ from phalanx.kernels.quantize import clipped, e4m3_byte, scale_of
 
 
 @triton.jit
-def _quantize_fp8(x, out, scales, width, STATIC: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr):
-    """scales: with STATIC one scale for all, which is read; else one per row, which is written."""
+def _quantize_fp8(x, out, scales, counts, width, STATIC: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr):
+    """scales: with STATIC one scale for all, which is read; else one per row, which is written. counts: see `quantize_fp8`."""
     if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
+    if counts is not None and row >= tl.load(counts + 1):
+        return
     column = tl.arange(0, BLOCK)
     mask = column < width
     begin = row.to(tl.int64) * width
@@ -43,9 +45,9 @@ def _quantize_fp8(x, out, scales, width, STATIC: tl.constexpr, BLOCK: tl.constex
     tl.store(out + begin + column, e4m3_byte(scaled, SM), mask)
 
 
-def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor, scale: Tensor | None = None, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The kernel of `reference.quantize_fp8`, for x [T, H] contiguous (bf16, fp16, fp32), H up to
-    `MAX_QUANTIZED_COLUMNS`."""
+    `MAX_QUANTIZED_COLUMNS`. counts [2] int32: rows from counts[1] on are not quantized, and both results are not set there."""
     tokens, width = x.shape
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((tokens, 1), dtype=torch.float32, device=x.device) if scale is None else scale
@@ -53,7 +55,7 @@ def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
         sm = sm_arch(x.device)
         block = triton.next_power_of_2(width)
         _quantize_fp8[(tokens,)](
-            x, out.view(torch.uint8), scales, width, STATIC=scale is not None, BLOCK=block, SM=sm,
+            x, out.view(torch.uint8), scales, counts, width, STATIC=scale is not None, BLOCK=block, SM=sm,
             num_warps=column_warps(block, tokens), launch_pdl=sm >= 90,
         )  # fmt: skip
     return out, scales
