@@ -53,12 +53,17 @@ def test_sizes_of_any_rows_are_close_where_padding_costs(slots: int, most: int, 
 
 @pytest.mark.parametrize(
     ("name", "weight_dtype", "ranks", "tokens"),
-    [("llama-3-8b", torch.bfloat16, 1, 1375), ("llama-3-70b", FP8, 1, 700), ("llama-3-70b", FP8, 4, 2803)],
+    [
+        ("llama-3-8b", torch.bfloat16, 1, 1375),
+        ("llama-3-70b", FP8, 1, 700),
+        ("llama-3-70b", FP8, 4, 2803),
+        ("mixtral-8x7b", FP8, 1, 1520),  # 2 of 8 experts
+    ],
 )
 def test_large_steps_of_large_layers_are_not_max_graph_tokens(
     tmp_path: Path, name: str, weight_dtype: torch.dtype, ranks: int, tokens: int
 ) -> None:
-    """Ranks come to the same whatever each holds of a layer."""
+    """Ranks come to the same whatever each holds of a layer. Of experts, a token is multiplied with those that it reaches."""
     context = SimpleNamespace(dtype=torch.bfloat16, group=SimpleNamespace(size=ranks))
     layer = SimpleNamespace(parameters=lambda: [torch.empty(1, dtype=weight_dtype, device="meta")])
     model: Any = SimpleNamespace(layers=[layer], context=context, shape=ModelShape.from_folder(shapes.write(name, tmp_path / name)))

@@ -190,7 +190,7 @@ class Costs:
     @property
     def graph_tokens(self) -> int:
         """Up to how many tokens a step with prompts is replayed from a graph."""
-        per_layer = footprint.layer_weight_bytes(self.shape, 0, self.dtype, self.split)
+        per_layer = footprint.active_layer_bytes(self.shape, 0, self.dtype, self.split)
         return min(graphs.MIXED_GRAPH_TOKENS[-1], graphs.max_graph_tokens(per_layer))
 
     def seconds(self, work: Work) -> float:

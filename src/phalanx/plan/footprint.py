@@ -106,6 +106,16 @@ def layer_weight_bytes(shape: Shape, layer: int, dtype: str, split: Split) -> in
 
 
 @cache
+def active_layer_bytes(shape: Shape, layer: int, dtype: str, split: Split) -> float:
+    """Of one layer's bytes on one rank, those that one token of each group is multiplied with."""
+    total = 0.0
+    for tensor in layer_tensors(shape, layer):
+        reached = shape.experts.per_token / shape.experts.count * split.ep if tensor.experts and shape.experts is not None else 1.0
+        total += tensor_bytes(shape, tensor, dtype, split) * reached
+    return total
+
+
+@cache
 def stage_layers(shape: Shape, dtype: str, pp: int) -> tuple[range, ...]:
     """The layers of each pipeline stage, balanced as the engine balances them."""
     one = Split()

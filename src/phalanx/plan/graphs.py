@@ -47,7 +47,8 @@ def graph_sizes(max_rows: int, max_tokens: int) -> tuple[list[GraphSize], list[G
 
 
 def max_graph_tokens(layer_bytes: float) -> int:
-    """Up to how many tokens an eager step would have the GPU wait for the host. layer_bytes: weights of one layer on one rank."""
+    """Up to how many tokens an eager step would have the GPU wait for the host. layer_bytes: weights of one layer on one rank; of
+    routed experts those that a token reaches, as it is multiplied with no others."""
     return int(HOST_SECONDS * BYTES_PER_SECOND / layer_bytes)
 
 

@@ -49,6 +49,17 @@ def layer_bytes(shape: ModelShape, dtype: str) -> WeightBytes:
     return WeightBytes(per_layer, vocabulary, vocabulary + shape.hidden_size * size)
 
 
+def active_layer_bytes(shape: ModelShape, dtype: str) -> float:
+    """Of the first layer's bytes, those that one token is multiplied with: of routed experts the ones that it reaches."""
+    total = float(layer_bytes(shape, dtype).layers[0])
+    experts = shape.experts_in(0)
+    if experts is None:
+        return total
+    of_experts = (tensor for tensor in _declared(shape, 0) if tensor.experts)
+    routed = sum(_bytes(shape, tensor, name, dims, dtype) for tensor in of_experts for name, dims in tensor.on_disk())
+    return total - routed * (1 - experts.per_token / experts.count)
+
+
 def expert_bytes(shape: ModelShape, dtype: str) -> int:
     """Bytes of the routed experts of all layers, which are among those of `layer_bytes`; 0 for a dense model."""
     total = 0

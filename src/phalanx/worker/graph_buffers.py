@@ -19,7 +19,7 @@ from phalanx.models.registry import Model
 from phalanx.plan import graphs
 from phalanx.plan.graphs import GraphSize as GraphSize
 from phalanx.plan.graphs import graph_sizes as graph_sizes
-from phalanx.plan.weight_tensors import layer_bytes
+from phalanx.plan.weight_tensors import active_layer_bytes
 from phalanx.worker.input_batch import HostBatch, Ints, Words
 
 NewBlocks = tuple[Ints, Words]
@@ -36,7 +36,7 @@ def max_graph_tokens(model: Model) -> int:
     some scales or heads of a layer, and must capture the same sizes."""
     fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in model.layers[0].parameters())
     dtype = "fp32" if model.context.dtype.itemsize == 4 else "bf16"
-    bytes_per_rank = layer_bytes(model.shape, "fp8" if fp8 else dtype).layers[0] / model.context.group.size
+    bytes_per_rank = active_layer_bytes(model.shape, "fp8" if fp8 else dtype) / model.context.group.size
     return graphs.max_graph_tokens(bytes_per_rank)
 
 
