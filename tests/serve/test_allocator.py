@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
+import pytest
 
+from phalanx.serve import allocator
 from phalanx.serve.openai.body import LARGE_BYTES
 from tests.support.serve_processes import Served, fake_server, until
 from tests.support.serve_worst_bodies import BODIES, TEMPLATE, plain, post
@@ -54,3 +59,32 @@ def test_memory_goes_back_after_hostile_bodies(tmp_path, tiny_model):
         until(lambda: max(readers()) < reader_level + MAX_GROWTH, GOES_BACK_SECONDS, every=0.2)
         print(f"MEMORY before {level >> 20} MiB, most {most >> 20} MiB, after {memory() >> 20} MiB")
         print(f"READERS before {reader_level >> 20} MiB, after {[size >> 20 for size in readers()]} MiB")
+
+
+def test_what_is_freed_late_goes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is trimmed while it still frees shrinks in steps, of which the last ones are small, and then lets go of the
+    rest: no growth says that another time is worth it."""
+    used = {3: 200, 4: 155, 9: 105}  # MiB from these checks on
+    checks, trims, rss = [0], [], [100]
+
+    def trim(_: int) -> int:
+        trims.append(checks[0])
+        rss[0] = next(mib for check, mib in reversed(used.items()) if check <= checks[0])
+        return 1
+
+    async def one_check(_: float) -> None:
+        checks[0] += 1
+        if checks[0] == 3:
+            rss[0] = 300
+        if checks[0] > 100:
+            raise asyncio.CancelledError
+
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=rss[0] << 20))
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=trim))
+    monkeypatch.setattr(allocator.psutil, "Process", lambda: process)
+    monkeypatch.setattr(allocator.asyncio, "sleep", one_check)
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(allocator.trim_when_idle(lambda: True))
+    assert rss[0] == 105
+    assert trims[:2] == [3, 4]
+    assert len(trims) <= 1 + allocator._TIMES  # an idle server is left alone
