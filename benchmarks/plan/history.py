@@ -2,7 +2,8 @@
 """What the engine did when committed rows were measured, and does no longer: priced for those rows alone.
 
 Until 72457fc each layer with experts in FP8 gathered the residual in front of its router, from OWNED_ROWS rows of a step on: an
-all-reduce of owned rows did not keep the norm that the router reads.
+all-reduce of owned rows did not keep the norm that the router reads. Until 4e866e7 a token alone made each rank read an expert for
+each of its pairs, and until a8af21f few steps with prompts of a mixture were replayed from graphs.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.plan.rows import Row
-from phalanx.plan import coefficients
+from phalanx.plan import coefficients, footprint, graphs
 from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.cost import Costs
 
 GATHERED_UNTIL = "2026-11-25"
 """The last day with figures of engines that gathered the residual."""
+OLDER_OF_THAT_DAY = {"8921e63e6b6a", "7d0dae5", "87975dc"}
+"""Commits of the day after it that are older than what follows."""
 OWNED_ROWS = 128
 """Rows of a step from which on all-reduces left the residual with the ranks that own its rows."""
 
@@ -27,7 +30,17 @@ class FittedCoefficients(Coefficients):
     c_gather: float = 0.0
 
 
-class GatheringCosts(Costs):
+class FewGraphsCosts(Costs):
+    """Those of an engine that counted all experts of a layer, not those that a token reaches, to find up to how many tokens of a
+    step with prompts a graph pays."""
+
+    @property
+    def graph_tokens(self) -> int:
+        per_layer = footprint.layer_weight_bytes(self.shape, 0, self.dtype, self.split)
+        return min(graphs.MIXED_GRAPH_TOKENS[-1], graphs.max_graph_tokens(per_layer))
+
+
+class GatheringCosts(FewGraphsCosts):
     """Those of an engine that gathered the residual."""
 
     def _all_reduces_us(self, tokens: int, layers: int, moe_layers: int) -> float:
@@ -41,8 +54,11 @@ class GatheringCosts(Costs):
         return us + moe_layers * (now.c_gather + gather)
 
 
-def gathered(row: Row) -> bool:
-    return row.date <= GATHERED_UNTIL
+def costs_of(row: Row) -> type[Costs]:
+    """Those of the engine that a row was measured with."""
+    if row.date <= GATHERED_UNTIL:
+        return GatheringCosts
+    return FewGraphsCosts if row.commit in OLDER_OF_THAT_DAY else Costs
 
 
 def fitted() -> FittedCoefficients:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from benchmarks.plan.history import FittedCoefficients, GatheringCosts, gathered
+from benchmarks.plan import history
+from benchmarks.plan.history import FittedCoefficients
 from benchmarks.plan.rows import REFERENCE_GBPS, Row, shape_named
 from phalanx.hardware import catalogue
 from phalanx.plan import burst
@@ -26,10 +27,9 @@ def predicted(row: Row, coefficients: FittedCoefficients) -> float:
 
 def costs_of_row(row: Row, coefficients: FittedCoefficients) -> Costs:
     """Those of the engine that the row was measured with."""
-    kind_of_costs = GatheringCosts if gathered(row) else Costs
     return costs_of(
         row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients, row.bandwidth, row.moe_ep, row.ep,
-        row.exchange, kind_of_costs,
+        row.exchange, history.costs_of(row),
     )  # fmt: skip
 
 

@@ -56,8 +56,6 @@ def beside_prompts(work: Workload) -> bool:
     return work.kind == "decode" and work.requests * work.input_len > 8192 * work.output_len // 2
 
 
-OTHERS_EXPERTS_READ = "2026-11-26"
-"""The last date of engines of before the tiles of a token alone were those of its own rank's experts."""
 WITHOUT_ROUTER = {
     "mixtral-8x7b", "mixtral-8x7b_ep2_kv_fp8", "mixtral-8x7b_ep2_one_sided_kv_fp8", "mixtral-8x7b_ep2_a2a_kv_fp8",
     "mixtral-8x7b_replicas2_kv_fp8", "mixtral-8x7b_tp2_1024_decodes_kv_fp8", "qwen3-30b-a3b", "deepseek-v3_4_layers_tp2",
@@ -104,9 +102,10 @@ class Row:
             return "most tokens are decoded beside the prompts of other requests"
         if self.file.startswith("llama-3.1-8b_contexts") and self.workload.input_len >= 8192:
             return "decode attention of long rows is faster since 3a955f5"
-        if self.moe_ep > 1 and self.workload.requests == 1 and self.date <= OTHERS_EXPERTS_READ:
+        split = self.moe_ep > 1 and self.commit == "87975dc"
+        if split and self.workload.requests == 1:
             return "a token alone made each rank read an expert for each of its pairs then, also for those of other ranks"
-        if self.file == "mixtral-8x7b_tp4_moe_ep4_kv_fp8" and self.workload.requests > 64:
+        if split and self.model == "mixtral-8x7b" and self.workload.requests > 64:
             return "the second GEMM of two experts had programs for half of the multiprocessors then"
         return ""
 

@@ -352,7 +352,7 @@ def test_ranks_with_some_of_the_experts_on_gpu(kind: str, tokens: int) -> None:
     """Their outputs add up to that of all experts; at 300 and 700 tokens two of eight experts leave programs idle."""
     torch.manual_seed(9)
     hidden, inner = 1024, 2048
-    whole = experts_of(kind, count=8, hidden=hidden, inner=inner, device="cuda", dtype=torch.bfloat16)
+    layer = experts_of(kind, count=8, hidden=hidden, inner=inner, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     logits = torch.randn(tokens, 8, device="cuda")
 
@@ -360,15 +360,15 @@ def test_ranks_with_some_of_the_experts_on_gpu(kind: str, tokens: int) -> None:
         rows = slice(first * 2 * inner, (first + count) * 2 * inner), slice(first * hidden, (first + count) * hidden)
         scales = (
             None if scale is None else scale[each]
-            for scale, each in zip((whole.gate_up_scale, whole.down_scale), rows, strict=True)
+            for scale, each in zip((layer.gate_up_scale, layer.down_scale), rows, strict=True)
         )  # fmt: skip
-        return ExpertTensors(count, first, whole.gate_up[rows[0]], whole.down[rows[1]], *scales, fp8_gemm=whole.fp8_gemm)
+        return ExpertTensors(count, first, layer.gate_up[rows[0]], layer.down[rows[1]], *scales, fp8_gemm=layer.fp8_gemm)
 
     total = torch.zeros(tokens, hidden, device="cuda")
     for first, count in ((0, 2), (2, 4), (6, 2)):
         output, routing = dispatch.routed_experts(x, logits, part(first, count), top_k=2, num_experts=8, renormalize=True)
         total += output.float()
-    wanted = reference.fused_experts(x, whole, routing).float()
+    wanted = reference.fused_experts(x, layer, routing).float()
     assert (total - wanted).norm() < (3e-2 if kind != "plain" else 1e-2) * wanted.norm()
 
 
