@@ -15,7 +15,7 @@ from phalanx.kernels import reference as ops
 from phalanx.kernels.moe import dispatch, heuristics, reference
 from phalanx.kernels.moe.heuristics import ExpertTiling, TileSize
 from phalanx.kernels.moe.tensors import ExpertTensors, RouterLogits, Routing, TrafficPattern
-from tests.support.kernels_compiled import compiled_as, spilled
+from tests.support.kernels_compiled import compiled, compiled_as, spilled
 from tests.support.kernels_interpreted import FILLED, filled_memory, interpreted, let_loops_begin_anywhere
 from tests.support.kernels_routing import routings
 
@@ -343,6 +343,30 @@ def test_compiles(arch: int, kind: str, tokens: int, experts: int) -> None:
         assert spilled(kernel) == 0
         assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in kernel.asm["ptx"]
         assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (arch >= 90)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("experts", "top_k", "slots"), [(8, 2, 2), (128, 8, 8)])
+def test_choice_and_sort_compile(arch: int, alone: bool, experts: int, top_k: int, slots: int) -> None:
+    """As they are launched: the choice of one token, which makes the tiles itself, and of many, in one warp; and the sort."""
+    import triton.language as tl
+
+    from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, _sort_by_expert
+    from phalanx.kernels.moe.topk_softmax import _topk_softmax
+
+    lists = {"pairs": "*i32", "tiles": "*i32", "counts": "*i32", "load": "*i64"}
+    pointers = {"logits": "*fp32", "x": "*bf16", "weights": "*fp32", "ids": "*i32", "kv_slots": "*i64", "scale": "fp32", **lists}
+    constants: dict[str, Any] = {
+        **dict.fromkeys(("logit_bias", "bias", "log_weights", "physical")), "TOP_K": top_k, "RENORMALIZE": True, "DRAWN": False,
+        "SIGMOID": False, "GROUPS": 1, "TOP_GROUPS": 1, "GROUP_SIZE": experts, "GROUP_LANES": experts, "ALONE": alone, "COPIES": 0,
+        "EXPERTS": max(16, experts), "SLOTS": slots, "FIELDS": TILE_FIELDS, "PARTS": 2, "DTYPE": tl.float32, "SM": arch,
+    } | ({} if alone else dict.fromkeys(lists))  # fmt: skip
+    kinds = pointers | dict.fromkeys(("tokens", "experts", "hidden", "first", "local_experts"), "i32")
+    assert spilled(compiled_as(_topk_softmax, kinds, constants, arch, num_warps=1)) == 0
+    if not alone:
+        constants = {"BINS": max(16, 2 * experts), "CHUNK": 1024, "TOKENS": 64, "EXTRA": 16, "FIELDS": TILE_FIELDS}
+        compiled(_sort_by_expert, lists | {"ids": "*i32"} | dict.fromkeys(("count", "first", "experts"), "i32"), constants, arch)
 
 
 @pytest.mark.gpu1
