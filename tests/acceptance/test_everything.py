@@ -60,7 +60,6 @@ def test_the_commands_of_all_works_are_understood() -> None:
             require_parsed(list(work.python[2:]))
         modules = [module for flag, module in pairwise(work.python) if flag == "-m" and "." in module]
         assert all(find_spec(module) for module in modules), name
-        assert all((harness.ROOT / word).exists() for word in work.python if word.startswith("tests/")), name
 
 
 def test_what_is_packed(tmp_path: Path) -> None:
@@ -111,7 +110,8 @@ def _read(path: Path) -> bytes:
 
 def test_every_work_fits_four_gpus_and_an_unknown_one_is_named(tmp_path: Path) -> None:
     known = everything.works()
-    assert all((harness.ROOT / word).exists() for work in known.values() for word in work.python if "/" in word)
+    words = [word for work in known.values() for word in work.python if "/" in word and not word.startswith("OUT/")]
+    assert all((harness.ROOT / word).exists() for word in words)
     assert all(work.gpus in (1, 2, 4) and (work.bench or work.served or work.python) for work in known.values())
     refused = subprocess.run([*SCRIPT, "--out", tmp_path, "--only", "tp5"], capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2
