@@ -150,7 +150,7 @@ def _ranks(count: int, module: str, *arguments: str) -> list[str]:
 
 
 def _tune(ranks: int, seconds: int) -> list[str]:
-    """The whole grid, its most used sizes first in a run that is cut off: a second one goes on."""
+    """The whole grid; the same command goes on where a run was cut off."""
     return [
         "-m", "phalanx", "allreduce", "tune", "--tp_size", str(ranks), "--save_csv_dir", f"OUT/tune{ranks}", "--time_limit",
         str(seconds), "--no_install",

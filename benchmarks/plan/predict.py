@@ -57,7 +57,7 @@ SLOTS: int = EngineOptions.model_fields["max_batch_size"].default
 FRACTION = PlanRequest.fraction
 """Of the free memory, the KV cache's part in every prediction: KV tokens of a start with another one are not compared."""
 DECODES = ("decode-1", "decode-64", "decode-256")
-THOUSANDS = "batch-512x1000x1000"
+BATCH = "batch-512x1000x1000"
 TP4, TP2_PP2, MOE_EP4 = PlannedLayout(4, 1, 1, 1), PlannedLayout(2, 2, 1, 1), PlannedLayout(4, 1, 1, 1, moe_ep=4)
 
 
@@ -66,20 +66,20 @@ def _four(model: str, layout: PlannedLayout, *workloads: str, slots: int = 512, 
 
 
 CASES = (
-    _four("llama-3-70b", TP4, *DECODES, "decode-512", THOUSANDS),
-    _four("llama-3-70b", TP2_PP2, *DECODES[:2], THOUSANDS),
+    _four("llama-3-70b", TP4, *DECODES, "decode-512", BATCH),
+    _four("llama-3-70b", TP2_PP2, *DECODES[:2], BATCH),
     _four("llama-3.1-405b", TP4, *DECODES, "batch-256x1000x500", slots=256),
     _four("llama-3.1-405b", TP2_PP2, *DECODES[:2], slots=256),
-    _four("mixtral-8x7b", TP4, *DECODES, "decode-512", THOUSANDS),
+    _four("mixtral-8x7b", TP4, *DECODES, "decode-512", BATCH),
     _four("mixtral-8x7b", TP4, "batch-1024x1000x1000", slots=1024),
-    _four("mixtral-8x7b", MOE_EP4, *DECODES, THOUSANDS),
-    _four("mixtral-8x7b", PlannedLayout(2, 1, 2, 1), *DECODES, THOUSANDS),
+    _four("mixtral-8x7b", MOE_EP4, *DECODES, BATCH),
+    _four("mixtral-8x7b", PlannedLayout(2, 1, 2, 1), *DECODES, BATCH),
     _four("mixtral-8x7b", PlannedLayout(2, 1, 1, 2), "batch-1024x1000x1000"),
     _four("mixtral-8x7b", PlannedLayout(1, 1, 1, 4), "batch-1024x1000x1000", "batch-2048x1000x1000"),
-    _four("mixtral-8x22b", TP4, *DECODES, THOUSANDS),
-    _four("qwen3-235b-a22b", TP4, *DECODES, THOUSANDS),
-    _four("qwen3-235b-a22b", MOE_EP4, *DECODES, THOUSANDS),
-    _four("deepseek-v2", TP4, *DECODES, THOUSANDS, kv="auto"),
+    _four("mixtral-8x22b", TP4, *DECODES, BATCH),
+    _four("qwen3-235b-a22b", TP4, *DECODES, BATCH),
+    _four("qwen3-235b-a22b", MOE_EP4, *DECODES, BATCH),
+    _four("deepseek-v2", TP4, *DECODES, BATCH, kv="auto"),
 )
 """max_batch_size is of each replica."""
 
