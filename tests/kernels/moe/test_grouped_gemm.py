@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from phalanx.kernels import reference as ops
 from phalanx.kernels.moe import dispatch, heuristics, reference
 from phalanx.kernels.moe.heuristics import ExpertTiling, TileSize
 from phalanx.kernels.moe.tensors import ExpertTensors, RouterLogits, Routing, TrafficPattern
-from tests.support.kernels_compiled import compiled, compiled_as, spilled
+from tests.support.kernels_compiled import compiled_as, spilled
 from tests.support.kernels_interpreted import FILLED, filled_memory, interpreted, let_loops_begin_anywhere
 from tests.support.kernels_routing import routings
 
@@ -100,6 +101,29 @@ def check_pairs_of_other_ranks_are_behind() -> None:
     assert torch.equal(scales[: len(local)], wanted_scales)
     assert (values[len(local) :].float() == FILLED).all()
     assert (scales[len(local) :] == FILLED).all()
+
+
+def check_many_pairs_are_sorted_by_segments() -> None:
+    """The same lists as from one kernel: of thousands of pairs, and of a few that are cut as many would be."""
+    from phalanx.kernels.moe import sort_by_expert as module
+
+    torch.manual_seed(9)
+    few = {"ONE_KERNEL_PAIRS": 16, "MAX_CHUNK": 32, "MAX_SEGMENTS": 4}
+    as_ever = {name: getattr(module, name) for name in few}
+    for tokens, limits in ((3000, as_ever), (100, few), (9, few)):
+        ids = torch.randint(-1, 6, (tokens, 3), dtype=torch.int32)
+        for first, count in ((0, 6), (2, 3)):
+            loads = [torch.arange(count), torch.arange(count)]
+            cut: dict[str, Any] = {"first": first, "experts": count, "tokens": 16, "extra": 8}
+            with mock.patch.object(module, "ONE_KERNEL_PAIRS", 1 << 30):
+                wanted = module.sort_by_expert(ids, **cut, load=loads[0])
+            with mock.patch.multiple(module, **limits):
+                sorted_pairs = module.sort_by_expert(ids, **cut, load=loads[1])
+            tiles, pairs = wanted.counts.tolist()
+            assert sorted_pairs.counts.tolist() == [tiles, pairs]
+            assert torch.equal(sorted_pairs.pairs[:pairs], wanted.pairs[:pairs])
+            assert torch.equal(sorted_pairs.tiles[:tiles, :3], wanted.tiles[:tiles, :3])
+            assert torch.equal(loads[0], loads[1])
 
 
 def check_split_columns() -> None:
@@ -266,7 +290,8 @@ def check_drawn() -> None:
 
 
 CHECKS = [
-    check_experts, check_other_ranks_add_the_rest, check_pairs_of_other_ranks_are_behind, check_split_columns,
+    check_experts, check_other_ranks_add_the_rest, check_pairs_of_other_ranks_are_behind,
+    check_many_pairs_are_sorted_by_segments, check_split_columns,
     check_tiles_with_more_than_they_hold, check_topk, check_topk_in_groups, check_one_token_needs_no_sort,
     check_padding_and_copies, check_drawn,
 ]  # fmt: skip
@@ -349,10 +374,12 @@ def test_compiles(arch: int, kind: str, tokens: int, experts: int) -> None:
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(("experts", "top_k", "slots"), [(8, 2, 2), (128, 8, 8)])
 def test_choice_and_sort_compile(arch: int, alone: bool, experts: int, top_k: int, slots: int) -> None:
-    """As they are launched: the choice of one token, which makes the tiles itself, and of many, in one warp; and the sort."""
+    """As they are launched: the choice of one token, which makes the tiles itself, and of many, in one warp; the sort, of many
+    pairs by two kernels; and the sum."""
     import triton.language as tl
 
-    from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, _sort_by_expert
+    from phalanx.kernels.moe.combine import _combine
+    from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, _count_segments, _sort_by_expert, _sort_segments
     from phalanx.kernels.moe.topk_softmax import _topk_softmax
 
     lists = {"pairs": "*i32", "tiles": "*i32", "counts": "*i32", "load": "*i64"}
@@ -365,13 +392,25 @@ def test_choice_and_sort_compile(arch: int, alone: bool, experts: int, top_k: in
     kinds = pointers | dict.fromkeys(("tokens", "experts", "hidden", "first", "local_experts"), "i32")
     assert spilled(compiled_as(_topk_softmax, kinds, constants, arch, num_warps=1)) == 0
     if not alone:
-        constants = {"BINS": max(16, 2 * experts), "CHUNK": 1024, "TOKENS": 64, "EXTRA": 16, "FIELDS": TILE_FIELDS}
-        compiled(_sort_by_expert, lists | {"ids": "*i32"} | dict.fromkeys(("count", "first", "experts"), "i32"), constants, arch)
+        counted = {"BINS": max(16, 2 * experts), "CHUNK": 4096, "SM": arch}
+        cut = {"TOKENS": 64, "EXTRA": 16, "FIELDS": TILE_FIELDS}
+        kinds = {**lists, "ids": "*i32", "table": "*i32", **dict.fromkeys(("count", "segments", "first", "experts"), "i32")}
+        for kernel, constants in (
+            (_sort_by_expert, counted | cut), (_count_segments, counted | {"CHUNKS": 1}),
+            (_sort_segments, counted | cut | {"SEGMENTS": 16, "CHUNKS": 1}),
+        ):  # fmt: skip
+            assert spilled(compiled_as(kernel, kinds, constants, arch, num_warps=8)) <= 8  # on Blackwell, a call of its own
+        for many in (False, True):
+            kinds = {"values": "*fp32" if many else "*bf16", "weights": "*fp32", "ids": "*i32", "out": "*bf16"}
+            kinds |= dict.fromkeys(("tokens", "parts", "first", "experts", "width"), "i32")
+            constants = {"plus": None, "TOP_K": top_k, "MANY": many, "BLOCK": 1024, "SM": arch}
+            aligned = [name for name, kind in kinds.items() if kind.startswith("*")] + ["width"]
+            assert spilled(compiled_as(_combine, kinds, constants, arch, aligned=aligned)) == 0
 
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("kind", ["plain", "row", "block"])
-@pytest.mark.parametrize("tokens", [1, 40, 300, 700])
+@pytest.mark.parametrize("tokens", [1, 40, 300, 700, 6000])
 def test_ranks_with_some_of_the_experts_on_gpu(kind: str, tokens: int) -> None:
     """Their outputs add up to that of all experts; at 300 and 700 tokens two of eight experts leave programs idle."""
     torch.manual_seed(9)

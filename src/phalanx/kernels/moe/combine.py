@@ -23,9 +23,10 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["parts", "first", "tokens"])
 def _combine(
-    values, weights, ids, plus, out, tokens, parts, first, experts, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    SM: tl.constexpr,
+    values, weights, ids, plus, out, tokens, parts, first, experts, width, TOP_K: tl.constexpr, MANY: tl.constexpr,
+    BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
+    """MANY: there is more than one part. Without that loop, the loads of a slot do not wait for those of the slot before."""
     if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
@@ -38,9 +39,10 @@ def _combine(
         local = tl.load(ids + pair) - first
         is_local = inside & (local >= 0) & (local < experts)
         value = tl.load(values + pair * width + column, is_local, 0.0).to(tl.float32)
-        for part in range(1, parts):
-            place = values + (part * tokens.to(tl.int64) * TOP_K + pair) * width + column
-            value += tl.load(place, is_local, 0.0).to(tl.float32)
+        if MANY:
+            for part in range(1, parts):
+                place = values + (part * tokens.to(tl.int64) * TOP_K + pair) * width + column
+                value += tl.load(place, is_local, 0.0).to(tl.float32)
         total += value * tl.load(weights + pair)
     if plus is not None:
         total += tl.load(plus + token * width + column, inside, 0.0).to(tl.float32)
@@ -56,7 +58,7 @@ def combine(
     sm = sm_arch(out.device)
     block = min(_BLOCK, triton.next_power_of_2(width))
     _combine[(tokens, triton.cdiv(width, block))](
-        values, *routing, plus, out, tokens, values.shape[0], first, experts, width, TOP_K=routing.top_k, BLOCK=block, SM=sm,
-        num_warps=4, launch_pdl=sm >= 90,
+        values, *routing, plus, out, tokens, len(values), first, experts, width, TOP_K=routing.top_k, MANY=len(values) > 1,
+        BLOCK=block, SM=sm, num_warps=4, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 FEW_TOKENS = 128
 """Tokens (or rows) up to which a row gets more threads, since programs are few."""
+MANY_SHORT_ROWS = 4096
+"""Rows of up to 1,024 columns from which on a program quantizes several: a GPU starts only so many programs at a time."""
 MAX_QUANTIZED_COLUMNS = 65536
 """Columns of a row that the kernel of `quantize_fp8` takes: what the threads of one program hold in registers."""
 
@@ -19,6 +21,12 @@ def column_warps(block: int, rows: int) -> int:
     """Warps for one row of `block` columns in a kernel that moves no vectors: few rows finish sooner with many threads each; of
     many rows more are in flight when each thread has more of one."""
     return max(1, min(32, block // (256 if rows <= FEW_TOKENS else 1024)))
+
+
+def quantized_rows(block: int, rows: int) -> int:
+    """Rows of `block` columns that one program of `quantize_fp8` works on: one, or of thousands of short ones so many that a
+    program has some bytes for each of its threads."""
+    return max(1, 4096 // block) if rows >= MANY_SHORT_ROWS and block <= 1024 else 1
 
 
 def rope_heads(tokens: int) -> int:

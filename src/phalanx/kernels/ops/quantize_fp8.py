@@ -5,7 +5,7 @@
 
     quantized: e4m3(x / scale), scale given, or largest |x| of the row / 448
 
-A program has one row, all of which it needs for the scale.
+A program has one row, all of which it needs for the scale; of many short rows, as experts' inner activations are, several.
 """
 
 from __future__ import annotations
@@ -17,8 +17,33 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.ops.heuristics import column_warps
+from phalanx.kernels.ops.heuristics import column_warps, quantized_rows
 from phalanx.kernels.quantize import clipped, e4m3_byte, scale_of
+
+
+@triton.jit(do_not_specialize=["count"])
+def _quantize_short_rows(
+    x, out, scales, counts, count, width, STATIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr
+):  # fmt: skip
+    """As `_quantize_fp8`, ROWS of `count` rows."""
+    if SM >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    last = tl.load(counts + 1) if counts is not None else count
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS >= last:
+        return
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row[:, None] < last) & (column < width)
+    place = row[:, None].to(tl.int64) * width + column
+    value = tl.load(x + place, mask, 0.0).to(tl.float32)
+    if STATIC:
+        scaled = clipped(value * tl.div_rn(1.0, tl.load(scales)), SM)
+    else:
+        scale = scale_of(tl.max(tl.abs(value), 1))
+        tl.store(scales + row, scale, row < last)
+        scaled = value * tl.div_rn(1.0, scale)[:, None]
+    tl.store(out + place, e4m3_byte(scaled, SM), mask)
 
 
 @triton.jit
@@ -54,8 +79,15 @@ def quantize_fp8(x: Tensor, scale: Tensor | None = None, counts: Tensor | None =
     if tokens:
         sm = sm_arch(x.device)
         block = triton.next_power_of_2(width)
-        _quantize_fp8[(tokens,)](
-            x, out.view(torch.uint8), scales, counts, width, STATIC=scale is not None, BLOCK=block, SM=sm,
-            num_warps=column_warps(block, tokens), launch_pdl=sm >= 90,
-        )  # fmt: skip
+        rows = quantized_rows(block, tokens)
+        if rows > 1:
+            _quantize_short_rows[(triton.cdiv(tokens, rows),)](
+                x, out.view(torch.uint8), scales, counts, tokens, width, STATIC=scale is not None, ROWS=rows, BLOCK=block, SM=sm,
+                num_warps=4, launch_pdl=sm >= 90,
+            )  # fmt: skip
+        else:
+            _quantize_fp8[(tokens,)](
+                x, out.view(torch.uint8), scales, counts, width, STATIC=scale is not None, BLOCK=block, SM=sm,
+                num_warps=column_warps(block, tokens), launch_pdl=sm >= 90,
+            )  # fmt: skip
     return out, scales
