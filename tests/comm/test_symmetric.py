@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.comm.sequence_parallel.rs_norm_ag import chunk_rows_of
 from phalanx.comm.symmetric import LIMIT_BYTES, PART_ALIGNMENT, SymmetricWorkspace, half_bytes, part_vectors, workspace_bytes
 
 worlds, sizes = st.integers(2, 8), st.integers(16, 1 << 31)
@@ -40,6 +42,14 @@ def test_what_is_said_to_fit_fits(world: int, message_bytes: int) -> None:
 @given(worlds, st.integers(1 << 20, 48 << 20))
 def test_the_longest_message_goes_in_one_two_shot_within_the_limit(world: int, message_bytes: int) -> None:
     assert workspace_of(world, message_bytes).twoshot_vectors * 16 >= message_bytes - 1024 * world
+
+
+@pytest.mark.parametrize("hidden", [2048, 4096, 8192, 16384])
+def test_two_ranks_have_no_chunk_of_a_few_rows(hidden: int) -> None:
+    """A launch for them would take nearly as long as one for thousands."""
+    tokens = 8192
+    rows = chunk_rows_of(hidden * 2 // 16, workspace_of(2, tokens * hidden * 2).twoshot_vectors, 2)
+    assert min(rows, tokens) == min(tokens, (64 << 20) // (2 * hidden))
 
 
 @given(worlds, st.integers(1, 1 << 24))

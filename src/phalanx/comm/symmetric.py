@@ -19,8 +19,6 @@ from torch import Tensor
 from phalanx.comm.shared_memory import share_text
 from phalanx.comm.torch_group import TorchGroup
 
-LIMIT_BYTES = 192 << 20
-"""The largest size of a workspace; longer messages run in chunks."""
 REDUCE_SCATTER_LIMIT_BYTES = 256 << 20
 """The longest message for which there is a reduce-scatter buffer. A group with longer ones has no buffer: all its sizes then run
 the same kernels, and the warm-up of a start meets all of them."""
@@ -28,6 +26,9 @@ _LONGEST_ROW = 64 << 10
 _LEAST_ONESHOT_BYTES = 1 << 20
 _VECTOR_BYTES = 16
 _ALIGNMENT = 1 << 12
+LIMIT_BYTES = (192 << 20) + 2 * _ALIGNMENT
+"""The largest size of a workspace; longer messages run in chunks. Two ranks have no chunk of a few rows behind the others where
+messages are a multiple of 64 MiB, as those of 8,192 tokens are."""
 
 
 def half_bytes(world: int, message_bytes: int) -> int:
