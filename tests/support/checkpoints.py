@@ -87,7 +87,7 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
     stacked = overrides.pop("stacked", False)
     stem, traits = _FAMILIES[family]
     config = getattr(transformers, f"{stem}Config")(**{**_SIZES, **traits, **overrides})
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{stem}ForCausalLM")(config)
         scatter_weights(model, std)

@@ -117,7 +117,7 @@ def write_reciting_checkpoint(folder: Path, name: str, conversations: Sequence[t
     for row, (prompt, answer) in enumerate(pairs):
         ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
         labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
