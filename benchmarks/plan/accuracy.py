@@ -21,7 +21,7 @@ from benchmarks.plan.rows import Start, rows, shape_named, starts
 from benchmarks.plan.throughput import UNGATED, batch_rows, simulated
 from phalanx.hardware import catalogue
 from phalanx.plan import coefficients as coefficients_file
-from phalanx.plan import cost, search
+from phalanx.plan import footprint, search
 from phalanx.plan.memory import KvFormat
 
 GATES = {
@@ -89,17 +89,11 @@ def kv_tokens() -> list[Line]:
 
 
 def promised(start: Start) -> int:
-    shape, gpu = shape_named(start.model), catalogue.gpu(start.gpu)
-    coefficients, label = cost.coefficients_for(gpu)
-    machine = cost.MachineModel(gpu, gpu.link, 8, 1, None, coefficients, label)
-    request = search.PlanRequest(
-        dtype=start.dtype,
-        kv_cache_dtype="fp8" if start.kv_fp8 else "model",
-        max_num_tokens=start.max_num_tokens,
-        fraction=start.fraction,
-    )
+    """KV tokens as the planner promises them, had the engine captured the graphs that it captured then."""
     kv = KvFormat(1 if start.kv_fp8 else 2)
-    return search.memory(shape, machine, request, start.split, start.max_batch_size, kv)[1]
+    sizes = footprint.Sizes(start.dtype, kv, start.max_batch_size, start.max_num_tokens, search.BLOCK, start.fraction)
+    total = catalogue.gpu(start.gpu).memory_bytes + history.bytes_of_more_graphs(start)
+    return footprint.rank_memory(shape_named(start.model), start.split, total, sizes).kv_tokens
 
 
 def _start_name(start: Start) -> str:

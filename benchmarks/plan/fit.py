@@ -27,7 +27,7 @@ from scipy.optimize import least_squares, linprog, minimize_scalar
 
 from benchmarks import harness
 from benchmarks.plan import widths
-from benchmarks.plan.history import FittedCoefficients
+from benchmarks.plan.history import FittedCoefficients, bytes_of_more_graphs
 from benchmarks.plan.priced import costs_of, machine, predicted
 from benchmarks.plan.rows import HELD_OUT, REFERENCE_GBPS, RESULTS, Row, Start, one_name, rows, shape_named, starts
 from benchmarks.plan.throughput import eager_experts
@@ -391,8 +391,12 @@ def beside_kv(start: Start) -> tuple[float, float, list[float]]:
     per_token = max(footprint.kv_token_bytes(shape, KvFormat(1 if start.kv_fp8 else 2), start.dtype, split))
     cache = start.kv_tokens * per_token / start.fraction
     taken = catalogue.gpu("H200").memory_bytes - max(footprint.weight_bytes(shape, start.dtype, split)) - cache
-    captured = footprint.graph_bytes(start.max_batch_size, start.max_num_tokens, split.pp)
-    return taken - captured, 0.01 * cache, footprint.overhead_features(shape, split, start.max_num_tokens)
+    captured = footprint.graph_bytes(shape, start.dtype, split, start.max_batch_size, start.max_num_tokens)
+    return (
+        taken - captured + bytes_of_more_graphs(start),
+        0.01 * cache,
+        footprint.overhead_features(shape, split, start.max_num_tokens),
+    )
 
 
 def frontends() -> dict[str, dict[str, Any]]:

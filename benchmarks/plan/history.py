@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.plan.rows import Row
+from benchmarks.plan.rows import Row, Start, shape_named
 from phalanx.plan import coefficients, footprint, graphs
 from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.cost import Costs
@@ -32,12 +32,14 @@ class FittedCoefficients(Coefficients):
 
 class FewGraphsCosts(Costs):
     """Those of an engine that counted all experts of a layer, not those that a token reaches, to find up to how many tokens of a
-    step with prompts a graph pays."""
+    step with prompts a graph pays, and captured none of more than footprint.FEW_GRAPH_TOKENS."""
 
     @property
     def graph_tokens(self) -> int:
+        if self.shape.latent is not None:
+            return 0
         per_layer = footprint.layer_weight_bytes(self.shape, 0, self.dtype, self.split)
-        return min(graphs.MIXED_GRAPH_TOKENS[-1], graphs.max_graph_tokens(per_layer))
+        return min(footprint.FEW_GRAPH_TOKENS, graphs.max_graph_tokens(per_layer))
 
 
 class GatheringCosts(FewGraphsCosts):
@@ -58,7 +60,23 @@ def costs_of(row: Row) -> type[Costs]:
     """Those of the engine that a row was measured with."""
     if row.date <= GATHERED_UNTIL:
         return GatheringCosts
-    return FewGraphsCosts if row.commit in OLDER_OF_THAT_DAY else Costs
+    return FewGraphsCosts if captured_few(row) else Costs
+
+
+def captured_few(measured: Row | Start) -> bool:
+    """Whether the engine captured graphs of few sizes, see `FewGraphsCosts`."""
+    return measured.date <= GATHERED_UNTIL or measured.commit in OLDER_OF_THAT_DAY
+
+
+def bytes_of_more_graphs(start: Start) -> int:
+    """What graphs take today beyond those that the engine captured at that start."""
+    if not captured_few(start):
+        return 0
+    today, then = (
+        footprint.graph_bytes(shape_named(start.model), start.dtype, start.split, start.max_batch_size, tokens)
+        for tokens in (start.max_num_tokens, min(start.max_num_tokens, footprint.FEW_GRAPH_TOKENS))
+    )
+    return today - then
 
 
 def fitted() -> FittedCoefficients:

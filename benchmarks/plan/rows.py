@@ -135,6 +135,8 @@ class Start:
     moe_ep: int = 1
     gpu: str = "H200"
     ep: int = 1
+    commit: str = ""
+    date: str = ""
 
     @property
     def split(self) -> Split:
@@ -227,7 +229,8 @@ def starts() -> list[Start]:
     """What a replica of each committed start got, those printed and those of `starts.json` among them (without bytes by kind)."""
     all_starts = []
     gpu_engines = [(gpu, each) for gpu, folders in (("H200", FOLDERS), ("H100", (H100,))) for each in engines(folders)]
-    for gpu, (name, options, engine, _, _, _) in gpu_engines:
+    for gpu, (name, options, engine, _, figures, _) in gpu_engines:
+        measured = figures[0].get("measured", {}) if figures else {}
         shape = {"shape_8b_http": "llama-3-8b"}.get(options["model"], options["model"])
         replicas = options.get("replicas", 1)
         all_starts.append(
@@ -246,6 +249,8 @@ def starts() -> list[Start]:
                 options.get("moe_expert_parallel_size", 1),
                 gpu,
                 options.get("expert_parallel_size", 1),
+                measured.get("commit", ""),
+                measured.get("date", ""),
             )
         )
     again = json.loads((SERVING / "scaling_again.json").read_text(encoding="utf-8"))

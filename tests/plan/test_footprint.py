@@ -37,10 +37,10 @@ def test_kv_tokens_are_hardly_above_a_start_and_within_a_percent_of_the_least():
 
 def test_what_is_beside_weights_and_cache_grows_with_the_step_and_the_slots():
     shape = shape_of(known("llama-3-70b"))
-    sizes = [footprint.overhead_bytes(shape, Split(4), 256, tokens) for tokens in (2048, 8192, 32768)]
+    sizes = [footprint.overhead_bytes(shape, Split(4), tokens) for tokens in (2048, 8192, 32768)]
     assert sizes == sorted(sizes)
     assert sizes[2] > 2 * sizes[1]
-    assert footprint.overhead_bytes(shape, Split(4), 512, 8192) > sizes[1]
+    assert footprint.graph_bytes(shape, "fp8", Split(4), 512, 8192) > footprint.graph_bytes(shape, "fp8", Split(4), 256, 8192)
 
 
 def test_expert_parallelism_splits_experts_and_copies_the_rest():

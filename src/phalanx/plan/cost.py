@@ -26,7 +26,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from phalanx.hardware.catalogue import GpuSpec, Network
-from phalanx.plan import collectives, footprint, graphs
+from phalanx.plan import collectives, footprint
 from phalanx.plan.coefficients import Coefficients, document
 from phalanx.plan.collectives import Curve, Label
 from phalanx.plan.families import layer_tensors, outer_tensors
@@ -190,8 +190,7 @@ class Costs:
     @property
     def graph_tokens(self) -> int:
         """Up to how many tokens a step with prompts is replayed from a graph."""
-        per_layer = footprint.active_layer_bytes(self.shape, 0, self.dtype, self.split)
-        return min(graphs.MIXED_GRAPH_TOKENS[-1], graphs.max_graph_tokens(per_layer))
+        return footprint.max_graph_tokens(self.shape, self.dtype, self.split)
 
     def seconds(self, work: Work) -> float:
         """From the first stage's start to the last one's end."""

@@ -9,6 +9,7 @@ from functools import cache
 
 from phalanx.config.dtypes import DTYPES
 from phalanx.config.quantization import ON_LOAD
+from phalanx.plan import graphs
 from phalanx.plan.coefficients import document
 from phalanx.plan.families import Tensor, layer_tensors, outer_tensors
 from phalanx.plan.families.declare import MXFP4_BLOCK
@@ -107,10 +108,13 @@ def layer_weight_bytes(shape: Shape, layer: int, dtype: str, split: Split) -> in
 
 @cache
 def active_layer_bytes(shape: Shape, layer: int, dtype: str, split: Split) -> float:
-    """Of one layer's bytes on one rank, those that one token of each group is multiplied with."""
-    total = 0.0
+    """Of one layer's bytes on one rank, those that one token of each group is multiplied with; in 16 bit where they are in
+    MXFP4."""
+    total, experts = 0.0, shape.experts
     for tensor in layer_tensors(shape, layer):
-        reached = shape.experts.per_token / shape.experts.count * split.ep if tensor.experts and shape.experts is not None else 1.0
+        reached = 1.0
+        if tensor.experts and experts is not None:
+            reached = experts.per_token / experts.count * split.ep * (graphs.MXFP4_BYTES if experts.mxfp4 else 1)
         total += tensor_bytes(shape, tensor, dtype, split) * reached
     return total
 
@@ -161,6 +165,9 @@ def kv_token_bytes(shape: Shape, kv: KvFormat, dtype: str, split: Split) -> tupl
     return tuple(len(layers) * per_layer for layers in stage_layers(shape, dtype, split.pp))
 
 
+FEW_GRAPH_TOKENS = 2048
+"""Up to so many tokens of a mixed graph, its activations are a part of the constant below."""
+
 OVERHEADS = ("constant", "ranks", "stages", "split_experts", "per_hidden_byte", "per_inner_byte")
 """Coefficients of what is neither weights nor KV cache nor graphs, in GB but for the last two; `data/coefficients.json`,
 "memory"."""
@@ -184,19 +191,28 @@ def overhead_features(shape: Shape, split: Split, max_num_tokens: int) -> list[f
     ]  # fmt: skip
 
 
-def graph_bytes(max_batch_size: int, max_num_tokens: int, pp: int) -> int:
-    """Set aside for CUDA graphs, as the engine does: so much for each."""
-    rows = -(-max_batch_size // pp)
-    return GRAPH_BYTES * sum(map(len, graph_sizes(rows, max_num_tokens)))
+def max_graph_tokens(shape: Shape, dtype: str, split: Split) -> int:
+    """Up to how many tokens a step with prompts is replayed from a graph; 0 for latent attention, whose prompts never are."""
+    if shape.latent is not None:
+        return 0
+    per_layer = active_layer_bytes(shape, 0, dtype, split)
+    return graphs.max_graph_tokens(per_layer, has_experts=shape.experts_in(0) is not None, dp=split.ep)
 
 
-def overhead_bytes(shape: Shape, split: Split, max_batch_size: int, max_num_tokens: int) -> int:
-    """What one rank takes beside weights and KV cache, never less than a committed start took: activations of the largest step,
-    CUDA context, buffers of collectives, graphs."""
+def graph_bytes(shape: Shape, dtype: str, split: Split, max_batch_size: int, max_num_tokens: int) -> int:
+    """Set aside for CUDA graphs, as the engine does: so much for each, and the activations of the largest mixed one. Those of up
+    to FEW_GRAPH_TOKENS tokens are in the constant of `OVERHEADS`, which was fitted with all their sizes."""
+    rows, tokens = -(-max_batch_size // split.pp), min(max_num_tokens, max_graph_tokens(shape, dtype, split))
+    captured = GRAPH_BYTES * sum(map(len, graph_sizes(rows, max(tokens, min(max_num_tokens, FEW_GRAPH_TOKENS)))))
+    return captured + (activation_bytes(shape, split, tokens, dtype) if tokens > FEW_GRAPH_TOKENS else 0)
+
+
+def overhead_bytes(shape: Shape, split: Split, max_num_tokens: int) -> int:
+    """What one rank takes beside weights, KV cache and graphs, never less than a committed start took: activations of the largest
+    step, CUDA context, buffers of collectives."""
     memory = document()["memory"]
     features = overhead_features(shape, split, max_num_tokens)
-    rest = sum(memory.get(name, 0.0) * feature for name, feature in zip(OVERHEADS, features, strict=True))
-    return int(rest) + graph_bytes(max_batch_size, max_num_tokens, split.pp)
+    return int(sum(memory.get(name, 0.0) * feature for name, feature in zip(OVERHEADS, features, strict=True)))
 
 
 def activation_bytes(shape: Shape, split: Split, max_num_tokens: int, dtype: str) -> int:
@@ -245,14 +261,13 @@ class RankMemory:
 def rank_memory(shape: Shape, split: Split, total: int, sizes: Sizes) -> RankMemory:
     """How `total` bytes of each GPU are used. The planner promises with this function, and the doctor computes its remedies."""
     weights = weight_bytes(shape, sizes.dtype, split)
-    captured = graph_bytes(sizes.slots, sizes.max_num_tokens, split.pp)
-    beside = overhead_bytes(shape, split, sizes.slots, sizes.max_num_tokens) - captured
-    graphs = captured if sizes.graphs else 0
+    beside = overhead_bytes(shape, split, sizes.max_num_tokens)
+    captured = graph_bytes(shape, sizes.dtype, split, sizes.slots, sizes.max_num_tokens) if sizes.graphs else 0
     per_token = kv_token_bytes(shape, sizes.kv, sizes.dtype, split)
-    budgets = [kv_budget(sizes.fraction, total - each, beside, graphs) for each in weights]
+    budgets = [kv_budget(sizes.fraction, total - each, beside, captured) for each in weights]
     blocks = min(max(budget, 0) // (sizes.block_size * size) for budget, size in zip(budgets, per_token, strict=True))
     tightest = min(range(split.pp), key=lambda stage: budgets[stage] / per_token[stage])
     block = sizes.block_size * per_token[tightest]
     return RankMemory(
-        weights[tightest], beside, graphs, block, budgets[tightest], blocks * sizes.block_size * split.ep, blocks * block
+        weights[tightest], beside, captured, block, budgets[tightest], blocks * sizes.block_size * split.ep, blocks * block
     )  # fmt: skip

@@ -7,21 +7,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MIXED_GRAPH_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-"""Sizes of mixed graphs. Up to some 128 tokens a GPU waits for weights and padding costs nothing; above, it costs its fraction."""
+MIXED_GRAPH_TOKENS = (
+    32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384,
+)  # fmt: skip
+"""Sizes of mixed graphs. Up to some 128 tokens a GPU waits for weights and padding costs nothing; above, it costs its fraction.
+Those beyond 2,048 tokens are for layers whose launches take longer than that fraction."""
 
-MAX_PREFILL_ROWS, TOKENS_PER_PREFILL_ROW = 64, 4
-"""Prefill rows in one mixed graph: this many, unless each would have fewer tokens than this. The prefill kernel searches all of
-them for the row of a program, and has spare programs for rows that end within a tile."""
+EXCHANGED_GRAPH_TOKENS = 2048
+"""The largest of them where dp indices exchange tokens: in a graph each index computes the padding of all."""
 
-HOST_SECONDS = 1e-3
-"""How long the host takes to launch the kernels of a layer, measured on the host of an H200: more where ranks wait for each other,
-less without."""
+MAX_PREFILL_ROWS, TOKENS_PER_PREFILL_ROW, TOKENS_PER_MORE_ROWS = 64, 4, 64
+"""Prefill rows in one mixed graph: MAX_PREFILL_ROWS, or one for each TOKENS_PER_MORE_ROWS tokens where that is more, unless each
+would have fewer than TOKENS_PER_PREFILL_ROW tokens. The prefill kernel searches all of them for the row of a program, and has spare
+programs for rows that end within a tile."""
+
+HOST_SECONDS, HOST_SECONDS_OF_EXPERTS = 1e-3, 1.5e-3
+"""How long the host takes to launch the kernels of a layer, and of one with experts, measured on the host of an H200: more where
+ranks wait for each other or other processes have the cores (three times as much on one host of several), less without."""
 
 BYTES_PER_SECOND = 600e12
 """Weight bytes per second that an H200's GEMMs of many tokens process, each byte counted once per token: in 16 bit 2 bytes at 600
 TFLOPS, in FP8 1 byte at twice that. When the GEMMs of a step take longer than its launches, a graph gains nothing, and padding
 costs."""
+
+MXFP4_BYTES = 4
+"""Bytes of a weight for each byte of it in MXFP4, where this counts: it is multiplied in 16 bit."""
 
 
 class GraphSize(NamedTuple):
@@ -39,17 +49,18 @@ def graph_sizes(max_rows: int, max_tokens: int) -> tuple[list[GraphSize], list[G
     rows = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
     tokens = _up_to(min(max_tokens, MIXED_GRAPH_TOKENS[-1]), MIXED_GRAPH_TOKENS) if max_tokens > 1 else []
     decode = [GraphSize(count, count) for count in _up_to(max_rows, rows)]
-    mixed = [
-        GraphSize(count, min(count, max_rows), min(-(-count // TOKENS_PER_PREFILL_ROW), max_rows, MAX_PREFILL_ROWS))
-        for count in tokens
-    ]
-    return decode, mixed
+    return decode, [GraphSize(count, min(count, max_rows), _prefill_rows(count, max_rows)) for count in tokens]
 
 
-def max_graph_tokens(layer_bytes: float) -> int:
+def max_graph_tokens(layer_bytes: float, *, has_experts: bool = False, dp: int = 1) -> int:
     """Up to how many tokens an eager step would have the GPU wait for the host. layer_bytes: weights of one layer on one rank; of
-    routed experts those that a token reaches, as it is multiplied with no others."""
-    return int(HOST_SECONDS * BYTES_PER_SECOND / layer_bytes)
+    routed experts those that a token reaches, as it is multiplied with no others. dp: indices that exchange tokens."""
+    seconds = HOST_SECONDS_OF_EXPERTS if has_experts else HOST_SECONDS
+    return min(int(seconds * BYTES_PER_SECOND / layer_bytes), EXCHANGED_GRAPH_TOKENS if dp > 1 else MIXED_GRAPH_TOKENS[-1])
+
+
+def _prefill_rows(tokens: int, max_rows: int) -> int:
+    return min(-(-tokens // TOKENS_PER_PREFILL_ROW), max_rows, max(MAX_PREFILL_ROWS, tokens // TOKENS_PER_MORE_ROWS))
 
 
 def _up_to(last: int, sizes: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from phalanx.config.dtypes import DTYPES
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
-from phalanx.plan import families
+from phalanx.plan import families, graphs
 from phalanx.plan.families.declare import BLOCKS, SCALES
 from phalanx.plan.shape import Shape
 
@@ -50,14 +50,16 @@ def layer_bytes(shape: ModelShape, dtype: str) -> WeightBytes:
 
 
 def active_layer_bytes(shape: ModelShape, dtype: str) -> float:
-    """Of the first layer's bytes, those that one token is multiplied with: of routed experts the ones that it reaches."""
+    """Of the first layer's bytes, those that one token is multiplied with: of routed experts the ones that it reaches, in 16 bit
+    where they are in MXFP4."""
     total = float(layer_bytes(shape, dtype).layers[0])
     experts = shape.experts_in(0)
     if experts is None:
         return total
     of_experts = (tensor for tensor in _declared(shape, 0) if tensor.experts)
     routed = sum(_bytes(shape, tensor, name, dims, dtype) for tensor in of_experts for name, dims in tensor.on_disk())
-    return total - routed * (1 - experts.per_token / experts.count)
+    reached = routed * experts.per_token / experts.count
+    return total - routed + reached * (graphs.MXFP4_BYTES if experts.mxfp4 else 1)
 
 
 def expert_bytes(shape: ModelShape, dtype: str) -> int:
