@@ -160,7 +160,7 @@ class EngineOptions(BaseModel):
         description="All-reduces sum in fp32 in the order of the ranks, and never use NCCL: their results repeat bit for bit. "
         "Tokens still depend on the batch in 16 bit on a GPU, since the order of sums in other kernels does.",
     )
-    cuda_graphs: bool = Field(True, description="Use CUDA graphs for decode steps and for small steps with prompts. GPU only.")
+    cuda_graphs: bool = Field(True, description="Use CUDA graphs for decode steps, and for steps with prompts that gain. GPU only.")
     kernel_cache_dir: str | None = Field(
         None,
         min_length=1,

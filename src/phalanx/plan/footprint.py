@@ -167,6 +167,8 @@ def kv_token_bytes(shape: Shape, kv: KvFormat, dtype: str, split: Split) -> tupl
 
 FEW_GRAPH_TOKENS = 2048
 """Up to so many tokens of a mixed graph, its activations are a part of the constant below."""
+POOL_LOSS = 1.2
+"""What the pool of all graphs takes for the activations of the largest, holes between blocks included: no start took more."""
 
 OVERHEADS = ("constant", "ranks", "stages", "split_experts", "per_hidden_byte", "per_inner_byte")
 """Coefficients of what is neither weights nor KV cache nor graphs, in GB but for the last two; `data/coefficients.json`,
@@ -204,7 +206,11 @@ def graph_bytes(shape: Shape, dtype: str, split: Split, max_batch_size: int, max
     to FEW_GRAPH_TOKENS tokens are in the constant of `OVERHEADS`, which was fitted with all their sizes."""
     rows, tokens = -(-max_batch_size // split.pp), min(max_num_tokens, max_graph_tokens(shape, dtype, split))
     captured = GRAPH_BYTES * sum(map(len, graph_sizes(rows, max(tokens, min(max_num_tokens, FEW_GRAPH_TOKENS)))))
-    return captured + (activation_bytes(shape, split, tokens, dtype) if tokens > FEW_GRAPH_TOKENS else 0)
+    if tokens <= FEW_GRAPH_TOKENS:
+        return captured
+    pairs = 0 if shape.experts is None else tokens * shape.experts.per_token  # of a token and an expert, each with an output
+    outputs = pairs * shape.hidden_size * itemsize(dtype)
+    return captured + int(POOL_LOSS * (activation_bytes(shape, split, tokens, dtype) + outputs))
 
 
 def overhead_bytes(shape: Shape, split: Split, max_num_tokens: int) -> int:
