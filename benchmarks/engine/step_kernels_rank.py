@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a rank, of which torch's profiler records some steps: see `step_kernels`, which starts it.
+
+It records the steps number `first` to `first + count - 1` of those with at least `tokens` tokens, and writes a trace in Chrome's
+form to `folder`/rank<pid>.json.gz.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from phalanx.engine.messages import StepBatch, StepExtent
+from phalanx.worker import worker
+from phalanx.worker.model_runner import ModelRunner, StepOutput
+
+VARIABLE = "PHALANX_STEP_KERNELS"
+"""Environment: JSON with folder, tokens, first and count."""
+
+
+def install(folder: Path, tokens: int, first: int, count: int) -> None:
+    """Record such steps of every ModelRunner of this process."""
+    run, long_steps, recorded = ModelRunner.run, 0, None
+
+    def recording(self: ModelRunner, step: StepBatch, extent: StepExtent | None = None) -> StepOutput:
+        nonlocal long_steps, recorded
+        if sum(row.count for row in step.rows) < tokens or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return run(self, step, extent)
+        long_steps += 1
+        if long_steps == first:
+            activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+            recorded = profile(activities=[activity])
+            recorded.__enter__()
+        output = run(self, step, extent)
+        if recorded is not None and long_steps == first + count - 1:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            recorded.__exit__(None, None, None)
+            recorded.export_chrome_trace(str(folder / f"rank{os.getpid()}.json.gz"))
+            recorded = None
+        return output
+
+    ModelRunner.run = recording  # type: ignore[method-assign]
+
+
+def main() -> None:
+    options: dict[str, Any] = json.loads(os.environ[VARIABLE])
+    install(Path(options["folder"]), options["tokens"], options["first"], options["count"])
+    worker.main()
+
+
+if __name__ == "__main__":
+    main()
