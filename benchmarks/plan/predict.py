@@ -29,6 +29,7 @@ NAMES = (
     "plan_predictions_2026_11_25b",
     "plan_predictions_2026_11_26",
     "plan_predictions_2026_11_26_four",
+    "plan_predictions_2026_11_26_graphs",
 )
 """Results with predictions, the oldest first. The first was made by 852df57 with cases of its own: H100, which no coefficient was
 fitted to; contexts of 2k to 32k and mixtures of experts, which were not in the fit then. The second was made by f5d9ba6: long
@@ -36,7 +37,8 @@ contexts, 405B, mixtures on two GPUs, MXFP4 and latent attention. The third was 
 between those that were measured. The fourth, by 6b9968f, is like it, by the coefficients and widths that
 the third one's misses led to. The fifth has the mixtures on two GPUs again, for an engine that no longer gathers the residual, and
 two groups of experts with AUTO's exchange. The sixth is of four GPUs: layouts of which no row of a mixture is measured, and dense
-models whose rows on four are of older kernels."""
+models whose rows on four are of older kernels. The seventh is of engines that replay long prompts of mixtures from graphs, and of
+experts split by number without the faults of the rows that there are."""
 
 
 @dataclass(frozen=True)
@@ -58,28 +60,27 @@ FRACTION = PlanRequest.fraction
 """Of the free memory, the KV cache's part in every prediction: KV tokens of a start with another one are not compared."""
 DECODES = ("decode-1", "decode-64", "decode-256")
 BATCH = "batch-512x1000x1000"
-TP4, TP2_PP2, MOE_EP4 = PlannedLayout(4, 1, 1, 1), PlannedLayout(2, 2, 1, 1), PlannedLayout(4, 1, 1, 1, moe_ep=4)
+TP4, MOE_EP4 = PlannedLayout(4, 1, 1, 1), PlannedLayout(4, 1, 1, 1, moe_ep=4)
 
 
-def _four(model: str, layout: PlannedLayout, *workloads: str, slots: int = 512, kv: str = "fp8") -> Case:
-    return Case("four GPUs", "H200", model, "fp8", kv, layout, workloads, slots)
+def _fp8(model: str, layout: PlannedLayout, *workloads: str, slots: int = 512, kv: str = "fp8") -> Case:
+    return Case("long graphs", "H200", model, "fp8", kv, layout, workloads, slots)
 
 
+TP2, MOE_EP2 = PlannedLayout(2, 1, 1, 1), PlannedLayout(2, 1, 1, 1, moe_ep=2)
 CASES = (
-    _four("llama-3-70b", TP4, *DECODES, "decode-512", BATCH),
-    _four("llama-3-70b", TP2_PP2, *DECODES[:2], BATCH),
-    _four("llama-3.1-405b", TP4, *DECODES, "batch-256x1000x500", slots=256),
-    _four("llama-3.1-405b", TP2_PP2, *DECODES[:2], slots=256),
-    _four("mixtral-8x7b", TP4, *DECODES, "decode-512", BATCH),
-    _four("mixtral-8x7b", TP4, "batch-1024x1000x1000", slots=1024),
-    _four("mixtral-8x7b", MOE_EP4, *DECODES, BATCH),
-    _four("mixtral-8x7b", PlannedLayout(2, 1, 2, 1), *DECODES, BATCH),
-    _four("mixtral-8x7b", PlannedLayout(2, 1, 1, 2), "batch-1024x1000x1000"),
-    _four("mixtral-8x7b", PlannedLayout(1, 1, 1, 4), "batch-1024x1000x1000", "batch-2048x1000x1000"),
-    _four("mixtral-8x22b", TP4, *DECODES, BATCH),
-    _four("qwen3-235b-a22b", TP4, *DECODES, BATCH),
-    _four("qwen3-235b-a22b", MOE_EP4, *DECODES, BATCH),
-    _four("deepseek-v2", TP4, *DECODES, BATCH, kv="auto"),
+    _fp8("qwen3-30b-a3b", PlannedLayout(1, 1, 1, 1), BATCH),
+    _fp8("qwen3-30b-a3b", TP2, "batch-256x1000x500"),
+    _fp8("qwen3-30b-a3b", MOE_EP2, BATCH),
+    _fp8("qwen3-30b-a3b", TP4, *DECODES, BATCH),
+    _fp8("mixtral-8x7b", MOE_EP2, BATCH),
+    _fp8("mixtral-8x7b", TP4, BATCH),
+    _fp8("mixtral-8x7b", MOE_EP4, *DECODES, BATCH),
+    _fp8("mixtral-8x22b", TP4, BATCH),
+    _fp8("qwen3-235b-a22b", TP2, BATCH),
+    _fp8("qwen3-235b-a22b", TP4, BATCH),
+    _fp8("qwen3-235b-a22b", MOE_EP4, *DECODES, BATCH),
+    _fp8("deepseek-v2", TP4, BATCH, kv="auto"),
 )
 """max_batch_size is of each replica."""
 
