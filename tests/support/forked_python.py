@@ -14,6 +14,8 @@ status.
 - A process that starts others has a template of its own, forked before anything ran in it: so its children are its children, and
   none of them inherits anything of it. The template ends with its process.
 - `ip netns exec NAME` before a command of Python's is done by the fork itself, and by its template: its children are there, too.
+- Zeros of many MiB are pages that the system gives as they are written, not filled at once: a KV cache has 1 GiB by default on CPU,
+  most of a second of a core for each rank, and tests write a few MiB of it.
 - Any other command that is not Python's, that has settings of the interpreter or of torch other than the template's
   (`_AT_START`), or that runs a function before it starts, is started as ever.
 """
@@ -25,6 +27,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import mmap
 import os
 import re
 import runpy
@@ -54,6 +57,7 @@ _AT_START = re.compile(r"PYTHON|LD_|OMP_|MKL_|TORCH(?!INDUCTOR|ELASTIC|_NCCL)|CU
 _FITTED = {"PYTHONWARNINGS": "ignore", "OMP_WAIT_POLICY": "PASSIVE"}
 """Such variables, and the only value that a fork can have. Without one it does what the template does, which waits as OpenMP does
 in ranks on CPU."""
+_ON_DEMAND = 16 << 20
 _PRELOADED = (
     "torch", "torch.distributed", "transformers", "transformers.tokenization_utils_fast",
     "safetensors.torch", "phalanx.cli", "phalanx.comm.torch_group", "phalanx.engine.process", "phalanx.executor.node",
@@ -343,21 +347,40 @@ def _end(status: Any) -> NoReturn:
     os._exit(code & 0xFF)
 
 
+def _zero_on_demand() -> None:
+    """Have torch.zeros of at least _ON_DEMAND bytes on CPU map pages of zeros."""
+    import torch
+
+    filled = torch.zeros
+
+    def zeros(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> torch.Tensor:
+        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        length = shape.numel() * (dtype or torch.float32).itemsize
+        if options or length < _ON_DEMAND or torch.device(device or "cpu").type != "cpu":
+            return filled(*size, dtype=dtype, device=device, **options)
+        return torch.frombuffer(mmap.mmap(-1, length), dtype=torch.uint8).view(dtype or torch.float32).view(shape)
+
+    torch.zeros = zeros
+
+
 def main() -> NoReturn:
     import importlib
 
+    gc.disable()  # nothing that is imported is garbage
     # So that forks, in which this module is not __main__, find the same one.
     sys.modules["tests.support.forked_python"] = sys.modules["__main__"]
     for name in _PRELOADED:
         importlib.import_module(name)
     import torch
 
+    _zero_on_demand()
     torch.set_num_threads(1)
     tasks = os.listdir("/proc/self/task")
     assert len(tasks) == 1, f"a process of {len(tasks)} threads cannot be forked safely"
     assert "triton" not in sys.modules, "Triton asks whether it interprets kernels as it is imported"
     gc.collect()
     gc.freeze()
+    gc.enable()
     _run(socket.socket(fileno=int(sys.argv[1])), dict(os.environ))
 
 
