@@ -203,10 +203,37 @@ def _lighten_operands(core: Any) -> None:
     interpreter._patch_attr = patch_attribute
 
 
+def fold_slices() -> None:
+    """Makes reductions with a function of one's own as many times faster as there are results, with the same: the interpreter (of
+    Triton 3.6) calls the function for each element, and here it is called for a whole slice, in the same order."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    by_elements = interpreter.ReduceOps.generic_reduce
+
+    def generic_reduce(self: Any, input: Any) -> Any:
+        axis, values = self.axis, [arg.handle.data for arg in input]
+        if axis is None or values[0].ndim < 2:
+            return by_elements(self, input)
+
+        def tensors(each: Any) -> tuple[Any, ...]:
+            return tuple(self.to_tensor(data, arg.dtype) for data, arg in zip(each, input, strict=True))
+
+        total = tensors(data.take(0, axis) for data in values)
+        for place in range(1, values[0].shape[axis]):
+            combined = self.combine_fn.fn(*total, *tensors(data.take(place, axis) for data in values))
+            total = tensors(one.handle.data for one in (combined if isinstance(combined, tuple) else (combined,)))
+        results = (one.handle.data for one in total)
+        return list(tensors(np.expand_dims(data, axis) if self.keep_dims else data for data in results))
+
+    interpreter.ReduceOps.generic_reduce = generic_reduce
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     patch_language_once()
     lighten_types()
+    fold_slices()
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
