@@ -33,8 +33,9 @@ NOT_CHECKED = "positive_data_acceptance"
 @pytest.mark.timeout(SECONDS + 60)
 def test_schemathesis(tmp_path, tiny_model):
     (tmp_path / "schemathesis.toml").write_text(CONFIG, encoding="utf-8")
-    # A short context: what asks for tokens until the end gets them soon.
-    with fake_server(tmp_path, tiny_model, engine={"max_batch_size": 64, "max_seq_len": 256}) as served:
+    # A short context: what asks for tokens until the end gets them soon. It holds every prompt of the coverage phase: as many
+    # requests are served as with 256 tokens.
+    with fake_server(tmp_path, tiny_model, engine={"max_batch_size": 64, "max_seq_len": 64}) as served:
         served.wait_ready()
         with served.openai() as client:  # it starts the compiler of structured output, which may take longer than a request should
             client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body={"guided_regex": "a"})
