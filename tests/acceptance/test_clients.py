@@ -13,6 +13,8 @@ from phalanx.config.locate import DEMO
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_http_app import MODEL, Scripted, live
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "scripts" / "clients" / "tools.jinja"
 RECORDINGS = ROOT / "tests" / "support" / "recordings" / "clients"

@@ -10,6 +10,8 @@ from phalanx.bench import roofline, shapes, workloads
 from phalanx.config.model import ModelShape
 from phalanx.engine.messages import EngineFacts, RankFacts
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 READ = 4.56e12  # bytes per second, as measured on an H200
 
 

@@ -30,6 +30,8 @@ from phalanx.hardware.probe import cores
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import Drive, await_results, expected, options, prompts
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def engine_options(tp: int, pp: int, nodes: int) -> EngineOptions:
     return EngineOptions(model="x", tensor_parallel_size=tp, pipeline_parallel_size=pp, nnodes=nodes)

@@ -14,6 +14,8 @@ from phalanx.hardware.catalogue import GpuSpec
 from phalanx.plan import cost, subject
 from phalanx.plan.memory import KvFormat
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def test_the_fit_finds_what_made_the_points():
     shape, spec = subject.shape_for("llama-3-8b"), catalogue.gpu("H100")

@@ -12,6 +12,8 @@ from phalanx.cli import main
 from phalanx.plan import calibration
 from phalanx.plan.coefficients import Coefficients
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def test_a_plan_as_json_on_stdout(capsys):
     assert (

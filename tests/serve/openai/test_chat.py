@@ -13,6 +13,8 @@ from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompl
 from tests.serve.openai.conftest import TEXT
 from tests.support.serve_http_app import HERMES_TEMPLATE, LLAMA_TEMPLATE, MODEL, Scripted, live, tokenizer_of
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 ASK = [{"role": "user", "content": "What?"}]
 TOKENS = tokenizer_of().encode(TEXT, add_special_tokens=False)
 TOOLS = [

@@ -21,6 +21,8 @@ from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_output_parsing import read
 from tests.support.serve_small_tokenizers import byte_level, write
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 FUNCTIONS = {"weather": CITY, "noon": {"type": "object"}}
 SPECIAL = [*harmony.MARKERS, *mistral.MARKERS, "[THINK]", "[/THINK]"]

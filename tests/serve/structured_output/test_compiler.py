@@ -28,6 +28,8 @@ from phalanx.serve.structured_output.compiler import NICE, NO_TEXT, StructuredOu
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_processes import session_nice
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SPECIAL = ["<|end|>", "<|user|>"]
 WIDTH = 450  # logits are wider than the tokenizer
 

@@ -15,6 +15,8 @@ from phalanx.serve.openai.schema.responses_object import DeletedResponse, InputI
 from tests.serve.openai.conftest import TEXT
 from tests.support.serve_http_app import HERMES_TEMPLATE, MODEL, Scripted, live, tokenizer_of
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
 WEATHER = {

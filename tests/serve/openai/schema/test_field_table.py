@@ -11,6 +11,8 @@ from phalanx.serve.openai.schema import chat, completion, fields, responses_requ
 from phalanx.serve.openai.schema.field_table import FIELDS, Treatment, every_row, rows_of
 from tests.support.serve_http_app import HERMES_TEMPLATE, MODEL, Scripted, live
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 MODULES = (chat, completion, fields, responses_request, tokenize)
 BODIES = {
     kind.__name__: kind
