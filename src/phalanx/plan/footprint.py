@@ -167,8 +167,9 @@ def kv_token_bytes(shape: Shape, kv: KvFormat, dtype: str, split: Split) -> tupl
 
 FEW_GRAPH_TOKENS = 2048
 """Up to so many tokens of a mixed graph, its activations are a part of the constant below."""
-POOL_LOSS = 1.2
-"""What the pool of all graphs takes for the activations of the largest, holes between blocks included: no start took more."""
+POOL_LOSS = 1.65
+"""What a trial capture takes for each byte of the activations of more tokens, holes between blocks included: Qwen3-30B's starts
+with graphs of 8,192 tokens took so much, Mixtral's of 4,559 0.93."""
 
 OVERHEADS = ("constant", "ranks", "stages", "split_experts", "per_hidden_byte", "per_inner_byte")
 """Coefficients of what is neither weights nor KV cache nor graphs, in GB but for the last two; `data/coefficients.json`,
@@ -202,15 +203,16 @@ def max_graph_tokens(shape: Shape, dtype: str, split: Split) -> int:
 
 
 def graph_bytes(shape: Shape, dtype: str, split: Split, max_batch_size: int, max_num_tokens: int) -> int:
-    """Set aside for CUDA graphs, as the engine does: so much for each, and the activations of the largest mixed one. Those of up
-    to FEW_GRAPH_TOKENS tokens are in the constant of `OVERHEADS`, which was fitted with all their sizes."""
+    """Set aside for CUDA graphs, as the engine does: so much for each, and the activations of the largest mixed one beyond
+    FEW_GRAPH_TOKENS tokens: those of fewer are in the constant of `OVERHEADS`, which was fitted with all their sizes."""
     rows, tokens = -(-max_batch_size // split.pp), min(max_num_tokens, max_graph_tokens(shape, dtype, split))
     captured = GRAPH_BYTES * sum(map(len, graph_sizes(rows, max(tokens, min(max_num_tokens, FEW_GRAPH_TOKENS)))))
     if tokens <= FEW_GRAPH_TOKENS:
         return captured
     pairs = 0 if shape.experts is None else tokens * shape.experts.per_token  # of a token and an expert, each with an output
     outputs = pairs * shape.hidden_size * itemsize(dtype)
-    return captured + int(POOL_LOSS * (activation_bytes(shape, split, tokens, dtype) + outputs))
+    more = 1 - FEW_GRAPH_TOKENS / tokens
+    return captured + int(POOL_LOSS * more * (activation_bytes(shape, split, tokens, dtype) + outputs))
 
 
 def overhead_bytes(shape: Shape, split: Split, max_num_tokens: int) -> int:
