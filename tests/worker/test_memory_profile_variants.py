@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from phalanx.comm.group import Group, Solo
 from phalanx.comm.strategies import symmetric_strategies
 from phalanx.comm.symmetric import ReduceScatterBuffer
 from phalanx.comm.tuned_group import TunedGroup
+from phalanx.comm.warmup import more_token_counts
 from phalanx.config.experts import ClampedSwiGlu, Experts, Scoring
 from phalanx.config.latent import Latent
 from phalanx.config.model import ModelShape
@@ -183,7 +185,11 @@ def started(case: Case) -> ModelRunner:
     """As a rank starts."""
     runner = made_runner(case)
     sizes = {"max_num_tokens": TOKENS, "max_seq_len": LONGEST, "max_batch_size": runner.max_rows, "block_size": BLOCK}
-    for step in memory_profile.profiling_steps(**sizes):
+    model = runner._model
+    of_collectives = partial(
+        more_token_counts, model.context.group, max_tokens=TOKENS, hidden=model.shape.hidden_size, dtype=BF16, num_sms=NUM_SMS
+    )
+    for step in memory_profile.profiling_steps(**sizes, more_counts=of_collectives):
         runner.run(step).results()
     list(runner.capture())
     return runner

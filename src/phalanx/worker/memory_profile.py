@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,11 +53,15 @@ def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int
     return blocks_in(budget, specs, options.kv_block_size, what=what)
 
 
-def profiling_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
+def profiling_steps(
+    *, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int,
+    more_counts: Callable[[Collection[int]], Sequence[int]] = lambda _: (),
+) -> list[StepBatch]:  # fmt: skip
     """The steps that need the most memory: all tokens in as few prompts as possible; and every slot sampling, with the rest of the
     tokens in one prompt. Each row wants everything that takes memory, of the sampler and of the logprobs of its prompt. Smaller
     steps of every kind follow: kernels are compiled at their first launch, and no request should wait for that.
 
+    more_counts: given the token counts of all these, further ones whose steps launch other kernels: of prompts.
     All their blocks are block 0, and their results mean nothing. The last step leaves every slot free.
     """
     prompts = _prompts(max_num_tokens, max_seq_len, max_batch_size, block_size)
@@ -68,7 +72,9 @@ def profiling_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: in
     smaller = kernel_warmup_steps(
         max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, max_batch_size=max_batch_size, block_size=block_size
     )  # fmt: skip
-    return [*largest, *smaller, StepBatch(released=list(range(max_batch_size)))]
+    counts = more_counts({sum(row.count for row in step.rows) for step in (*largest, *smaller)})
+    more = [_step(_prompts(tokens, max_seq_len, max_batch_size, block_size), PEAK_MEMORY_PARAMS) for tokens in counts]
+    return [*largest, *more, *smaller, StepBatch(released=list(range(max_batch_size)))]
 
 
 def kernel_warmup_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:

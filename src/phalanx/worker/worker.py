@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -298,7 +299,7 @@ class Worker:
             block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=options.index_num_tokens or max_seq_len,
             capturer=capturer,
         )  # fmt: skip
-        self.channel.send(KvCapacity(self.rank, self._measure(runner, specs, max_seq_len, groups.world, device)))
+        self.channel.send(KvCapacity(self.rank, self._measure(runner, model, specs, max_seq_len, groups.world, device)))
         blocks = self._await(Allocate).blocks
         with self._phase("make the KV cache"):
             runner.caches = caches(blocks)
@@ -319,8 +320,13 @@ class Worker:
         self.channel.send(RankReady(self.rank, facts))
         return runner
 
-    def _measure(self, runner: ModelRunner, specs: Sequence[KvSpec], max_seq_len: int, world: Group, device: torch.device) -> int:
+    def _measure(
+        self, runner: ModelRunner, model: Model, specs: Sequence[KvSpec], max_seq_len: int, world: Group, device: torch.device
+    ) -> int:
         """How many KV blocks this rank has memory for: on a GPU measured by the largest steps, whose kernels are compiled first."""
+        import torch
+
+        from phalanx.comm.warmup import more_token_counts
         from phalanx.worker import memory_profile
         from phalanx.worker.warmup import compile_processes, warm_up
 
@@ -331,6 +337,11 @@ class Worker:
         steps = memory_profile.profiling_steps(
             max_num_tokens=options.index_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.max_rows,
             block_size=options.kv_block_size,
+            more_counts=partial(
+                more_token_counts, model.context.group, max_tokens=options.index_num_tokens or max_seq_len,
+                hidden=model.shape.hidden_size, dtype=model.context.dtype,
+                num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+            ),
         )  # fmt: skip
         with self._phase("compile kernels", "kernel") as report:
             warm_up(runner, steps, world, device, compile_processes(self._config["local_ranks"]), report)
