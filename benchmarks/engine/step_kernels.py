@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of long steps in a running engine, by time: what a step with prompts consists of, on the first rank that ends.
+"""The kernels of long steps in a running engine, by time: what a step with prompts consists of on one rank.
 
 Requests of equal length come at once, so that steps hold decode rows beside prompts, as in a throughput workload. Steps are
 recorded by torch's profiler; times of kernels hold, but the host of a step that no graph replays takes longer while it records.
