@@ -73,7 +73,7 @@ def profiling_steps(
         max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, max_batch_size=max_batch_size, block_size=block_size
     )  # fmt: skip
     counts = more_counts({sum(row.count for row in step.rows) for step in (*largest, *smaller)})
-    more = [_step(_prompts(tokens, max_seq_len, max_batch_size, block_size), PEAK_MEMORY_PARAMS) for tokens in counts]
+    more = [_step(_prompts(tokens, max_seq_len, max_batch_size, block_size), SAMPLING_VARIANTS[0]) for tokens in counts]
     return [*largest, *more, *smaller, StepBatch(released=list(range(max_batch_size)))]
 
 
