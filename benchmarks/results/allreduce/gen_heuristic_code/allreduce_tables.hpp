@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // All-reduce tables by ranges of tokens and hidden sizes, written by `phalanx allreduce codegen`: tune again rather than edit.
 // lookup() answers like phalanx.tables.Table.lookup in Python on every size; a test compiles this and compares.
-// sm90.nvlink.tp2 sha256:4e7e76bc5be02931dd39c7de86411323e6f9cfeee5ac0a858e564f9de99aa07e
+// sm90.nvlink.tp2 sha256:533403020d105a21125c1433976f6912a83d1efa64ab6fb7e56a55a60ed78a04
 // sm90.nvlink.tp4 sha256:25dd9a2358f72a491f7d2f70817f36b963aad0ccd4462c79c5dc88231747dc68
 #ifndef PHALANX_ALLREDUCE_TABLES_HPP
 #define PHALANX_ALLREDUCE_TABLES_HPP
@@ -112,27 +112,30 @@ static constexpr Span k0_bf16_4_sharded_4[] = {{1, 117, 4, true}, {118, 16384, 6
 static constexpr Span k0_bf16_4_sharded_5[] = {{1, 57, 4, true}, {58, 16384, 64, true}};
 static constexpr Span k0_bf16_4_sharded_6[] = {{1, 14, 4, true}, {15, 16384, 64, true}};
 static constexpr Row k0_bf16_4_sharded[] = {{128, 181, k0_bf16_4_sharded_0, 4}, {182, 362, k0_bf16_4_sharded_1, 2}, {363, 724, k0_bf16_4_sharded_2, 3}, {725, 1448, k0_bf16_4_sharded_3, 2}, {1449, 2896, k0_bf16_4_sharded_4, 2}, {2897, 5792, k0_bf16_4_sharded_5, 2}, {5793, 8192, k0_bf16_4_sharded_6, 2}};
-static constexpr Span k0_bf16_6_sharded_0[] = {{1, 64, 4, true}};
-static constexpr Span k0_bf16_6_sharded_1[] = {{1, 470, 4, true}, {471, 7517, 64, true}, {7518, 16384, 5, false}};
-static constexpr Span k0_bf16_6_sharded_2[] = {{1, 300, 4, true}, {301, 1814, 64, true}, {1815, 4592, 4, false}, {4593, 16384, 5, false}};
-static constexpr Span k0_bf16_6_sharded_3[] = {{1, 153, 4, true}, {154, 16384, 64, true}};
-static constexpr Span k0_bf16_6_sharded_4[] = {{1, 3, 4, true}, {4, 22, 4, false}, {23, 80, 4, true}, {81, 16384, 64, true}};
-static constexpr Span k0_bf16_6_sharded_5[] = {{1, 10, 4, true}, {11, 19, 4, false}, {20, 121, 5, true}, {122, 16384, 64, true}};
-static constexpr Row k0_bf16_6_sharded[] = {{256, 362, k0_bf16_6_sharded_0, 1}, {363, 724, k0_bf16_6_sharded_1, 3}, {725, 1448, k0_bf16_6_sharded_2, 4}, {1449, 2896, k0_bf16_6_sharded_3, 2}, {2897, 5792, k0_bf16_6_sharded_4, 4}, {5793, 8192, k0_bf16_6_sharded_5, 4}};
-static constexpr Span k0_bf16_68_sharded_0[] = {{1, 64, 4, true}};
-static constexpr Span k0_bf16_68_sharded_1[] = {{1, 445, 4, true}, {446, 10028, 64, true}, {10029, 16384, 5, false}};
-static constexpr Span k0_bf16_68_sharded_2[] = {{1, 225, 4, true}, {226, 16384, 64, true}};
-static constexpr Span k0_bf16_68_sharded_3[] = {{1, 114, 4, true}, {115, 16384, 64, true}};
-static constexpr Span k0_bf16_68_sharded_4[] = {{1, 52, 4, true}, {53, 16384, 64, true}};
-static constexpr Span k0_bf16_68_sharded_5[] = {{1, 12, 4, true}, {13, 20, 4, false}, {21, 39, 5, true}, {40, 16384, 64, true}};
-static constexpr Row k0_bf16_68_sharded[] = {{256, 362, k0_bf16_68_sharded_0, 1}, {363, 724, k0_bf16_68_sharded_1, 3}, {725, 1448, k0_bf16_68_sharded_2, 2}, {1449, 2896, k0_bf16_68_sharded_3, 2}, {2897, 5792, k0_bf16_68_sharded_4, 2}, {5793, 8192, k0_bf16_68_sharded_5, 4}};
-static constexpr Span k0_bf16_70_sharded_0[] = {{1, 32, 4, true}};
-static constexpr Span k0_bf16_70_sharded_1[] = {{1, 476, 4, true}, {477, 3584, 64, true}, {3585, 16384, 5, false}};
-static constexpr Span k0_bf16_70_sharded_2[] = {{1, 303, 4, true}, {304, 16384, 64, true}};
-static constexpr Span k0_bf16_70_sharded_3[] = {{1, 172, 4, true}, {173, 16384, 64, true}};
-static constexpr Span k0_bf16_70_sharded_4[] = {{1, 53, 4, true}, {54, 132, 5, true}, {133, 16384, 64, true}};
-static constexpr Span k0_bf16_70_sharded_5[] = {{1, 12, 4, true}, {13, 18, 4, false}, {19, 110, 5, true}, {111, 16384, 64, true}};
-static constexpr Row k0_bf16_70_sharded[] = {{256, 362, k0_bf16_70_sharded_0, 1}, {363, 724, k0_bf16_70_sharded_1, 3}, {725, 1448, k0_bf16_70_sharded_2, 2}, {1449, 2896, k0_bf16_70_sharded_3, 2}, {2897, 5792, k0_bf16_70_sharded_4, 3}, {5793, 8192, k0_bf16_70_sharded_5, 4}};
+static constexpr Span k0_bf16_6_sharded_0[] = {{1, 1107, 4, true}, {1108, 6066, 4, false}, {6067, 11418, 4, true}, {11419, 16384, 5, false}};
+static constexpr Span k0_bf16_6_sharded_1[] = {{1, 7053, 4, true}, {7054, 16384, 5, false}};
+static constexpr Span k0_bf16_6_sharded_2[] = {{1, 470, 4, true}, {471, 7517, 64, true}, {7518, 16384, 5, false}};
+static constexpr Span k0_bf16_6_sharded_3[] = {{1, 300, 4, true}, {301, 1814, 64, true}, {1815, 4592, 4, false}, {4593, 16384, 5, false}};
+static constexpr Span k0_bf16_6_sharded_4[] = {{1, 153, 4, true}, {154, 16384, 64, true}};
+static constexpr Span k0_bf16_6_sharded_5[] = {{1, 3, 4, true}, {4, 22, 4, false}, {23, 80, 4, true}, {81, 16384, 64, true}};
+static constexpr Span k0_bf16_6_sharded_6[] = {{1, 10, 4, true}, {11, 19, 4, false}, {20, 121, 5, true}, {122, 16384, 64, true}};
+static constexpr Row k0_bf16_6_sharded[] = {{128, 181, k0_bf16_6_sharded_0, 4}, {182, 362, k0_bf16_6_sharded_1, 2}, {363, 724, k0_bf16_6_sharded_2, 3}, {725, 1448, k0_bf16_6_sharded_3, 4}, {1449, 2896, k0_bf16_6_sharded_4, 2}, {2897, 5792, k0_bf16_6_sharded_5, 4}, {5793, 8192, k0_bf16_6_sharded_6, 4}};
+static constexpr Span k0_bf16_68_sharded_0[] = {{1, 759, 4, true}, {760, 16384, 4, false}};
+static constexpr Span k0_bf16_68_sharded_1[] = {{1, 2683, 4, true}, {2684, 9161, 4, false}, {9162, 16384, 5, false}};
+static constexpr Span k0_bf16_68_sharded_2[] = {{1, 445, 4, true}, {446, 10028, 64, true}, {10029, 16384, 5, false}};
+static constexpr Span k0_bf16_68_sharded_3[] = {{1, 225, 4, true}, {226, 16384, 64, true}};
+static constexpr Span k0_bf16_68_sharded_4[] = {{1, 114, 4, true}, {115, 16384, 64, true}};
+static constexpr Span k0_bf16_68_sharded_5[] = {{1, 52, 4, true}, {53, 16384, 64, true}};
+static constexpr Span k0_bf16_68_sharded_6[] = {{1, 12, 4, true}, {13, 20, 4, false}, {21, 39, 5, true}, {40, 16384, 64, true}};
+static constexpr Row k0_bf16_68_sharded[] = {{128, 181, k0_bf16_68_sharded_0, 2}, {182, 362, k0_bf16_68_sharded_1, 3}, {363, 724, k0_bf16_68_sharded_2, 3}, {725, 1448, k0_bf16_68_sharded_3, 2}, {1449, 2896, k0_bf16_68_sharded_4, 2}, {2897, 5792, k0_bf16_68_sharded_5, 2}, {5793, 8192, k0_bf16_68_sharded_6, 4}};
+static constexpr Span k0_bf16_70_sharded_0[] = {{1, 740, 4, true}, {741, 16384, 4, false}};
+static constexpr Span k0_bf16_70_sharded_1[] = {{1, 2629, 4, true}, {2630, 11585, 4, false}, {11586, 16384, 5, false}};
+static constexpr Span k0_bf16_70_sharded_2[] = {{1, 476, 4, true}, {477, 3584, 64, true}, {3585, 16384, 5, false}};
+static constexpr Span k0_bf16_70_sharded_3[] = {{1, 303, 4, true}, {304, 16384, 64, true}};
+static constexpr Span k0_bf16_70_sharded_4[] = {{1, 172, 4, true}, {173, 16384, 64, true}};
+static constexpr Span k0_bf16_70_sharded_5[] = {{1, 53, 4, true}, {54, 132, 5, true}, {133, 16384, 64, true}};
+static constexpr Span k0_bf16_70_sharded_6[] = {{1, 12, 4, true}, {13, 18, 4, false}, {19, 110, 5, true}, {111, 16384, 64, true}};
+static constexpr Row k0_bf16_70_sharded[] = {{128, 181, k0_bf16_70_sharded_0, 2}, {182, 362, k0_bf16_70_sharded_1, 3}, {363, 724, k0_bf16_70_sharded_2, 3}, {725, 1448, k0_bf16_70_sharded_3, 2}, {1449, 2896, k0_bf16_70_sharded_4, 2}, {2897, 5792, k0_bf16_70_sharded_5, 3}, {5793, 8192, k0_bf16_70_sharded_6, 4}};
 static constexpr Span k0_bf16_1_gemm_0[] = {{32, 16384, 3, false}};
 static constexpr Span k0_bf16_1_gemm_1[] = {{32, 14129, 3, false}, {14130, 16384, 65, true}};
 static constexpr Span k0_bf16_1_gemm_2[] = {{32, 6502, 3, false}, {6503, 11126, 65, true}, {11127, 16384, 3, false}};
@@ -149,27 +152,30 @@ static constexpr Span k0_bf16_4_gemm_4[] = {{32, 3119, 3, false}, {3120, 16384, 
 static constexpr Span k0_bf16_4_gemm_5[] = {{32, 1675, 3, false}, {1676, 16384, 65, true}};
 static constexpr Span k0_bf16_4_gemm_6[] = {{32, 943, 3, false}, {944, 11585, 65, true}, {11586, 16384, 3, false}};
 static constexpr Row k0_bf16_4_gemm[] = {{128, 181, k0_bf16_4_gemm_0, 1}, {182, 362, k0_bf16_4_gemm_1, 1}, {363, 724, k0_bf16_4_gemm_2, 2}, {725, 1448, k0_bf16_4_gemm_3, 2}, {1449, 2896, k0_bf16_4_gemm_4, 2}, {2897, 5792, k0_bf16_4_gemm_5, 2}, {5793, 8192, k0_bf16_4_gemm_6, 3}};
-static constexpr Span k0_bf16_6_gemm_0[] = {{32, 64, 3, false}};
-static constexpr Span k0_bf16_6_gemm_1[] = {{32, 7074, 3, false}, {7075, 11925, 65, true}, {11926, 16384, 3, false}};
-static constexpr Span k0_bf16_6_gemm_2[] = {{32, 2843, 3, false}, {2844, 16384, 65, true}};
-static constexpr Span k0_bf16_6_gemm_3[] = {{32, 3804, 3, false}, {3805, 16384, 65, true}};
-static constexpr Span k0_bf16_6_gemm_4[] = {{32, 1914, 3, false}, {1915, 11585, 65, true}, {11586, 16384, 3, false}};
-static constexpr Span k0_bf16_6_gemm_5[] = {{32, 1448, 3, false}, {1449, 5792, 65, true}, {5793, 16384, 3, false}};
-static constexpr Row k0_bf16_6_gemm[] = {{256, 362, k0_bf16_6_gemm_0, 1}, {363, 724, k0_bf16_6_gemm_1, 3}, {725, 1448, k0_bf16_6_gemm_2, 2}, {1449, 2896, k0_bf16_6_gemm_3, 2}, {2897, 5792, k0_bf16_6_gemm_4, 3}, {5793, 8192, k0_bf16_6_gemm_5, 3}};
-static constexpr Span k0_bf16_68_gemm_0[] = {{32, 32, 3, false}};
-static constexpr Span k0_bf16_68_gemm_1[] = {{32, 8671, 3, false}, {8672, 16384, 65, true}};
-static constexpr Span k0_bf16_68_gemm_2[] = {{32, 5153, 3, false}, {5154, 16384, 65, true}};
-static constexpr Span k0_bf16_68_gemm_3[] = {{32, 3240, 3, false}, {3241, 16384, 65, true}};
-static constexpr Span k0_bf16_68_gemm_4[] = {{32, 1696, 3, false}, {1697, 16384, 65, true}};
-static constexpr Span k0_bf16_68_gemm_5[] = {{32, 1448, 3, false}, {1449, 11585, 65, true}, {11586, 16384, 3, false}};
-static constexpr Row k0_bf16_68_gemm[] = {{256, 362, k0_bf16_68_gemm_0, 1}, {363, 724, k0_bf16_68_gemm_1, 2}, {725, 1448, k0_bf16_68_gemm_2, 2}, {1449, 2896, k0_bf16_68_gemm_3, 2}, {2897, 5792, k0_bf16_68_gemm_4, 2}, {5793, 8192, k0_bf16_68_gemm_5, 3}};
-static constexpr Span k0_bf16_70_gemm_0[] = {{32, 32, 3, false}};
+static constexpr Span k0_bf16_6_gemm_0[] = {{32, 16384, 3, false}};
+static constexpr Span k0_bf16_6_gemm_1[] = {{32, 16384, 3, false}};
+static constexpr Span k0_bf16_6_gemm_2[] = {{32, 7074, 3, false}, {7075, 11925, 65, true}, {11926, 16384, 3, false}};
+static constexpr Span k0_bf16_6_gemm_3[] = {{32, 2843, 3, false}, {2844, 16384, 65, true}};
+static constexpr Span k0_bf16_6_gemm_4[] = {{32, 3804, 3, false}, {3805, 16384, 65, true}};
+static constexpr Span k0_bf16_6_gemm_5[] = {{32, 1914, 3, false}, {1915, 11585, 65, true}, {11586, 16384, 3, false}};
+static constexpr Span k0_bf16_6_gemm_6[] = {{32, 1448, 3, false}, {1449, 5792, 65, true}, {5793, 16384, 3, false}};
+static constexpr Row k0_bf16_6_gemm[] = {{128, 181, k0_bf16_6_gemm_0, 1}, {182, 362, k0_bf16_6_gemm_1, 1}, {363, 724, k0_bf16_6_gemm_2, 3}, {725, 1448, k0_bf16_6_gemm_3, 2}, {1449, 2896, k0_bf16_6_gemm_4, 2}, {2897, 5792, k0_bf16_6_gemm_5, 3}, {5793, 8192, k0_bf16_6_gemm_6, 3}};
+static constexpr Span k0_bf16_68_gemm_0[] = {{32, 16384, 3, false}};
+static constexpr Span k0_bf16_68_gemm_1[] = {{32, 16384, 3, false}};
+static constexpr Span k0_bf16_68_gemm_2[] = {{32, 8671, 3, false}, {8672, 16384, 65, true}};
+static constexpr Span k0_bf16_68_gemm_3[] = {{32, 5153, 3, false}, {5154, 16384, 65, true}};
+static constexpr Span k0_bf16_68_gemm_4[] = {{32, 3240, 3, false}, {3241, 16384, 65, true}};
+static constexpr Span k0_bf16_68_gemm_5[] = {{32, 1696, 3, false}, {1697, 16384, 65, true}};
+static constexpr Span k0_bf16_68_gemm_6[] = {{32, 1448, 3, false}, {1449, 11585, 65, true}, {11586, 16384, 3, false}};
+static constexpr Row k0_bf16_68_gemm[] = {{128, 181, k0_bf16_68_gemm_0, 1}, {182, 362, k0_bf16_68_gemm_1, 1}, {363, 724, k0_bf16_68_gemm_2, 2}, {725, 1448, k0_bf16_68_gemm_3, 2}, {1449, 2896, k0_bf16_68_gemm_4, 2}, {2897, 5792, k0_bf16_68_gemm_5, 2}, {5793, 8192, k0_bf16_68_gemm_6, 3}};
+static constexpr Span k0_bf16_70_gemm_0[] = {{32, 16384, 3, false}};
 static constexpr Span k0_bf16_70_gemm_1[] = {{32, 16384, 3, false}};
-static constexpr Span k0_bf16_70_gemm_2[] = {{32, 4495, 3, false}, {4496, 16384, 65, true}};
-static constexpr Span k0_bf16_70_gemm_3[] = {{32, 3760, 3, false}, {3761, 16384, 65, true}};
-static constexpr Span k0_bf16_70_gemm_4[] = {{32, 1866, 3, false}, {1867, 11585, 65, true}, {11586, 16384, 3, false}};
-static constexpr Span k0_bf16_70_gemm_5[] = {{32, 1448, 3, false}, {1449, 5792, 65, true}, {5793, 16384, 3, false}};
-static constexpr Row k0_bf16_70_gemm[] = {{256, 362, k0_bf16_70_gemm_0, 1}, {363, 724, k0_bf16_70_gemm_1, 1}, {725, 1448, k0_bf16_70_gemm_2, 2}, {1449, 2896, k0_bf16_70_gemm_3, 2}, {2897, 5792, k0_bf16_70_gemm_4, 3}, {5793, 8192, k0_bf16_70_gemm_5, 3}};
+static constexpr Span k0_bf16_70_gemm_2[] = {{32, 16384, 3, false}};
+static constexpr Span k0_bf16_70_gemm_3[] = {{32, 4495, 3, false}, {4496, 16384, 65, true}};
+static constexpr Span k0_bf16_70_gemm_4[] = {{32, 3760, 3, false}, {3761, 16384, 65, true}};
+static constexpr Span k0_bf16_70_gemm_5[] = {{32, 1866, 3, false}, {1867, 11585, 65, true}, {11586, 16384, 3, false}};
+static constexpr Span k0_bf16_70_gemm_6[] = {{32, 1448, 3, false}, {1449, 5792, 65, true}, {5793, 16384, 3, false}};
+static constexpr Row k0_bf16_70_gemm[] = {{128, 181, k0_bf16_70_gemm_0, 1}, {182, 362, k0_bf16_70_gemm_1, 1}, {363, 724, k0_bf16_70_gemm_2, 1}, {725, 1448, k0_bf16_70_gemm_3, 2}, {1449, 2896, k0_bf16_70_gemm_4, 2}, {2897, 5792, k0_bf16_70_gemm_5, 3}, {5793, 8192, k0_bf16_70_gemm_6, 3}};
 static constexpr Model k0_seed_0[] = {{0, false, 17586164470ULL, 4232ULL, 539741ULL}, {4, false, 1732099804ULL, 2985ULL, 0ULL}, {5, false, 2649790425ULL, 2833ULL, 0ULL}};
 static constexpr Model k0_seed_1[] = {{0, false, 8168644255ULL, 4725ULL, 1466832ULL}, {4, true, 2464460317ULL, 3423ULL, 484443ULL}, {5, true, 3153352879ULL, 3101ULL, 1751575ULL}, {4, false, 2582142857ULL, 4124ULL, 221133ULL}, {5, false, 3612596387ULL, 3799ULL, 285195ULL}};
 static constexpr Model k0_seed_4[] = {{0, false, 8401252826ULL, 4652ULL, 1457738ULL}, {4, true, 2607164943ULL, 3341ULL, 558251ULL}, {5, true, 3283388235ULL, 3097ULL, 1958377ULL}, {4, false, 2790666667ULL, 4039ULL, 242154ULL}, {5, false, 3834597820ULL, 3696ULL, 294446ULL}};
@@ -285,10 +291,10 @@ static constexpr Model k1_seed_7[] = {{0, false, 12225000000ULL, 6323ULL, 122380
 static constexpr Model k1_seed_68[] = {{0, false, 12052761905ULL, 5899ULL, 1367467ULL}, {4, true, 2745855895ULL, 9195ULL, 920638ULL}, {5, true, 3887023753ULL, 4857ULL, 2051245ULL}, {4, false, 2910476863ULL, 10485ULL, 24479ULL}, {5, false, 4443053848ULL, 5398ULL, 258443ULL}};
 static constexpr Model k1_seed_70[] = {{0, false, 12081261261ULL, 6062ULL, 1329691ULL}, {4, true, 2754236897ULL, 9284ULL, 927263ULL}, {5, true, 3887509271ULL, 4911ULL, 2284955ULL}, {4, false, 2909238682ULL, 10626ULL, 0ULL}, {5, false, 4457651663ULL, 5645ULL, 131442ULL}};
 static constexpr Table kTables[] = {
-    {90, "nvlink", 2, "4e7e76bc5be02931dd39c7de86411323e6f9cfeee5ac0a858e564f9de99aa07e", 256LL, 16777216LL,
+    {90, "nvlink", 2, "533403020d105a21125c1433976f6912a83d1efa64ab6fb7e56a55a60ed78a04", 512LL, 16777216LL,
      {{{{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_6, 7}, {k0_bf16_7, 7}, {k0_bf16_68, 7}, {k0_bf16_70, 7}}, {{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_6, 7}, {k0_bf16_7, 7}, {k0_bf16_68, 7}, {k0_bf16_70, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
-      {{{nullptr, 0}, {k0_bf16_1_sharded, 7}, {k0_bf16_4_sharded, 7}, {nullptr, 0}, {k0_bf16_6_sharded, 6}, {nullptr, 0}, {k0_bf16_68_sharded, 6}, {k0_bf16_70_sharded, 6}}, {{nullptr, 0}, {k0_bf16_1_sharded, 7}, {k0_bf16_4_sharded, 7}, {nullptr, 0}, {k0_bf16_6_sharded, 6}, {nullptr, 0}, {k0_bf16_68_sharded, 6}, {k0_bf16_70_sharded, 6}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
-      {{{nullptr, 0}, {k0_bf16_1_gemm, 7}, {k0_bf16_4_gemm, 7}, {nullptr, 0}, {k0_bf16_6_gemm, 6}, {nullptr, 0}, {k0_bf16_68_gemm, 6}, {k0_bf16_70_gemm, 6}}, {{nullptr, 0}, {k0_bf16_1_gemm, 7}, {k0_bf16_4_gemm, 7}, {nullptr, 0}, {k0_bf16_6_gemm, 6}, {nullptr, 0}, {k0_bf16_68_gemm, 6}, {k0_bf16_70_gemm, 6}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}}},
+      {{{nullptr, 0}, {k0_bf16_1_sharded, 7}, {k0_bf16_4_sharded, 7}, {nullptr, 0}, {k0_bf16_6_sharded, 7}, {nullptr, 0}, {k0_bf16_68_sharded, 7}, {k0_bf16_70_sharded, 7}}, {{nullptr, 0}, {k0_bf16_1_sharded, 7}, {k0_bf16_4_sharded, 7}, {nullptr, 0}, {k0_bf16_6_sharded, 7}, {nullptr, 0}, {k0_bf16_68_sharded, 7}, {k0_bf16_70_sharded, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
+      {{{nullptr, 0}, {k0_bf16_1_gemm, 7}, {k0_bf16_4_gemm, 7}, {nullptr, 0}, {k0_bf16_6_gemm, 7}, {nullptr, 0}, {k0_bf16_68_gemm, 7}, {k0_bf16_70_gemm, 7}}, {{nullptr, 0}, {k0_bf16_1_gemm, 7}, {k0_bf16_4_gemm, 7}, {nullptr, 0}, {k0_bf16_6_gemm, 7}, {nullptr, 0}, {k0_bf16_68_gemm, 7}, {k0_bf16_70_gemm, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}}},
      {{k0_seed_0, 3}, {k0_seed_1, 5}, {k0_seed_4, 5}, {k0_seed_5, 5}, {k0_seed_6, 5}, {k0_seed_7, 5}, {k0_seed_68, 5}, {k0_seed_70, 5}}},
     {90, "nvlink", 4, "25dd9a2358f72a491f7d2f70817f36b963aad0ccd4462c79c5dc88231747dc68", 64LL, 67108864LL,
      {{{{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 7}, {k1_bf16_7, 7}, {k1_bf16_68, 7}, {k1_bf16_70, 7}}, {{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 7}, {k1_bf16_7, 7}, {k1_bf16_68, 7}, {k1_bf16_70, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
