@@ -213,14 +213,16 @@ def test_a_replay_counts_the_collectives_that_were_captured(monkeypatch: pytest.
         calls["NCCL/NONE"] += 2
         calls["ONESHOT/NONE"] = calls.get("ONESHOT/NONE", 0) + 1
 
-    replay = capturer.capture(work)
+    first_calls: list[int] = []
+    replay = capturer.capture(work, lambda: first_calls.append(len(cuda.pools)))
+    assert first_calls == [0]  # before the capture began
     before = dict(calls)
     replay()
     assert calls == {"NCCL/NONE": before["NCCL/NONE"] + 2, "ONESHOT/NONE": before["ONESHOT/NONE"] + 1}
     assert cuda.replayed == 1
-    capturer.capture(work)
+    capturer.capture(work, work)
     capturer.reset()
-    capturer.capture(work)
+    capturer.capture(work, work)
     assert cuda.pools == [None, "shared", None]
 
 

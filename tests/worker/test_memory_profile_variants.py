@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -59,10 +59,17 @@ PARAMS_OF_REQUESTS: list[list[dict[str, Any]]] = [
 
 
 class Recorded:
-    """A capturer whose replays launch nothing: on a GPU a graph's replay needs no kernel that its capture did not."""
+    """A capturer whose replays launch nothing: on a GPU a graph's replay needs no kernel that its capture did not. late: variants
+    that a capture launched first."""
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+    def __init__(self, variants: set[Variant]) -> None:
+        self.variants, self.late = variants, set[Variant]()
+
+    def capture(self, work: Callable[[], None], first: Callable[[], None]) -> Callable[[], None]:
+        first()
+        loaded = set(self.variants)
         work()
+        self.late |= self.variants - loaded
         return lambda: None
 
     def reset(self) -> None:
@@ -158,16 +165,17 @@ CASES = {
 }
 
 
-def made_runner(case: Case) -> ModelRunner:
+def made_runner(case: Case, capturer: Recorded) -> ModelRunner:
     """Of weights that nobody has set: nothing reads them, and their pages are never there."""
     sizes: dict[str, Any] = {
         "architecture": "LlamaForCausalLM", "vocab_size": 8192, "hidden_size": 4096, "intermediate_size": 1024, "num_layers": 2,
         "num_heads": 16, "num_kv_heads": 4, "head_dim": 128, "max_positions": LONGEST, "windows": (None, None),
     }  # fmt: skip
     shape = ModelShape(**(sizes | case.shape))
+    layers = range(0 if case.stages == 1 else 1, shape.num_layers)
     model = registry.build(
-        shape, group=group_of(case.ranks), layers=range(0 if case.stages == 1 else 1, 2), dtype=BF16, device=CPU, fp8=case.fp8,
-        fp8_cache=case.fp8, fp8_gemm=case.fp8,
+        shape, group=group_of(case.ranks), layers=layers, dtype=BF16, device=CPU, fp8=case.fp8, fp8_cache=case.fp8,
+        fp8_gemm=case.fp8,
     )  # fmt: skip
     attention: Any = TritonBackend(SdpaBackend(), CPU, "all")
     if shape.latent is not None:
@@ -177,20 +185,19 @@ def made_runner(case: Case) -> ModelRunner:
     sampler, pipeline = Sampler(case.slots, shape.vocab_size, CPU), Solo() if case.stages == 1 else Last(case.stages)
     return ModelRunner(
         model, caches, attention, sampler, pipeline, max_batch_size=case.slots, max_seq_len=LONGEST, block_size=BLOCK, dtype=BF16,
-        device=CPU, capturer=Recorded() if case.graphs else None, max_num_tokens=TOKENS,
+        device=CPU, capturer=capturer if case.graphs else None, max_num_tokens=TOKENS,
     )  # fmt: skip
 
 
-def started(case: Case) -> ModelRunner:
+def started(case: Case, capturer: Recorded) -> ModelRunner:
     """As a rank starts."""
-    runner = made_runner(case)
+    runner = made_runner(case, capturer)
     sizes = {"max_num_tokens": TOKENS, "max_seq_len": LONGEST, "max_batch_size": runner.max_rows, "block_size": BLOCK}
     model = runner._model
     of_collectives = partial(
         more_token_counts, model.context.group, max_tokens=TOKENS, hidden=model.shape.hidden_size, dtype=BF16, num_sms=NUM_SMS
     )
-    for step in memory_profile.profiling_steps(**sizes, more_counts=of_collectives):
-        runner.run(step).results()
+    memory_profile.run_profiling_steps(runner, memory_profile.profiling_steps(**sizes, more_counts=of_collectives))
     list(runner.capture())
     return runner
 
@@ -214,11 +221,12 @@ def any_step(rng: random.Random, slots_there: int, most: int) -> StepBatch:
 
 
 def later(case: Case, steps: int) -> tuple[set[Variant], set[Variant]]:
-    """(The variants of the start, what else steps of all kinds ask for.)"""
+    """(The variants of the start, what else captures and steps of all kinds ask for.)"""
     rng = random.Random(0)
     with recorded() as variants:
-        runner = started(case)
-        first = set(variants)
+        capturer = Recorded(variants)
+        runner = started(case, capturer)
+        first = set(variants) - capturer.late
         for _ in range(steps):
             runner.run(any_step(rng, case.slots, runner.max_rows)).results()
     return first, variants - first
@@ -238,4 +246,14 @@ def test_steps_ask_for_no_kernel_that_the_start_has_not_compiled(name: str) -> N
     assert ("_biased_gemm" in kernels) == name.startswith("gpt-oss")
     if CASES[name].fp8 and has_gluon():
         assert ("_block_scaled_gemm" if name == "blocks" else "_fp8_skinny") in kernels
+    assert not new, "\n".join(sorted(map(str, new)))
+
+
+@pytest.mark.parametrize("name", ["fp8, 2 ranks", "experts, fp8, 2 ranks", "gpt-oss", "deepseek, fp8, 2 ranks"])
+def test_few_layers_load_all_that_many_launch(name: str) -> None:
+    """The small steps of a start, and what comes before each capture, go through a few of the layers."""
+    case = CASES[name]
+    windows = case.shape.get("windows", (None, None))
+    first, new = later(replace(case, shape=case.shape | {"num_layers": 4, "windows": windows * 2}), 5)
+    assert first
     assert not new, "\n".join(sorted(map(str, new)))

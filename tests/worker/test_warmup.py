@@ -33,13 +33,16 @@ class Kernels:
     """As `Ahead`: some are kept, and none are compiled."""
 
     def __init__(self, kept: bool) -> None:
-        self.kept, self.compiled, self.processes = kept, 0, 0
+        self.kept, self.compiled, self.processes, self.part = kept, 0, 0, (-1, -1)
 
     def all_cached(self) -> bool:
         return self.kept
 
-    def compile(self, processes: int, tell: Callable[[int, int], None]) -> None:
-        self.processes, self.compiled = processes, 7
+    def compile(
+        self, processes: int, tell: Callable[[int, int], None], part: tuple[int, int], others: Callable[[], Any]
+    ) -> None:  # fmt: skip
+        self.processes, self.compiled, self.part = processes, 7, part
+        others()
         tell(7, 7)
 
 
@@ -95,8 +98,8 @@ def test_every_step_goes_through_the_first_layer_and_the_last(
     forwards.clear()
     progress: list[tuple[int, int]] = []
     steps = steps_of(runner)
-    assert warm_up(runner, steps, Solo(), CPU, 12, lambda *each: progress.append(each)) == 7
-    assert (kernels.processes, progress) == (12, [(7, 7)])
+    assert warm_up(runner, steps, Solo(), CPU, 12, lambda *each: progress.append(each), (1, 4)) == 7
+    assert (kernels.processes, kernels.part, progress) == (12, (1, 4), [(7, 7)])
     met = len(steps) - 1 + runner.graphs.count  # all but the last, which has no rows
     assert {layers.index(layer): count for layer, count in forwards.items()} == {0: met, 4: met}
     assert runner._model.layers is layers

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,10 @@ def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int
     return blocks_in(budget, specs, options.kv_block_size, what=what)
 
 
+LARGEST_STEPS = 2
+"""So many of the `profiling_steps` come first, as they need the most memory."""
+
+
 def profiling_steps(
     *, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int,
     more_counts: Callable[[Collection[int]], Sequence[int]] = lambda _: (),
@@ -69,6 +74,7 @@ def profiling_steps(
     mixed = [_row(slot, 1, block_size) for slot in range(rows - 1)]
     mixed.append(_row(rows - 1, min(max_num_tokens - rows + 1, max_seq_len), block_size))
     largest = [_step(step_rows, PEAK_MEMORY_PARAMS) for step_rows in (prompts, mixed)]
+    assert len(largest) == LARGEST_STEPS
     smaller = kernel_warmup_steps(
         max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, max_batch_size=max_batch_size, block_size=block_size
     )  # fmt: skip
@@ -161,14 +167,20 @@ def counting(report: Callable[[int, int], None], total: int) -> Callable[[], Non
 def measure_activations(
     runner: ModelRunner, steps: Sequence[StepBatch], device: torch.device, step_done: Callable[[], None] = lambda: None
 ) -> ActivationPeak:
-    """The peak of these steps; `step_done` is called after each. Collective: every rank runs the same steps."""
+    """The peak of these `profiling_steps`; `step_done` is called after each. Collective: every rank runs the same steps."""
     free_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    for step in steps:
-        runner.run(step).results()
-        step_done()
+    run_profiling_steps(runner, steps, step_done)
     return ActivationPeak(torch.cuda.max_memory_allocated(device) - allocated, torch.cuda.max_memory_reserved(device) - reserved)
+
+
+def run_profiling_steps(runner: ModelRunner, steps: Sequence[StepBatch], step_done: Callable[[], None] = lambda: None) -> None:
+    """Those behind the largest go through a few of the layers: they load kernels, and need less memory."""
+    for number, step in enumerate(steps):
+        with nullcontext() if number < LARGEST_STEPS else runner.distinct_layers():
+            runner.run(step).results()
+        step_done()
 
 
 def measure_graphs(runner: ModelRunner, device: torch.device, step_done: Callable[[], None] = lambda: None) -> int:

@@ -5,6 +5,7 @@ kept are then compiled in parallel."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -28,14 +29,15 @@ def compile_processes(local_ranks: int) -> int:
 
 def warm_up(
     runner: ModelRunner, steps: Sequence[StepBatch], group: Group, device: torch.device, processes: int,
-    report: Callable[[int, int], None],
+    report: Callable[[int, int], None], part: tuple[int, int] = (0, 1),
 ) -> int:  # fmt: skip
     """Run `steps` (of `memory_profile.profiling_steps`) and the sizes of the graphs through a few layers, without launching Triton
     kernels; then compile the kernels that they need, in so many processes. Returns how many had to be compiled. The results of
     the steps mean nothing.
 
     Where one small step finds all of its kernels kept, the other steps are skipped: an earlier start has compiled them. report:
-    gets how many of how many kernels are there. Collective over `group`, all ranks, as steps may wait for one another: nothing is
+    gets how many of how many kernels are there. part: (index, number) of this rank among those of its host, where all launch the
+    same kernels: each compiles its part of them. Collective over `group`, all ranks, as steps may wait for one another: nothing is
     done unless each rank can compile ahead, in several processes.
     """
     if not _everywhere(can_compile_ahead() and processes > 1, group, device):
@@ -49,7 +51,7 @@ def warm_up(
         for step in (*larger, release_slots):
             runner.run(step).results()
         runner.warm_up_graphs()
-        kernels.compile(processes, report)
+        kernels.compile(processes, report, part, partial(_everywhere, True, group, device))
     return kernels.compiled
 
 

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,86 @@ def test_copies_compile_what_was_asked_for_and_the_next_process_finds_it(heard: 
         call(16)
         assert kernels.all_cached()
     assert kernels.compiled == 0
+
+
+def test_copies_build_what_launches_a_kernel(heard: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launcher(source: Any, metadata: Any) -> None:
+        (tmp_path / f"{source.constants[3,]}.{os.getpid()}").write_text(metadata.name)
+        if source.constants[3,] == 16:
+            raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(triton.runtime.driver.active, "launcher_cls", launcher, raising=False)
+    with ahead() as kernels:
+        for block in BLOCKS:
+            call(block)
+        kernels.compile(3, lambda *_: None)
+    assert kernels.compiled == 5  # one without its function is there, too: the first launch says what is wrong
+    built = [path for path in tmp_path.iterdir() if path.is_file()]
+    assert sorted(int(path.stem) for path in built) == sorted(BLOCKS)
+    assert {path.read_text() for path in built} == {"double"}
+    assert str(os.getpid()) not in {path.suffix[1:] for path in built}
+
+
+def test_no_copy_waits_for_another_with_long_works(heard: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is stopped at its first work leaves the others to the other copy."""
+    fork, copies = os.fork, list[int]()
+
+    def forked() -> int:
+        copy = fork()
+        if copy and not copies:
+            os.kill(copy, signal.SIGSTOP)
+        copies.append(copy)
+        return copy
+
+    done: list[int] = []
+
+    def tell(number: int, total: int) -> None:
+        done.append(number)
+        if number >= total - 1:  # all but at most the one that the stopped copy has taken
+            os.kill(copies[0], signal.SIGCONT)
+
+    monkeypatch.setattr(os, "fork", forked)
+    with ahead() as kernels:
+        for block in BLOCKS:
+            call(block)
+        kernels.compile(2, tell)
+    assert done == list(range(6))
+    assert kernels.compiled == 5
+
+
+def test_processes_that_call_the_same_kernels_share_them(heard: Listener) -> None:
+    progress: list[tuple[int, int]] = []
+
+    def other() -> None:
+        """Another process with the same cache, which compiles the other part."""
+        assert heard.hits == [False] * 3
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                for work, _ in kernels.pending.works[::-1][1::2]:
+                    work()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+
+    with ahead() as kernels:
+        for block in BLOCKS:
+            call(block)
+        kernels.compile(2, lambda *each: progress.append(each), (0, 2), other)
+    assert progress == [(done, 3) for done in range(4)]
+    assert kernels.compiled == 3
+    assert heard.hits == [False] * 3 + [True] * 5  # all are found, those of the other, too
+
+
+def test_a_part_that_no_other_process_leaves_here_is_compiled_here(heard: Listener) -> None:
+    """As where ranks of one host do not share a folder."""
+    progress: list[tuple[int, int]] = []
+    with ahead() as kernels:
+        for block in BLOCKS:
+            call(block)
+        kernels.compile(2, lambda *each: progress.append(each), (1, 2))
+    assert kernels.compiled == 5
+    assert progress[:3] == [(0, 2), (1, 2), (2, 2)]
+    assert progress[3:]  # in copies, too, but for the kernel that showed that there were none
 
 
 def test_a_benchmark_compiles_the_calls_that_it_times(heard: Listener) -> None:
@@ -180,11 +261,11 @@ def test_children_that_nobody_may_wait_for_and_descriptors_beyond_a_thousand(
     assert not caplog.records
 
 
-def _copied_with(pipe: Any, works: Any, writing: int) -> int:
+def _copied_with(pipe: Any, works: Any, queue: int, writing: int) -> int:
     """A copy whose compiler has the pipes that it asks for."""
     assert writing >= 1024
     os.pipe = pipe
-    return plain_copy(works, writing)
+    return plain_copy(works, queue, writing)
 
 
 plain_copy = module._copy

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from phalanx.errors import EngineError
 from phalanx.kernels.capabilities import has_gluon
 from phalanx.kernels.gemm import heuristics
 from tests.support.kernels_compiled import compiled_as, spilled
@@ -61,6 +64,35 @@ def right_side(kernel: Any, begins: str) -> str:
     return next(line.split("=", 1)[1].strip() for line in inspect.getsource(kernel).splitlines() if line.strip().startswith(begins))
 
 
+def test_counters_are_there_before_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights that no GEMM has met: a capture is preceded by a few layers alone."""
+    from phalanx.kernels.gemm.fp8_skinny import Counters
+
+    monkeypatch.setattr(Counters, "BLOCK", 1024)
+    monkeypatch.setattr(Counters, "ROOM", 512)
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    counters = Counters(torch.device("cpu"))
+    with pytest.raises(EngineError, match="while a CUDA graph is captured"):
+        counters.of(0x1000, 8)
+    capturing = False
+    first = counters.of(0x1000, 8)
+    capturing = True
+    others = [counters.of(0x2000 + number, 40) for number in range(8)]  # 8 x 64 counters: all that is kept free
+    assert first.dtype == torch.int32
+    assert not any(each.any() for each in (first, *others))
+    begins = sorted(each.data_ptr() for each in (first, *others))
+    assert all(later - earlier >= 128 for earlier, later in pairwise(begins))  # on lines of their own, so aligned alike
+    assert counters.of(0x1000, 8) is first
+    assert counters.of(0x1000, 9) is not first
+    with pytest.raises(EngineError, match="run the GEMM once"):
+        counters.of(0x5000, 600)
+    capturing = False
+    assert len(counters.of(0x5000, 600)) == 600  # more than a block has room for
+    first += 1
+    assert int(counters.of(0x1000, 8).sum()) == 8  # an earlier block stays
+
+
 @pytest.mark.parametrize(("along", "deep", "programs"), [(20, 64, 120), (20, 64, 132), (1, 9, 7), (112, 64, 132), (3, 1, 2)])
 def test_programs_of_a_row_of_tiles_are_the_same_from_both_sides(along: int, deep: int, programs: int) -> None:
     """Which programs have tiles of a row, by each program's run and by the row's ends, both by the kernel's own expressions; and no
@@ -94,8 +126,6 @@ SHAPES_405B = ((4608, 16384), (16384, 4096), (26624, 16384), (16384, 13312), (53
 def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
     """In steps of bf16, with and without scales, whoever adds parts up. Hopper's tensor cores keep 13 bits behind the point when
     they add 32 products in e4m3 to a sum: each time up to 2^-13 of it is lost, which is 1/32 of a step of bf16."""
-    import torch
-
     from phalanx.kernels.capabilities import gpu
     from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm, supports
 
@@ -121,8 +151,6 @@ def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
 
 
 def needs_hopper() -> None:
-    import torch
-
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for Hopper")
 
@@ -136,8 +164,6 @@ def steps(output: Any, wanted: Any) -> float:
 @pytest.mark.gpu1
 def test_replays_behind_kernels_that_start_it_early() -> None:
     """GEMMs with one weight, split and not, behind each other and behind a norm, in a graph: the bits of eager ones."""
-    import torch
-
     from phalanx.kernels.capabilities import gpu
     from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm
     from phalanx.kernels.ops.residual_rms_norm import residual_rms_norm

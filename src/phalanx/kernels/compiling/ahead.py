@@ -2,7 +2,8 @@
 """Kernels compiled many at a time, before they are launched: `ahead`.
 
 Triton compiles a kernel at its first call, and the caller waits. Here a program runs its calls once without launching a kernel, and
-the variants that they need are recorded. Then copies of this process (fork) each compile some of them into Triton's cache on disk.
+the variants that they need are recorded. Then copies of this process (fork) each compile some of them into Triton's cache on disk,
+and have the C compiler build the functions that launch them: Triton does that at a kernel's first launch, 0.3 s for each signature.
 Threads would not help: half of a compilation holds Python's interpreter lock.
 
 A copy has no other thread and may not touch the GPU: it compiles, reports each kernel, and ends. Copies only save time: this
@@ -106,19 +107,33 @@ class Ahead:
             self.pending.do_next()
         return self.compiled == before
 
-    def compile(self, processes: int, tell: Callable[[int, int], None]) -> None:
+    def compile(
+        self, processes: int, tell: Callable[[int, int], None], part: tuple[int, int] = (0, 1),
+        others: Callable[[], Any] = lambda: None,
+    ) -> None:  # fmt: skip
         """Compile all kernels called until now, in at most so many copies of this process. tell: is called with (done, total)
-        kernels."""
+        kernels.
+
+        part: (index, number) of this process among those that have called the same kernels: copies compile every number-th. others:
+        returns once the other processes have compiled theirs. What cannot be found then is compiled here, too."""
         # The first kernels last: where `all_cached` finds them, no earlier start was killed in the middle of this.
         works = [work for work, _ in reversed(self.pending.works)]
-        if works:
-            tell(0, len(works))
-            for done, microseconds in enumerate(_by_copies(works, min(processes, len(works))), start=1):
-                tell(done, len(works))
-                if microseconds:
-                    self.hear(cache_hit=False, times=SimpleNamespace(total=microseconds))
+        index, number = part
+        self._by_copies(works[index::number], processes, tell)
+        others()
+        if number > 1 and not self.all_cached():
+            self._by_copies([work for work, _ in reversed(self.pending.works)], processes, tell)
         while self.pending.works:
             self.pending.do_next()
+
+    def _by_copies(self, works: Sequence[Work], processes: int, tell: Callable[[int, int], None]) -> None:
+        if not works:
+            return
+        tell(0, len(works))
+        for done, microseconds in enumerate(_by_copies(works, min(processes, len(works))), start=1):
+            tell(done, len(works))
+            if microseconds:
+                self.hear(cache_hit=False, times=SimpleNamespace(total=microseconds))
 
 
 class _Pending(Executor):
@@ -151,11 +166,12 @@ def _by_copies(works: Sequence[Work], count: int) -> Iterator[int]:
     Ends when all copies have ended, or have reported nothing for _PATIENCE seconds."""
     gc.collect()  # here and not in a copy, where a destructor might use the GPU
     reading, writing = os.pipe()
-    copies = []
+    queue, copies = -1, list[int]()
     try:
-        for first in range(count):
+        queue = _queue(len(works))
+        for _ in range(count):
             try:
-                copies.append(_copy(works[first::count], writing))
+                copies.append(_copy(works, queue, writing))
             except OSError as error:  # no resources for another process
                 _log.warning("kernels are compiled by %d processes, not %d: %s", len(copies), count, error)
                 break
@@ -174,7 +190,7 @@ def _by_copies(works: Sequence[Work], count: int) -> Iterator[int]:
             yield from map(int, lines)
         _log.warning("processes that compile kernels have reported nothing for %.0f s: this process compiles them", _PATIENCE)
     finally:
-        for each in (reading, writing):
+        for each in (queue, reading, writing):
             if each >= 0:
                 os.close(each)
         for copy in copies:
@@ -192,18 +208,32 @@ def _end_of(copy: int) -> int:
         return 0
 
 
-def _copy(works: Sequence[Work], writing: int) -> int:
-    """Start a copy of this process that does these works and writes a line for each. Returns its process id."""
+def _queue(works: int) -> int:
+    """A file descriptor from which each read of `_NUMBER` bytes takes the number of the next work, whichever copy reads; nothing at
+    the end. Works take 0.1 to 5 s, and none may wait behind a long one while another copy has nothing to do."""
+    file = os.memfd_create("kernels")  # copies share its position, which Linux moves on with the read
+    os.write(file, b"".join(number.to_bytes(_NUMBER, "little") for number in range(works)))
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+_NUMBER = 4
+"""Bytes."""
+
+
+def _copy(works: Sequence[Work], queue: int, writing: int) -> int:
+    """Start a copy of this process that does the works that it takes from the queue and writes a line for each. Returns its process
+    id."""
     parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about a fork beside other threads: see `_work`
         copy = os.fork()
     if not copy:
-        _work(works, writing, parent)
+        _work(works, queue, writing, parent)
     return copy
 
 
-def _work(works: Sequence[Work], writing: int, parent: int) -> None:
+def _work(works: Sequence[Work], queue: int, writing: int, parent: int) -> None:
     """The copy's work; the copy ends here. Other threads are gone, with the locks that they held: nothing may be called that waits
     for them, such as the GPU's driver, a message queue, or Python's shutdown."""
     try:
@@ -217,11 +247,20 @@ def _work(works: Sequence[Work], writing: int, parent: int) -> None:
             os.write(writing, b"%d\n" % (0 if cache_hit else max(times.total, 1)))
 
         knobs.compilation.listener = listen
-        for work in works:
+        while number := os.read(queue, _NUMBER):
             with suppress(Exception):  # the parent then compiles the kernel and reports the error
-                work()
+                _build_launcher(works[int.from_bytes(number, "little")]())
     finally:
         os._exit(0)
+
+
+def _build_launcher(kernel: Any) -> None:
+    """As the kernel's first launch will, which then finds the function in Triton's cache. Uses no GPU."""
+    from triton.runtime import driver
+
+    launcher = getattr(driver.active, "launcher_cls", None)
+    if launcher is not None:
+        launcher(kernel.src, kernel.metadata)
 
 
 class _Zeros(TorchFunctionMode):

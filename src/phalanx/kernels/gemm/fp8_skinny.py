@@ -230,7 +230,7 @@ def fp8_skinny_gemm(
     parts, arrivals = out, out
     if shared:
         parts = torch.empty(2 * tiling.programs * tiling.rows * columns, dtype=torch.float32, device=x.device)
-        arrivals = _arrivals(x.device, weight.data_ptr(), tile_rows)
+        arrivals = _counters(x.device).of(weight.data_ptr(), tile_rows)
     by_token, by_row = scales or (None, None)
     each = tiling.rows * columns // (32 * tiling.warps)
     _fp8_skinny[(tiling.programs,)](
@@ -242,14 +242,35 @@ def fp8_skinny_gemm(
     return out
 
 
-@cache
-def _arrivals(device: torch.device, _weight: int, places: int) -> Tensor:
-    """Counters for the weight at that address: how many programs have left their sums of each row of tiles. Zeros, as the kernel
-    leaves them."""
-    if torch.cuda.is_current_stream_capturing():
-        raise EngineError(
-            "the first FP8 GEMM with a weight runs while a CUDA graph is captured",
-            why="it creates counters, which would be zero only after the graph ran",
-            next="run the GEMM once before the capture",
-        )
-    return torch.zeros(places, dtype=torch.int32, device=device)
+class Counters:
+    """Zeros on one device, some for each weight: how many programs have left their sums of each row of its tiles. The kernel leaves
+    zeros again. They are cut from a block that holds many weights', since a CUDA graph that has a weight's first GEMM may not
+    create any: they would be zero only after the graph ran. Outside of captures there is always room for `ROOM` more."""
+
+    BLOCK, ROOM, LINE = 1 << 20, 1 << 19, 32
+    """In counters; LINE of them are a line of the L2 cache, which no two weights share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._block, self._taken = device, torch.empty(0, dtype=torch.int32), 0
+        self._of: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, weight: int, places: int) -> Tensor:
+        """int32 [places], always the same for the weight at that address. Raises EngineError where a capture finds too little room:
+        more than a model's layers take."""
+        if not torch.cuda.is_current_stream_capturing() and len(self._block) - self._taken < self.ROOM + places:
+            self._block, self._taken = torch.zeros(self.BLOCK + places, dtype=torch.int32, device=self._device), 0
+        counters = self._of.get((weight, places))
+        if counters is None:
+            if places > len(self._block) - self._taken:
+                raise EngineError(
+                    "the first FP8 GEMM with a weight runs while a CUDA graph is captured",
+                    why="it needs counters, and new ones would be zero only after the graph ran",
+                    next="run the GEMM once before the capture",
+                )
+            counters = self._block[self._taken : self._taken + places]
+            self._of[weight, places] = counters
+            self._taken += -(-places // self.LINE) * self.LINE
+        return counters
+
+
+_counters = cache(Counters)
