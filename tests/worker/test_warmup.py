@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.comm.group import Solo
+from phalanx.comm.group import Group, Solo
+from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.hardware.probe import Machine
 from phalanx.models import registry
@@ -33,15 +34,18 @@ class Kernels:
     """As `Ahead`: some are kept, and none are compiled."""
 
     def __init__(self, kept: bool) -> None:
-        self.kept, self.compiled, self.processes, self.part = kept, 0, 0, (-1, -1)
+        self.kept, self.compiled, self.processes, self.own = kept, 0, 0, [False]
 
     def all_cached(self) -> bool:
         return self.kept
 
+    def keys(self) -> list[int]:
+        return [5, 6]
+
     def compile(
-        self, processes: int, tell: Callable[[int, int], None], part: tuple[int, int], others: Callable[[], Any]
+        self, processes: int, tell: Callable[[int, int], None], own: list[bool], others: Callable[[], Any]
     ) -> None:  # fmt: skip
-        self.processes, self.compiled, self.part = processes, 7, part
+        self.processes, self.compiled, self.own = processes, 7, own
         others()
         tell(7, 7)
 
@@ -98,8 +102,8 @@ def test_every_step_goes_through_the_first_layer_and_the_last(
     forwards.clear()
     progress: list[tuple[int, int]] = []
     steps = steps_of(runner)
-    assert warm_up(runner, steps, Solo(), CPU, 12, lambda *each: progress.append(each), (1, 4)) == 7
-    assert (kernels.processes, kernels.part, progress) == (12, (1, 4), [(7, 7)])
+    assert warm_up(runner, steps, Solo(), CPU, 12, lambda *each: progress.append(each)) == 7
+    assert (kernels.processes, kernels.own, progress) == (12, [True, True], [(7, 7)])
     met = len(steps) - 1 + runner.graphs.count  # all but the last, which has no rows
     assert {layers.index(layer): count for layer, count in forwards.items()} == {0: met, 4: met}
     assert runner._model.layers is layers
@@ -160,6 +164,21 @@ def test_a_rank_goes_on_where_another_lacks_kernels_and_leaves_no_slot_and_no_re
         assert capturer.recorded == 0
     list(runner.capture())
     assert capturer.recorded == runner.graphs.count
+
+
+def test_ranks_of_a_host_compile_a_kernel_once() -> None:
+    """Of two hosts of two ranks; a kernel that only one rank calls is its own, as one of its stage of a pipeline."""
+    keys = [[10, 11, 12, 13, 14], [10, 11, 12, 13, 99, 98], [10, 13], [10, 14, 50]]
+
+    def of_rank(group: Group) -> list[int]:
+        is_own = warmup._shared(keys[group.rank], group, CPU, 2)
+        return [key for key, chosen in zip(keys[group.rank], is_own, strict=True) if chosen]
+
+    own = LocalWorld(4).run(of_rank)
+    for host in ((0, 1), (2, 3)):
+        compiled = [key for number in host for key in own[number]]
+        assert sorted(compiled) == sorted({key for number in host for key in keys[number]})
+    assert own[:2] == [[10, 12, 14], [11, 13, 99, 98]]
 
 
 @pytest.mark.parametrize(("cores", "gib", "ranks", "processes"), [(64, 500, 4, 16), (64, 500, 8, 8), (64, 6, 4, 3), (2, 500, 4, 0)])

@@ -29,16 +29,16 @@ def compile_processes(local_ranks: int) -> int:
 
 def warm_up(
     runner: ModelRunner, steps: Sequence[StepBatch], group: Group, device: torch.device, processes: int,
-    report: Callable[[int, int], None], part: tuple[int, int] = (0, 1),
+    report: Callable[[int, int], None], local_ranks: int = 1,
 ) -> int:  # fmt: skip
     """Run `steps` (of `memory_profile.profiling_steps`) and the sizes of the graphs through a few layers, without launching Triton
     kernels; then compile the kernels that they need, in so many processes. Returns how many had to be compiled. The results of
     the steps mean nothing.
 
     Where one small step finds all of its kernels kept, the other steps are skipped: an earlier start has compiled them. report:
-    gets how many of how many kernels are there. part: (index, number) of this rank among those of its host, where all launch the
-    same kernels: each compiles its part of them. Collective over `group`, all ranks, as steps may wait for one another: nothing is
-    done unless each rank can compile ahead, in several processes.
+    gets how many of how many kernels are there. local_ranks: of each host; they compile the kernels that several of them call once.
+    Collective over `group`, all ranks, as steps may wait for one another: nothing is done unless each rank can compile ahead, in
+    several processes.
     """
     if not _everywhere(can_compile_ahead() and processes > 1, group, device):
         return 0
@@ -51,8 +51,23 @@ def warm_up(
         for step in (*larger, release_slots):
             runner.run(step).results()
         runner.warm_up_graphs()
-        kernels.compile(processes, report, part, partial(_everywhere, True, group, device))
+        own = _shared(kernels.keys(), group, device, local_ranks)
+        kernels.compile(processes, report, own, partial(_everywhere, True, group, device))
     return kernels.compiled
+
+
+def _shared(keys: Sequence[int], group: Group, device: torch.device, local_ranks: int) -> list[bool]:
+    """Of each of this rank's kernels, whether it is this rank that compiles it, of those of its host that call it."""
+    counts = group.all_gather(torch.full((1, 1), len(keys), device=device), dim=0)
+    padded = torch.zeros((1, int(counts.max())), dtype=torch.int64, device=device)
+    padded[0, : len(keys)] = torch.tensor(keys, dtype=torch.int64, device=device)
+    of_ranks = [set(row) for row in group.all_gather(padded, dim=0).tolist()]
+    first = group.rank // local_ranks * local_ranks
+    own = []
+    for key in keys:
+        callers = [rank for rank in range(first, first + local_ranks) if key in of_ranks[rank]]
+        own.append(callers[key % len(callers)] == group.rank)
+    return own
 
 
 def _everywhere(fact: bool, group: Group, device: torch.device) -> bool:

@@ -344,9 +344,8 @@ class Worker:
             ),
         )  # fmt: skip
         local_ranks: int = self._config["local_ranks"]
-        part = (self.rank % local_ranks, local_ranks) if self._layout.pp == 1 else (0, 1)  # stages launch kernels of their own
         with self._phase("compile kernels", "kernel") as report:
-            warm_up(runner, steps, world, device, compile_processes(local_ranks), report, part)
+            warm_up(runner, steps, world, device, compile_processes(local_ranks), report, local_ranks)
         with self._phase("measure", "step") as report:
             step_done = memory_profile.counting(report, len(steps) + len(graphs.largest if graphs else ()))
             peak = memory_profile.measure_activations(runner, steps, device, step_done)

@@ -141,7 +141,7 @@ def test_processes_that_call_the_same_kernels_share_them(heard: Listener) -> Non
         child = os.fork()
         if not child:
             with suppress(BaseException):
-                for work, _ in kernels.pending.works[::-1][1::2]:
+                for work, _ in kernels.pending.works[1::2]:
                     work()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
@@ -149,7 +149,8 @@ def test_processes_that_call_the_same_kernels_share_them(heard: Listener) -> Non
     with ahead() as kernels:
         for block in BLOCKS:
             call(block)
-        kernels.compile(2, lambda *each: progress.append(each), (0, 2), other)
+        assert len(set(kernels.keys())) == 5
+        kernels.compile(2, lambda *each: progress.append(each), [True, False] * 2 + [True], other)
     assert progress == [(done, 3) for done in range(4)]
     assert kernels.compiled == 3
     assert heard.hits == [False] * 3 + [True] * 5  # all are found, those of the other, too
@@ -161,10 +162,22 @@ def test_a_part_that_no_other_process_leaves_here_is_compiled_here(heard: Listen
     with ahead() as kernels:
         for block in BLOCKS:
             call(block)
-        kernels.compile(2, lambda *each: progress.append(each), (1, 2))
+        kernels.compile(2, lambda *each: progress.append(each), [False, True] * 2 + [False])
     assert kernels.compiled == 5
     assert progress[:3] == [(0, 2), (1, 2), (2, 2)]
     assert progress[3:]  # in copies, too, but for the kernel that showed that there were none
+
+
+def test_a_kernel_has_the_same_key_wherever_it_is_called(heard: Listener) -> None:
+    keys = []
+    for blocks in ((16, 32), (32, 64)):
+        double.device_caches.clear()
+        with ahead() as kernels:
+            for block in blocks:
+                call(block)
+            keys.append(kernels.keys())
+    assert keys[0][1] == keys[1][0]
+    assert len({*keys[0], *keys[1]}) == 3
 
 
 def test_a_benchmark_compiles_the_calls_that_it_times(heard: Listener) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import os
 import select
 import signal
@@ -107,26 +108,33 @@ class Ahead:
             self.pending.do_next()
         return self.compiled == before
 
+    def keys(self) -> list[int]:
+        """A number below 2**56 for each kernel called until now: the same in every process that calls it."""
+        named = [future._key for _, future in self.pending.works]  # type: ignore[attr-defined]  # Triton's, of its cache
+        return [int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little") for key in named]
+
     def compile(
-        self, processes: int, tell: Callable[[int, int], None], part: tuple[int, int] = (0, 1),
+        self, processes: int, tell: Callable[[int, int], None], own: Sequence[bool] | None = None,
         others: Callable[[], Any] = lambda: None,
     ) -> None:  # fmt: skip
         """Compile all kernels called until now, in at most so many copies of this process. tell: is called with (done, total)
         kernels.
 
-        part: (index, number) of this process among those that have called the same kernels: copies compile every number-th. others:
-        returns once the other processes have compiled theirs. What cannot be found then is compiled here, too."""
-        # The first kernels last: where `all_cached` finds them, no earlier start was killed in the middle of this.
-        works = [work for work, _ in reversed(self.pending.works)]
-        index, number = part
-        self._by_copies(works[index::number], processes, tell)
+        own: which of them this process compiles, where others that share Triton's cache compile the rest; all of them if None.
+        others: returns once those have done so. What cannot be found then is compiled here, too."""
+        pairs = list(zip(self.pending.works, [True] * len(self.pending.works) if own is None else own, strict=True))
+        these, of_others = [work for work, is_own in pairs if is_own], [work for work, is_own in pairs if not is_own]
+        self._by_copies(these, processes, tell)
         others()
-        if number > 1 and not self.all_cached():
-            self._by_copies([work for work, _ in reversed(self.pending.works)], processes, tell)
+        self.pending.works = [*of_others, *these]
+        if of_others and not self.all_cached():
+            self._by_copies(self.pending.works, processes, tell)
         while self.pending.works:
             self.pending.do_next()
 
-    def _by_copies(self, works: Sequence[Work], processes: int, tell: Callable[[int, int], None]) -> None:
+    def _by_copies(self, pending: Sequence[tuple[Work, Future[Any]]], processes: int, tell: Callable[[int, int], None]) -> None:
+        # The first kernels last: where `all_cached` finds them, no earlier start was killed in the middle of this.
+        works = [work for work, _ in reversed(pending)]
         if not works:
             return
         tell(0, len(works))
