@@ -109,8 +109,9 @@ class Ahead:
         return self.compiled == before
 
     def keys(self) -> list[int]:
-        """A number below 2**56 for each kernel called until now: the same in every process that calls it."""
-        named = [future._key for _, future in self.pending.works]  # type: ignore[attr-defined]  # Triton's, of its cache
+        """A number below 2**56 for each kernel called until now: the same in every process that calls it, where this Triton says
+        under which key it caches a kernel; else a number of this process alone."""
+        named = [getattr(future, "_key", f"{os.getpid()} {id(future)}") for _, future in self.pending.works]
         return [int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little") for key in named]
 
     def compile(
