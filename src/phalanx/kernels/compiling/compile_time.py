@@ -5,10 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.log import get_logger
-
-_log = get_logger(__name__)
-
 COMPILED, CACHED = "(kernels compiled)", "(kernels from the cache)"
 
 
@@ -17,10 +13,8 @@ def count_seconds(seconds: dict[str, float]) -> None:
     process compile (see `ahead`), these are more seconds than pass. Triton must be installed."""
     from triton import knobs
 
-    def listen(*, times: Any, cache_hit: bool, metadata: Any = None, **_: Any) -> None:
+    def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
         name = CACHED if cache_hit else COMPILED
         seconds[name] = seconds.get(name, 0.0) + times.total / 1e6
-        if metadata is not None and not cache_hit:  # of this process: it waited for the kernel
-            _log.debug("compiled the kernel %s in %.2f s", metadata["name"], times.total / 1e6)
 
     knobs.compilation.listener = listen
