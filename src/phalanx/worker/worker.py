@@ -284,7 +284,9 @@ class Worker:
 
         options, specs, shape = self.options, model.kv_specs(), model.shape
         dtype = model.context.dtype
-        attention = select_backend(device, dtype, shape.head_dim, shape.latent)
+        attention = select_backend(
+            device, dtype, shape.head_dim, shape.latent, cache_dtype=model.context.cache_dtype, sinks=shape.sinks
+        )  # fmt: skip
         last = groups.pp.rank == groups.pp.size - 1
         max_seq_len = options.max_seq_len or shape.max_positions
         sampler = Sampler(options.index_batch_size, shape.vocab_size, device) if last else None

@@ -315,6 +315,17 @@ def test_which_back_end_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
         selected = select.select_backend(CPU, torch.float32, 64)
         assert isinstance(selected, TritonBackend)
         assert selected.own_prefill == own
+        assert selected.name == ("triton" if own == "all" else "triton+flashinfer")
+
+    def imported(*arguments: Any) -> Watched:
+        raise AssertionError("FlashInfer would take no row")
+
+    monkeypatch.setattr(select, "_fallback", imported)
+    for only in ({"cache_dtype": torch.float8_e4m3fn}, {"cache_dtype": torch.int8}, {"cache_dtype": torch.float32, "sinks": True}):
+        selected = select.select_backend(CPU, torch.float32, 64, **only)
+        assert (selected.name, selected.graphs is not None) == ("triton", True)
+    with pytest.raises(AssertionError, match="no row"):
+        select.select_backend(CPU, torch.float32, 64, cache_dtype=torch.bfloat16)
 
 
 def test_what_the_kernel_supports() -> None:

@@ -13,21 +13,30 @@ from phalanx.models.layers.attention.backend import AttentionBackend
 
 
 def select_backend(
-    device: torch.device, dtype: torch.dtype, head_dim: int, latent: Latent | None = None
+    device: torch.device, dtype: torch.dtype, head_dim: int, latent: Latent | None = None, *,
+    cache_dtype: torch.dtype | None = None, sinks: bool = False,
 ) -> AttentionBackend:  # fmt: skip
-    """On CUDA: our Triton kernel for decode rows. Prefill rows use FlashInfer, except over a cache in FP8 or int8, or where
-    FlashInfer is missing or does not support dtype and head_dim: there our Triton prefill kernel runs. Otherwise torch's
-    scaled_dot_product_attention. latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s."""
+    """On CUDA: our Triton kernel for decode rows. Prefill rows use FlashInfer, except over a cache in FP8 or int8, with sinks, or
+    where FlashInfer is missing or does not support dtype and head_dim: there our Triton prefill kernel runs. Otherwise torch's
+    scaled_dot_product_attention.
+
+    latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s. cache_dtype, sinks: of all layers. Where they
+    leave nothing to FlashInfer, it is not imported, which takes a second, and has no workspace on the device."""
     if latent is not None:
         return _latent_backend(device, dtype, latent)
-    fallback = _fallback(device, dtype, head_dim)
-    if kernels.supports(device, dtype, head_dim):
-        from phalanx.models.layers.attention.triton import TritonBackend
+    if not kernels.supports(device, dtype, head_dim):
+        return _fallback(device, dtype, head_dim)
+    from phalanx.models.layers.attention.triton import QUANTIZED, TritonBackend
 
-        if not kernels.supports_prefill(device, dtype, head_dim):
-            return TritonBackend(fallback, device)
-        return TritonBackend(fallback, device, "quantized" if fallback.name == "flashinfer" else "all")
-    return fallback
+    own_prefill = kernels.supports_prefill(device, dtype, head_dim)
+    if own_prefill and (sinks or cache_dtype in QUANTIZED):
+        from phalanx.models.layers.attention.sdpa import SdpaBackend
+
+        return TritonBackend(SdpaBackend(), device, "all")
+    fallback = _fallback(device, dtype, head_dim)
+    if not own_prefill:
+        return TritonBackend(fallback, device)
+    return TritonBackend(fallback, device, "quantized" if fallback.name == "flashinfer" else "all")
 
 
 def _latent_backend(device: torch.device, dtype: torch.dtype, latent: Latent) -> AttentionBackend:

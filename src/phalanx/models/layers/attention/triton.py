@@ -19,6 +19,9 @@ from phalanx.kernels.attention.heuristics import SHORT_KV, SplitKvWorkspace, cou
 from phalanx.models.batch import Batch, KvCache, count_leading_decodes
 from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
 
+QUANTIZED = (torch.float8_e4m3fn, torch.int8)
+"""Dtypes of a cache whose prefill rows our kernel takes."""
+
 
 class TritonBackend:
     """prefill: the back end for prefill rows. own_prefill: the prefill rows that our kernel takes instead: those over a quantized
@@ -28,7 +31,8 @@ class TritonBackend:
     def __init__(
         self, prefill: AttentionBackend, device: torch.device, own_prefill: Literal["none", "quantized", "all"] = "none"
     ) -> None:  # fmt: skip
-        self.prefill, self.name, self.own_prefill = prefill, f"triton+{prefill.name}", own_prefill
+        self.prefill, self.own_prefill = prefill, own_prefill
+        self.name = "triton" if own_prefill == "all" else f"triton+{prefill.name}"
         self.captures_prefill = own_prefill != "none"
         self.workspace = SplitKvWorkspace(device)
         self.layer_specs: set[kernels.LayerSpec] = set()  # of the layers that have run
@@ -92,7 +96,7 @@ class TritonPlan:
         backend.layer_specs.add(kernels.LayerSpec.of(query, cache.key, window))
         if self._prefills:
             own = backend.own_prefill
-            must = own == "quantized" and (cache.key.dtype in (torch.float8_e4m3fn, torch.int8) or sinks is not None)
+            must = own == "quantized" and (cache.key.dtype in QUANTIZED or sinks is not None)
             if batch.fixed or own == "all" or must:
                 self._attend_prefill(query, cache, window, scale, kv_scales, out, sinks)
             else:
