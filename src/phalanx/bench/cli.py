@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of `phalanx bench`: all, latency, throughput, scaling, serve, shape. `phalanx.cli` adds the engine's flags."""
+"""The commands of `phalanx bench`: all, latency, throughput, scaling, layouts, serve, shape. `phalanx.cli` adds the engine's
+flags."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ def register(command: typer.Typer, takes: Takes) -> None:
     app.command()(takes(EngineOptions)(latency))
     app.command()(takes(EngineOptions)(throughput))
     app.command()(takes(EngineOptions)(scaling))
+    app.command()(layouts)
     app.command()(serve)
     app.command()(shape)
     command.add_typer(app)
@@ -157,6 +159,29 @@ def scaling(
         plots.draw(document, plot_path)
     if any(row["status"] == bench.FAILED for row in document["rows"] if (row["tp"], row["pp"]) in wanted):
         raise typer.Exit(1)
+
+
+def layouts(
+    reports: Annotated[list[Path], typer.Argument(metavar="REPORT...", help="Reports of `phalanx bench all --json REPORT`.")],
+    workload: Workloads = None,
+    json: Json = None,
+    plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw a plot to this file.")] = None,
+) -> None:
+    """Put reports of one model in several layouts side by side; name the best layout of each workload.
+
+    Nothing is measured: run `bench all` once for each layout, with --tp_size, --pp_size, --ep_size, --moe_ep_size, --replicas and,
+    for mixtures of experts with dummy weights, --expert_traffic. Of repeated runs the median counts.
+    """
+    from phalanx.bench import layouts as bench
+    from phalanx.bench import plots, report, workloads
+
+    wanted = [workloads.parse(name).name for name in workload or []]
+    report.json_path(json)
+    plot_path = None if plot is None else plots.plot_path(plot, None)
+    comparison = bench.compare(reports, wanted)
+    report.publish(bench.as_json(comparison), bench.tables(comparison), json)
+    if plot_path is not None:
+        plots.draw_layouts(comparison, plot_path)
 
 
 def serve(

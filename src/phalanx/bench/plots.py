@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plot of `phalanx bench scaling`: throughput beside the ideal, latency, efficiency. Sizes that did not run are named."""
+"""The plot of `phalanx bench scaling`: throughput beside the ideal, latency, efficiency; sizes that did not run are named. And that
+of `phalanx bench layouts`: a panel for each workload, the best layout of each number of GPUs in another colour."""
 
 from __future__ import annotations
 
@@ -9,15 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.bench import report
+from phalanx.bench.layouts import Comparison
 from phalanx.bench.report import ResultRow
 from phalanx.bench.scaling import OK, name_of, reference
 from phalanx.errors import OptionError, PhalanxError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _INK, _FAINT, _IDEAL = "#1f2933", "#7b8794", "#c2cbd2"
 _TENSOR, _PIPED = "#2b6cb0", "#d9822b"
+_ACROSS = 4
+"""Panels beside one another."""
 
 
 def can_draw() -> bool:
@@ -72,6 +77,45 @@ def draw(document: report.Document, path: Path) -> None:
     efficiency.axhline(100, color=_IDEAL, linestyle="--", linewidth=1.2, zorder=0)
     against = f"throughput / (GPUs x {name_of(base)} per GPU)" if base is not None else "no size ran"
     efficiency.set_title(f"efficiency\n{against}", loc="left", fontsize=10, color=_INK)
+    _save(figure, path)
+
+
+def draw_layouts(comparison: Comparison, path: Path) -> None:
+    """Write the plot in the format that the path's suffix names. Raises PhalanxError where that fails."""
+    from matplotlib.figure import Figure
+
+    columns, layouts = comparison.columns, comparison.layouts
+    across = min(len(columns), _ACROSS)
+    down = -(-len(columns) // across)
+    figure = Figure(figsize=(3.4 * across + 1.8, down * (0.36 * len(layouts) + 0.9) + 0.5), dpi=130, layout="constrained")
+    panels = figure.subplots(down, across, sharey=True, squeeze=False).flat
+    machine = comparison.about["machine"]
+    device = machine["gpus"][0] if machine["gpus"] else machine["cpu"]
+    about = f"{comparison.model}: {comparison.dtype}, {device}; layout (GPUs), orange: the best of so many GPUs"
+    figure.suptitle(about, fontsize=11, color=_INK, x=0.01, ha="left")
+    for axes in panels[len(columns) :]:
+        axes.set_visible(False)
+    for axes, column, name in zip(panels, columns, comparison.column_names(), strict=False):
+        values = [comparison.figures.get((layout, column)) for layout in layouts]
+        top = max(value for value in values if value is not None)
+        for y, (layout, value) in enumerate(zip(layouts, values, strict=True)):
+            if value is None:
+                axes.text(0.02 * top, y, "not measured", va="center", fontsize=8, color=_FAINT)
+                continue
+            axes.barh(y, value, height=0.72, color=_PIPED if comparison.best(column, layout.gpus) == layout else _TENSOR)
+            axes.text(value + 0.02 * top, y, column.text(value), va="center", fontsize=9, color=_INK)
+        unit = "output tokens/s: more is better" if column.is_rate else "ms per token: less is better"
+        axes.set_title(f"{name}\n{unit}", loc="left", fontsize=10, color=_INK)
+        axes.set_xlim(0, 1.25 * top)
+        axes.set_xticks([])
+        axes.set_yticks(range(len(layouts)), [f"{layout.name} ({layout.gpus})" for layout in layouts], fontsize=9)
+        axes.tick_params(length=0, colors=_INK)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    panels[0].invert_yaxis()
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
