@@ -46,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
             folder, _, commit = trees[tree]
             measure(Path(folder), commit, options, tree, number)
     figures = joined(options.out)
+    if not figures["reports"]:
+        parser.error(f"{options.out} holds no report GROUP.TREE.ROUND.json, and --rounds 0 measures none")
     for row in figures["medians"]:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     about = {**list(figures["reports"].values())[-1]["about"], "commit": None, "command": "python -m benchmarks.engine.two_trees"}

@@ -7,6 +7,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from benchmarks.engine import two_trees
 
 
@@ -59,3 +61,9 @@ def test_rounds_in_turn(tmp_path, monkeypatch):
     commands.clear()
     assert two_trees.main([*arguments, "--", "llama-3-8b"]) == 0  # all of it is there
     assert not commands
+
+
+def test_a_folder_without_reports_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        two_trees.main(["--before", "aaa", "--after", "bbb", "--out", str(tmp_path / "reports"), "--rounds", "0"])
+    assert "holds no report GROUP.TREE.ROUND.json" in capsys.readouterr().err

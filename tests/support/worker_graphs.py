@@ -63,9 +63,9 @@ class Counting(EagerCapturer):
         self.recorded = 0
         self.replays: Counter[int] = Counter()
 
-    def capture(self, work: Callable[[], None], first: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None], warmup: Callable[[], None]) -> Replay:
         number, self.recorded = self.recorded, self.recorded + 1
-        again = super().capture(work, first)
+        again = super().capture(work, warmup)
 
         def replay() -> None:
             self.replays[number] += 1

@@ -65,8 +65,8 @@ class Recorded:
     def __init__(self, variants: set[Variant]) -> None:
         self.variants, self.late = variants, set[Variant]()
 
-    def capture(self, work: Callable[[], None], first: Callable[[], None]) -> Callable[[], None]:
-        first()
+    def capture(self, work: Callable[[], None], warmup: Callable[[], None]) -> Callable[[], None]:
+        warmup()
         loaded = set(self.variants)
         work()
         self.late |= self.variants - loaded

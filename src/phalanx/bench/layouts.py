@@ -5,6 +5,7 @@ marked and named, among layouts of equally many GPUs."""
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,17 @@ from typing import Any
 from phalanx.bench import report
 from phalanx.bench.workloads import parse
 from phalanx.errors import OptionError
-
-COMMON = ("model", "dtype", "kv_cache_dtype", "kv_block_size", "load_format", "max_num_tokens", "max_seq_len")
-"""Options that all reports must have alike, or their figures say nothing of layouts."""
+from phalanx.plan.search import PlannedLayout
 
 _FACTORS = {
-    "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "ep": "expert_parallel_size",
+    "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "ep": "expert_parallel_size", "replicas": "replicas",
     "moe_ep": "moe_expert_parallel_size",
 }  # fmt: skip
+MAY_DIFFER = {
+    *_FACTORS.values(), "redundant_experts", "expert_exchange", "expert_traffic", "allreduce_strategy", "max_batch_size",
+    "kv_cache_free_gpu_memory_fraction", "workloads", "strategies",
+}  # fmt: skip
+"""Options that reports need not have alike. Any other that differs would be taken for what a layout does."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,10 @@ class MeasuredLayout:
 
 @dataclass(frozen=True)
 class Comparison:
-    """figures: of each layout and column the median over the reports that have it. about: of the first report."""
+    """figures: of each layout and column the median over the reports that have it."""
 
     model: str
-    about: dict[str, Any]
+    device: str
     dtype: str
     figures: dict[tuple[MeasuredLayout, Column], float]
 
@@ -90,11 +94,11 @@ class Comparison:
 
 def compare(paths: Sequence[Path], workloads: Sequence[str] = ()) -> Comparison:
     """Put reports beside one another. workloads: those that count; all, if there are none. Raises OptionError for a file that is no
-    report of `bench all`, for reports of different models, dtypes or sizes, and for those that have no workload in common."""
+    report of `bench all`, for reports of different devices or options, and for those that have no workload in common."""
     documents = [_read(path) for path in paths]
-    first = documents[0]["asked"]
-    for path, document in zip(paths, documents, strict=True):
-        differs = [name for name in COMMON if document["asked"].get(name) != first.get(name)]
+    alike = [{**document["asked"], "device": _device(document)} for document in documents]
+    for path, options in zip(paths, alike, strict=True):
+        differs = sorted(name for name in {*options, *alike[0]} - MAY_DIFFER if options.get(name) != alike[0].get(name))
         if differs:
             raise OptionError(
                 f"{path} cannot be compared with {paths[0]}", held=f"their {', '.join(differs)} differ",
@@ -106,10 +110,8 @@ def compare(paths: Sequence[Path], workloads: Sequence[str] = ()) -> Comparison:
             if workloads and column.workload not in workloads:
                 continue
             values.setdefault((layout, column), []).append(value)
-    engine = next(iter(documents[0]["engines"].values()))
-    comparison = Comparison(
-        first["model"], documents[0]["about"], engine["dtype"], {key: statistics.median(each) for key, each in values.items()}
-    )
+    figures = {key: statistics.median(each) for key, each in values.items()}
+    comparison = Comparison(alike[0]["model"], alike[0]["device"], _engine(documents[0])["dtype"], figures)
     if not comparison.columns:
         names = ", ".join(layout.name for layout in comparison.layouts) or "none"
         raise OptionError(
@@ -122,7 +124,7 @@ def compare(paths: Sequence[Path], workloads: Sequence[str] = ()) -> Comparison:
 def _read(path: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if document["engines"] and document["results"] and document["asked"]["model"]:
+        if document["engines"] and document["results"] and document["asked"]["model"] and _device(document):
             return document
         why = "it has no results"
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -132,20 +134,26 @@ def _read(path: Path) -> dict[str, Any]:
     )
 
 
+def _engine(document: dict[str, Any]) -> dict[str, Any]:
+    engine: dict[str, Any] = next(iter(document["engines"].values()))
+    return engine
+
+
+def _device(document: dict[str, Any]) -> str:
+    return report.device_name(document["about"], _engine(document))
+
+
 def _figures(document: dict[str, Any]) -> Iterator[tuple[MeasuredLayout, Column, float]]:
     options = document["asked"]
-    factors = {short: int(options.get(name, 1)) for short, name in _FACTORS.items()}
-    replicas = int(options.get("replicas", 1))
-    gpus = factors["tp"] * factors["pp"] * factors["ep"] * replicas
-    name = " ".join(f"{short} {size}" for short, size in factors.items() if size > 1 or short == "tp")
-    name += f" x {replicas} replicas" if replicas > 1 else ""
-    if factors["ep"] > 1 and options.get("expert_exchange", "AUTO") != "AUTO":
-        name += f", {options['expert_exchange']}"
+    factors = {short: options.get(name, 1) for short, name in _FACTORS.items()}
+    layout = PlannedLayout(**factors, redundant=options.get("redundant_experts", 0))
+    exchange = options.get("expert_exchange", "AUTO") if layout.ep > 1 else "AUTO"
+    name = layout.name if exchange == "AUTO" else f"{layout.name}, {exchange}"
     for row in document["results"]:
         strategy = row["allreduce_strategy"]
         column = Column(row["workload"], options.get("expert_traffic"))
         value = row["output_tok_s"] if column.is_rate else row["tpot_ms"]
-        yield MeasuredLayout(gpus, name if strategy == "AUTO" else f"{name}, {strategy}"), column, value
+        yield MeasuredLayout(layout.gpus, name if strategy == "AUTO" else f"{name}, {strategy}"), column, value
 
 
 def tables(comparison: Comparison) -> list[Any]:
@@ -159,7 +167,7 @@ def tables(comparison: Comparison) -> list[Any]:
             mark = " *" if comparison.best(column, layout.gpus) == layout else ""
             cells.append("-" if value is None else column.text(value) + mark)
         lines.append(cells)
-    titles = [f"{layout.name}\n{layout.gpus} GPU{'s' * (layout.gpus > 1)}" for layout in layouts]
+    titles = [re.sub(r" (?=ep |moe_ep |\+ |x )", "\n", f"{layout.name}\n{_gpus(layout.gpus)}") for layout in layouts]
     shown = [report.table(f"{comparison.model}: layouts", ["workload", *titles], lines)]
     for gpus in sorted({layout.gpus for layout in layouts}):
         winners = [(column, name, comparison.best(column, gpus)) for column, name in zip(comparison.columns, names, strict=True)]
@@ -169,8 +177,12 @@ def tables(comparison: Comparison) -> list[Any]:
             if layout is not None
         ]
         if texts:
-            shown.append(f"best on {gpus} GPU{'s' * (gpus > 1)}: {'; '.join(texts)}")
+            shown.append(f"best on {_gpus(gpus)}: {'; '.join(texts)}")
     return shown
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count > 1)}"
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:

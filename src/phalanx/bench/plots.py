@@ -89,9 +89,7 @@ def draw_layouts(comparison: Comparison, path: Path) -> None:
     down = -(-len(columns) // across)
     figure = Figure(figsize=(3.4 * across + 1.8, down * (0.36 * len(layouts) + 0.9) + 0.5), dpi=130, layout="constrained")
     panels = figure.subplots(down, across, sharey=True, squeeze=False).flat
-    machine = comparison.about["machine"]
-    device = machine["gpus"][0] if machine["gpus"] else machine["cpu"]
-    about = f"{comparison.model}: {comparison.dtype}, {device}; layout (GPUs), orange: the best of so many GPUs"
+    about = f"{comparison.model}: {comparison.dtype}, {comparison.device}; layout (GPUs), orange: the best of so many GPUs"
     figure.suptitle(about, fontsize=11, color=_INK, x=0.01, ha="left")
     for axes in panels[len(columns) :]:
         axes.set_visible(False)
@@ -126,11 +124,10 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _where(document: report.Document) -> str:
-    machine = document["about"]["machine"]
     engines: list[dict[str, Any]] = [row["engine"] for row in document["rows"] if "engine" in row]
-    on_gpu = bool(machine["gpus"]) and (not engines or engines[0]["device"].startswith("cuda"))
-    device = machine["gpus"][0] if on_gpu else machine["cpu"]
-    return f"{engines[0]['dtype']}, {device}" if engines else device
+    if not engines:
+        return report.device_name(document["about"], {"device": "cuda"})
+    return f"{engines[0]['dtype']}, {report.device_name(document['about'], engines[0])}"
 
 
 def _bars(

@@ -149,10 +149,16 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], cap
 
 def title(document: Document) -> str:
     """One line: model, dtype, layout, device and the seconds of the start."""
-    engine, machine = document["engine"], document["about"]["machine"]
-    where = machine["gpus"][0] if engine["device"].startswith("cuda") and machine["gpus"] else machine["cpu"]
+    engine, where = document["engine"], device_name(document["about"], document["engine"])
     layout = f"tp {engine['tp']} pp {engine['pp']}"
     return f"{document['asked']['model']}, {engine['dtype']}, {layout}, on {where}; up in {engine['start_s']} s"
+
+
+def device_name(about: Document, engine: Document) -> str:
+    """The GPU, or the CPU, that an engine ran on."""
+    machine = about["machine"]
+    name: str = machine["gpus"][0] if engine["device"].startswith("cuda") and machine["gpus"] else machine["cpu"]
+    return name
 
 
 def caption(document: Document) -> str:

@@ -47,9 +47,9 @@ Replay = Callable[[], None]
 class GraphCapturer(Protocol):
     """How work is captured."""
 
-    def capture(self, work: Callable[[], None], first: Callable[[], None]) -> Replay:
-        """Return a function that does the work again and again on the same tensors. first: does what cannot be captured, as it
-        happens at the first call only; it is called before, or the work itself is."""
+    def capture(self, work: Callable[[], None], warmup: Callable[[], None]) -> Replay:
+        """Return a function that does the work again and again on the same tensors. warmup: does what cannot be captured, as it
+        happens at the first call only, such as loading kernels; it is called before, or the work itself is."""
 
     def reset(self) -> None:
         """All captures have been dropped: their memory may be released."""
@@ -66,10 +66,10 @@ class CudaGraphCapturer:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
-    def capture(self, work: Callable[[], None], first: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None], warmup: Callable[[], None]) -> Replay:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            first()
+            warmup()
             self._stream.synchronize()
             graph, before = torch.cuda.CUDAGraph(), self._calls.copy()
             # "thread_local": other threads, such as NCCL's watchdog, may use the device meanwhile.
@@ -96,7 +96,7 @@ class CudaGraphCapturer:
 class EagerCapturer:
     """Captures nothing: a replay does the work again. For CPU, and where nothing is replayed."""
 
-    def capture(self, work: Callable[[], None], first: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None], warmup: Callable[[], None]) -> Replay:
         work()
         return work
 
@@ -199,12 +199,12 @@ class StepGraphs:
         return 0 if size.prefill_rows else self._graph_support.short_kv_limit(size.decode_rows)
 
     def _capture(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> Replay:
-        def first() -> None:
+        def warmup() -> None:
             # Layers of a kind launch the same kernels: to go through all of them would take as long as the capture itself.
             with self._model.distinct_layers() as layers:
                 self._forward(size, batch, [caches[index] for index in layers])
 
-        return self._capturer.capture(partial(self._forward, size, batch, caches), first)
+        return self._capturer.capture(partial(self._forward, size, batch, caches), warmup)
 
     def _forward(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> None:
         tokens, buffers, lm_head = size.tokens, self.buffers(size), self._model.lm_head

@@ -132,6 +132,20 @@ def test_no_copy_waits_for_another_with_long_works(heard: Listener, monkeypatch:
     assert kernels.compiled == 5
 
 
+def test_without_a_queue_this_process_compiles(
+    heard: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    with ahead() as kernels:
+        call(16)
+        kernels.compile(2, lambda *_: None)
+    assert kernels.compiled == 1
+    assert "by this process alone" in caplog.text
+
+
 def test_processes_that_call_the_same_kernels_share_them(heard: Listener) -> None:
     progress: list[tuple[int, int]] = []
 

@@ -177,7 +177,11 @@ def _by_copies(works: Sequence[Work], count: int) -> Iterator[int]:
     reading, writing = os.pipe()
     queue, copies = -1, list[int]()
     try:
-        queue = _queue(len(works))
+        try:
+            queue = _queue(len(works))
+        except OSError as error:
+            _log.warning("kernels are compiled by this process alone: %s", error)
+            return
         for _ in range(count):
             try:
                 copies.append(_copy(works, queue, writing))

@@ -257,7 +257,7 @@ class Counters:
     def of(self, weight: int, places: int) -> Tensor:
         """int32 [places], always the same for the weight at that address. Raises EngineError where a capture finds too little room:
         more than a model's layers take."""
-        if not torch.cuda.is_current_stream_capturing() and len(self._block) - self._taken < self.ROOM + places:
+        if len(self._block) - self._taken < self.ROOM + places and not torch.cuda.is_current_stream_capturing():
             self._block, self._taken = torch.zeros(self.BLOCK + places, dtype=torch.int32, device=self._device), 0
         counters = self._of.get((weight, places))
         if counters is None:
