@@ -26,6 +26,7 @@ from benchmarks.kernels.attention_launches import (
 from phalanx.kernels import reference
 from phalanx.kernels.attention.heuristics import PrefillTiling, count_prefill_tiles, select_prefill
 from phalanx.kernels.attention.prefill import prefill_attention
+from phalanx.kernels.capabilities import has_gluon, sm_arch
 
 PREFILL = {
     "bf16": [
@@ -45,13 +46,14 @@ LAUNCHES = 4
 def prefill(arguments: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
     kinds, figures = arguments.kv.split(","), {}
     shapes = [tuple(map(int, f"{shape}+0".replace("x", "+").split("+")[:3])) for shape in arguments.shapes.split(",")]
-    harness.compile_ahead(prefills(pairs, kinds))
+    tilings = {kv: PREFILL[kv] if arguments.variants == "all" else [] for kv in kinds}
+    harness.compile_ahead(prefills(pairs, tilings))
     for kv in kinds:
         for q_heads, kv_heads in pairs:
             for rows, tokens, prior in shapes:
                 job = prefill_job(kv, q_heads, kv_heads, rows, tokens, prior)
                 name = f"{kv} {q_heads}/{kv_heads} {rows}x{tokens}" + (f"+{prior}" if prior else "")
-                figures[name] = result = measure_prefill(job, kv, arguments.peers)
+                figures[name] = result = measure_prefill(job, tilings[kv], arguments.peers)
                 print(f"{name:28} {line(result, 'TFLOP/s')}", flush=True)
             harness.write("kernels_attention_prefill", figures, arguments.out)
     print("\nbest variants (rows, keys, warps, stages, registers), beside the chosen:")
@@ -90,15 +92,16 @@ def prefill_job(kv: str, q_heads: int, kv_heads: int, rows: int, tokens: int, pr
     return PrefillJob(query, (cache[0], cache[1]), tables, slots, starts, lengths, scales, flop)
 
 
-def prefills(pairs: list[tuple[int, ...]], kinds: list[str]) -> Iterator[Callable[[], Any]]:
+def prefills(pairs: list[tuple[int, ...]], tilings: dict[str, list[tuple[int, ...]]]) -> Iterator[Callable[[], Any]]:
     for q_heads, kv_heads in pairs:
-        for kv in kinds:
+        for kv, each in tilings.items():
             job = prefill_job(kv, q_heads, kv_heads, 1, 1, 0)
-            for tiling in [select_prefill(HEAD_DIM, 2), *starmap(PrefillTiling, PREFILL[kv])]:
+            for tiling in [select_prefill(HEAD_DIM, 2), *starmap(PrefillTiling, each)]:
                 yield partial(prefill_attention, job.query, *job.cache, *job[2:6], **job.options, tiling=tiling)
+            yield partial(_warp_specialized, job, 1, job.query)
 
 
-def measure_prefill(job: PrefillJob, kv: str, peers: str) -> dict[str, Any]:
+def measure_prefill(job: PrefillJob, tilings: list[tuple[int, ...]], peers: str) -> dict[str, Any]:
     """Of each candidate: microseconds and TFLOP/s; or what is wrong with it."""
     tokens, q_heads, _ = job.query.shape
     rows, kv_heads = len(job.lengths), job.cache[0].shape[2]
@@ -108,10 +111,12 @@ def measure_prefill(job: PrefillJob, kv: str, peers: str) -> dict[str, Any]:
     wanted = reference.decode_attention(job.query[at], *job.cache, job.tables, job.slots[row], visible, **job.options).float()
     tiles = count_prefill_tiles(job.starts.tolist(), q_heads // kv_heads)
     choices = {"chosen": select_prefill(HEAD_DIM, 2)}
-    choices |= {f"({', '.join(map(str, each))})": PrefillTiling(*each) for each in PREFILL[kv]}
+    choices |= {f"({', '.join(map(str, each))})": PrefillTiling(*each) for each in tilings}
     candidates: dict[str, Callable[[Tensor], Tensor]] = {
         label: partial(_prefilled, job, tiling, tiles) for label, tiling in choices.items()
     }
+    if has_gluon() and sm_arch(job.query.device) == 90:
+        candidates["warp-specialized"] = partial(_warp_specialized, job, tiles)
     result: dict[str, Any] = {}
     if peers == "flashinfer":
         try:
@@ -138,6 +143,12 @@ def measure_prefill(job: PrefillJob, kv: str, peers: str) -> dict[str, Any]:
 
 def _prefilled(job: PrefillJob, tiling: PrefillTiling, tiles: int, out: Tensor) -> Tensor:
     return prefill_attention(job.query, *job.cache, *job[2:6], **job.options, tiling=tiling, tiles=tiles, out=out)
+
+
+def _warp_specialized(job: PrefillJob, tiles: int, out: Tensor) -> Tensor:
+    from phalanx.kernels.attention.prefill_hopper import prefill_attention as warp_specialized
+
+    return warp_specialized(job.query, *job.cache, *job[2:6], scale=HEAD_DIM**-0.5, kv_scales=job.scales, tiles=tiles, out=out)
 
 
 def flashinfers_prefill(job: PrefillJob) -> Callable[[Tensor], Tensor]:

@@ -241,6 +241,8 @@ def test_steps_ask_for_no_kernel_that_the_start_has_not_compiled(name: str) -> N
         assert {"_latent_decode", "_latent_rope_store", "_topk_softmax", "_plan", "_prefill"} <= kernels
     else:
         assert {"_decode", "_prefill"} <= kernels
+        long = {variant for variant in first if variant.kernel == "_prefill_long_rows"}
+        assert bool(long) == (has_gluon() and not CASES[name].shape.get("sinks"))
     assert ("_embed" if CASES[name].ranks > 1 and CASES[name].stages == 1 else "_embed_norm") in kernels
     assert ("gemm_rs_norm_ag" in kernels) == (CASES[name].ranks > 1)
     assert ("_biased_gemm" in kernels) == name.startswith("gpt-oss")

@@ -285,7 +285,8 @@ class Worker:
         options, specs, shape = self.options, model.kv_specs(), model.shape
         dtype = model.context.dtype
         attention = select_backend(
-            device, dtype, shape.head_dim, shape.latent, cache_dtype=model.context.cache_dtype, sinks=shape.sinks
+            device, dtype, shape.head_dim, shape.latent, cache_dtype=model.context.cache_dtype, sinks=shape.sinks,
+            windows=any(window is not None for window in shape.windows),
         )  # fmt: skip
         last = groups.pp.rank == groups.pp.size - 1
         max_seq_len = options.max_seq_len or shape.max_positions

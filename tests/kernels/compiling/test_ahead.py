@@ -314,8 +314,12 @@ def test_what_interrupts_a_compilation_goes_on_its_way(heard: Listener) -> None:
     assert heard.hits == [False]
 
 
-def test_what_is_looked_at_first_is_compiled_last(heard: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a start which was killed meanwhile does not pass for one that has compiled everything."""
+@pytest.mark.parametrize("long", [(), (1, 3)])
+def test_what_is_looked_at_first_is_compiled_last(
+    long: tuple[int, ...], heard: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """So that a start which was killed meanwhile does not pass for one that has compiled everything. Those that take long are
+    first."""
     received: list[Any] = []
 
     def some(works: Any, count: int) -> Iterator[int]:
@@ -324,11 +328,13 @@ def test_what_is_looked_at_first_is_compiled_last(heard: Listener, monkeypatch: 
 
     monkeypatch.setattr(module, "_by_copies", some)
     with ahead() as kernels:
-        for block in BLOCKS:
+        for number, block in enumerate(BLOCKS):
+            monkeypatch.setattr(double, "is_gluon", lambda number=number: number in long)
             call(block)
         calls = [work for work, _ in kernels.pending.works]
         kernels.compile(2, lambda *_: None)
-    assert received == calls[::-1]
+    others = [call for number, call in enumerate(calls) if number not in long]
+    assert received == [*(calls[number] for number in reversed(long)), *reversed(others)]
 
 
 def test_a_process_that_cannot_be_copied_compiles_by_itself(heard: Listener, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,15 @@ prefill rows, where `supports_prefill` does."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.config.latent import Latent
 from phalanx.kernels.attention.heuristics import (
+    LONG_KV,
+    MAX_LONG_ROWS,
     SHORT_KV,
     DecodeTiling,
     LatentTiling,
@@ -19,7 +21,7 @@ from phalanx.kernels.attention.heuristics import (
     select_latent_decode,
     select_prefill,
 )
-from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, has_triton
+from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, has_gluon, has_triton, sm_arch
 
 
 class HeadLayout(NamedTuple):
@@ -171,10 +173,17 @@ def supports_prefill(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     return supports(device, dtype, head_dim) and (dtype != torch.float32 or head_dim <= 128)
 
 
+def supports_warp_specialized_prefill(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """As `supports_prefill`, of a kernel that is as fast as FlashAttention-3 for long rows, without a window or sinks: on Hopper.
+    The cache may be in the same dtype or in e4m3; its blocks have 16 tokens, or another power of two above that."""
+    known = dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128)
+    return known and sm_arch(device) == 90 and has_gluon()
+
+
 def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
-    tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
+    tiles: int | None = None, mean_length: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
     sinks: Tensor | None = None, token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.prefill_attention`; written into `out` where one is given, else into memory that is not set: tokens of no row
@@ -183,12 +192,24 @@ def prefill_attention(
 
     tiles: exactly what `count_prefill_tiles` gives for these rows, or more; with fewer, the rows behind the last tile have no
     output. None: as many as so many rows of so many tokens may have, at worst; a program beyond the last tile returns at once.
+    mean_length: the mean of kv_lengths, by which the faster of two kernels is chosen; None: as many as there are tokens.
     early_lengths: as of `decode_attention`; query_starts are read then, too."""
+    arguments = query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths
+    options: dict[str, Any] = {
+        "scale": scale, "kv_scales": kv_scales, "tiles": tiles, "early_lengths": early_lengths, "out": out,
+    }  # fmt: skip
+    long = (len(query) if mean_length is None else mean_length) >= LONG_KV and len(kv_lengths) <= MAX_LONG_ROWS
+    if long and window is None and sinks is None and _is_warp_specialized(query, key_cache):
+        from phalanx.kernels.attention.prefill_hopper import prefill_attention as warp_specialized
+
+        return warp_specialized(*arguments, **options)
     from phalanx.kernels.attention.prefill import prefill_attention as kernel
 
     tiling = select_prefill(query.shape[2], query.element_size())
-    return kernel(
-        query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths, scale=scale, window=window,
-        kv_scales=kv_scales, tiling=tiling, tiles=tiles, early_lengths=early_lengths, out=out, sinks=sinks,
-        token_scales=token_scales,
-    )  # fmt: skip
+    return kernel(*arguments, **options, window=window, tiling=tiling, sinks=sinks, token_scales=token_scales)
+
+
+def _is_warp_specialized(query: Tensor, key_cache: Tensor) -> bool:
+    block_size = key_cache.shape[1]
+    fits = key_cache.dtype in (query.dtype, torch.float8_e4m3fn) and block_size >= 16 and not block_size & (block_size - 1)
+    return fits and supports_warp_specialized_prefill(query.device, query.dtype, query.shape[2])

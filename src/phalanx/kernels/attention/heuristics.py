@@ -251,6 +251,13 @@ def select_prefill(head_dim: int, itemsize: int) -> PrefillTiling:
     return PrefillTiling(64, 64, warps=4, stages=3)
 
 
+LONG_KV = 512
+"""KV tokens of a row, on average, from which the warp-specialized kernel for prefill rows is the faster one on an H200."""
+
+MAX_LONG_ROWS = 512
+"""Prefill rows of a launch of that kernel, at most, so that one variant of it serves all."""
+
+
 def warmup_token_counts(max_tokens: int) -> list[int]:
     """Numbers of decode rows, up to max_tokens, that between them launch every variant of these kernels that any number does:
     tilings change once at most between a power of two and its double, and the planning kernel behind each of `ROW_CLASSES`."""

@@ -43,14 +43,15 @@ Listener = Callable[..., None]
 
 
 @contextmanager
-def launches_left_out() -> Iterator[None]:
-    """Inside, kernels are compiled at their calls and not launched (Triton's own warm-up mode)."""
+def launches_left_out(called: Callable[[Any], None] = lambda _: None) -> Iterator[None]:
+    """Inside, kernels are compiled at their calls and not launched (Triton's own warm-up mode). called: gets each before."""
     from triton.runtime.jit import JITFunction
 
     kind: Any = JITFunction
     plain = kind.run
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called(self)
         return plain(self, *args, **(kwargs | {"warmup": True}))
 
     kind.run = compile_only
@@ -80,7 +81,7 @@ def ahead() -> Iterator[Ahead]:
     kernels = Ahead(knobs.compilation.listener)
     knobs.compilation.listener = kernels.hear
     try:
-        with triton.AsyncCompileMode(kernels.pending, ignore_errors=True), launches_left_out(), _Zeros():
+        with triton.AsyncCompileMode(kernels.pending, ignore_errors=True), launches_left_out(kernels.pending.call), _Zeros():
             try:
                 yield kernels
             finally:
@@ -134,8 +135,11 @@ class Ahead:
             self.pending.do_next()
 
     def _by_copies(self, pending: Sequence[tuple[Work, Future[Any]]], processes: int, tell: Callable[[int, int], None]) -> None:
-        # The first kernels last: where `all_cached` finds them, no earlier start was killed in the middle of this.
+        # Those that take longest first. Of the others the first last: where `all_cached` finds them, no earlier start was killed in
+        # the middle of this.
         works = [work for work, _ in reversed(pending)]
+        long = {id(work) for work, future in pending if getattr(future, "long", False)}
+        works.sort(key=lambda work: id(work) not in long)
         if not works:
             return
         tell(0, len(works))
@@ -145,14 +149,26 @@ class Ahead:
                 self.hear(cache_hit=False, times=SimpleNamespace(total=microseconds))
 
 
+class _Compiled(Future[Any]):
+    """long: it takes several times as long as most kernels."""
+
+    long = False
+
+
 class _Pending(Executor):
     """Work that is deferred until `do_next` or `forget`."""
 
     def __init__(self) -> None:
         self.works: list[tuple[Work, Future[Any]]] = []
+        self._long = False
+
+    def call(self, kernel: Any) -> None:
+        """A kernel is called, which may submit its compilation."""
+        self._long = kernel.is_gluon()  # written out down to registers: much code
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+        future = _Compiled()
+        future.long = self._long
         self.works.append((partial(fn, *args, **kwargs), future))
         return future
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from phalanx.kernels import reference
 from phalanx.kernels.attention.heuristics import SHORT_KV
+from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, simulated
 from phalanx.models.batch import Batch, count_leading_decodes
 from phalanx.models.layers.attention import select, triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
@@ -74,11 +75,15 @@ def launched(monkeypatch: pytest.MonkeyPatch, shorts: list[bool]) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
-    """Of each launch for prefill rows, their number, negative where lengths are read early, and their tiles."""
+    """Of each launch for prefill rows, their number, negative where lengths are read early, and their tiles. Their mean length is
+    what the host knows of them."""
     calls: list[tuple[int, int | None]] = []
 
-    def stand_in(query: Tensor, *inputs: Any, tiles: int | None, early_lengths: bool, **options: Any) -> Tensor:
+    def stand_in(
+        query: Tensor, *inputs: Any, tiles: int | None, mean_length: int | None, early_lengths: bool, **options: Any
+    ) -> Tensor:  # fmt: skip
         calls.append((-len(inputs[-1]) if early_lengths else len(inputs[-1]), tiles))
+        assert mean_length == (None if early_lengths else int(inputs[-1].sum()) // len(inputs[-1]))
         return reference.prefill_attention(query, *inputs, **options)
 
     monkeypatch.setattr(triton.kernels, "prefill_attention", stand_in)
@@ -325,7 +330,13 @@ def test_which_back_end_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
         selected = select.select_backend(CPU, torch.float32, 64, **only)
         assert (selected.name, selected.graphs is not None) == ("triton", True)
     with pytest.raises(AssertionError, match="no row"):
-        select.select_backend(CPU, torch.float32, 64, cache_dtype=torch.bfloat16)
+        select.select_backend(CPU, torch.float32, 64, cache_dtype=torch.bfloat16, windows=False)
+    with simulated(GpuCapabilities(90, 132, HOPPER_SHARED_MEMORY)):
+        selected = select.select_backend(CPU, torch.bfloat16, 64, cache_dtype=torch.bfloat16, windows=False)
+        assert (selected.name, selected.graphs is not None) == ("triton", True)
+        for others in ({"windows": True}, {"dtype": torch.float32}):
+            with pytest.raises(AssertionError, match="no row"):
+                select.select_backend(CPU, head_dim=64, **({"dtype": torch.bfloat16, "windows": False} | others))
 
 
 def test_what_the_kernel_supports() -> None:

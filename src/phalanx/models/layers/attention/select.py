@@ -14,14 +14,15 @@ from phalanx.models.layers.attention.backend import AttentionBackend
 
 def select_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, latent: Latent | None = None, *,
-    cache_dtype: torch.dtype | None = None, sinks: bool = False,
+    cache_dtype: torch.dtype | None = None, sinks: bool = False, windows: bool = True,
 ) -> AttentionBackend:  # fmt: skip
-    """On CUDA: our Triton kernel for decode rows. Prefill rows use FlashInfer, except over a cache in FP8 or int8, with sinks, or
-    where FlashInfer is missing or does not support dtype and head_dim: there our Triton prefill kernel runs. Otherwise torch's
-    scaled_dot_product_attention.
+    """On CUDA: our kernel for decode rows. Prefill rows use our kernels too over a cache in FP8 or int8, with sinks, where our
+    warp-specialized kernel runs for all layers, and where FlashInfer is missing or does not support dtype and head_dim; and
+    otherwise FlashInfer. Without kernels of ours, torch's scaled_dot_product_attention.
 
-    latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s. cache_dtype, sinks: of all layers. Where they
-    leave nothing to FlashInfer, it is not imported, which takes a second, and has no workspace on the device."""
+    latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s. cache_dtype, sinks: of all layers; windows:
+    whether any layer has one. Where they leave nothing to FlashInfer, it is not imported, as its modules take a minute to compile
+    at a first start, and memory of the device."""
     if latent is not None:
         return _latent_backend(device, dtype, latent)
     if not kernels.supports(device, dtype, head_dim):
@@ -29,7 +30,8 @@ def select_backend(
     from phalanx.models.layers.attention.triton import QUANTIZED, TritonBackend
 
     own_prefill = kernels.supports_prefill(device, dtype, head_dim)
-    if own_prefill and (sinks or cache_dtype in QUANTIZED):
+    fastest = not windows and kernels.supports_warp_specialized_prefill(device, dtype, head_dim)
+    if own_prefill and (sinks or cache_dtype in QUANTIZED or fastest):
         from phalanx.models.layers.attention.sdpa import SdpaBackend
 
         return TritonBackend(SdpaBackend(), device, "all")

@@ -120,11 +120,12 @@ class TritonPlan:
         batch, at = self._batch, self._decodes
         if not batch.fixed and self._tiles is None:
             self._tiles = count_prefill_tiles(batch.query_starts_cpu[at:], query.shape[1] // cache.key.shape[2])
+        mean_length = None if batch.fixed else sum(batch.kv_lengths_cpu[at:]) // self._prefills
         rows = batch.table_rows
         kernels.prefill_attention(
             query, cache.key, cache.value, batch.block_tables if rows is not None else batch.block_tables[at:],
             None if rows is None else rows[at:], batch.query_starts[at:], batch.kv_lengths[at:], scale=scale, window=window,
-            kv_scales=kv_scales, tiles=self._tiles, early_lengths=batch.fixed, out=out, sinks=sinks,
+            kv_scales=kv_scales, tiles=self._tiles, mean_length=mean_length, early_lengths=batch.fixed, out=out, sinks=sinks,
             token_scales=cache.token_scales,
         )  # fmt: skip
 

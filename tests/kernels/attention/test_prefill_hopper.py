@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warp-specialized prefill attention: compiled for Hopper, and on a GPU against the reference. Gluon has no interpreter."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.kernels.attention.heuristics import count_prefill_tiles, tile_tokens
+from phalanx.kernels.capabilities import has_gluon
+from tests.support.kernels_compiled import compiled_as, spilled
+from tests.support.kernels_prefill import KEPT, SIGNATURE, Case, Inputs, assert_near, inputs_of, options
+
+pytestmark = [
+    pytest.mark.usefixtures("forked_python"),
+    pytest.mark.skipif(not has_gluon(), reason="the kernel is verified with one version of Triton"),
+]
+
+ROWS = [(700, 900), (0, 5), (1, 2000), (130, 130), (33, 64), (128, 384), (2, 129)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv", "head_dim", "block_size"),
+    [("bf16", "bf16", 128, 16), ("bf16", "fp8e4nv", 128, 16), ("fp16", "fp16", 64, 256), ("fp16", "fp8e4nv", 64, 32)],
+)
+def test_compiles(dtype: str, kv: str, head_dim: int, block_size: int) -> None:
+    """A consumer has both GEMMs under way while it takes exponentials, and nothing spills."""
+    compiled = compiled_kernel(dtype, kv, head_dim, block_size)
+    steps = ordered(compiled.asm["ptx"])
+    assert spilled(compiled) == 0
+    assert compiled.metadata.shared <= 227 << 10
+    gemms = "W" * (head_dim // 16) + "?" + "W" * 8 + "1a"  # scores, the values' barrier, output; then only scores are awaited
+    assert steps.count(gemms) == steps.count("e0a") == 2, steps  # output is awaited behind the exponentials
+
+
+def ordered(ptx: str) -> str:
+    """The kernel's steps: W a GEMM's instruction, 0 and 1 a wait until so many GEMMs are under way, ? a wait at a barrier, a an
+    arrival, e an exponential (those that follow one another as one)."""
+    signs = {"wgmma.mma_async": "W", "wgmma.wait_group": "", "try_wait": "?", "mbarrier.arrive": "a", "ex2.approx": "e"}
+    steps = ""
+    for line in ptx.splitlines():
+        for text, sign in signs.items():
+            if text in line:
+                step = sign or line.split()[-1].rstrip(";")
+                steps += "" if step == "e" == steps[-1:] else step
+    return steps
+
+
+def compiled_kernel(dtype: str, kv: str, head_dim: int, block_size: int) -> Any:
+    """As Triton compiles it for 16 query and 2 KV heads."""
+    from phalanx.kernels.attention import prefill_hopper
+
+    constants = {
+        "GROUP": 8, "KV_HEADS": 2, "DIM": head_dim, "BLOCK_SIZE": block_size, "TOKENS": tile_tokens(8), "INDIRECT": True,
+    }  # fmt: skip
+    layout = prefill_hopper.line_layout(1 if kv != dtype else 2)
+    descriptor = f"tensordesc<{kv}[{min(block_size, 128)}, 64],{layout!r}>"
+    kinds = {
+        name: descriptor if name.endswith("desc") else SIGNATURE.get(name, f"*{dtype}")
+        for name in prefill_hopper._prefill_long_rows.arg_names
+    }  # fmt: skip
+    return compiled_as(prefill_hopper._prefill_long_rows, kinds, constants, 90, aligned=["query", "out"], num_warps=4)
+
+
+CASES = [
+    Case(ROWS, 8, 4, 128), Case(ROWS, 1, 8, 128, fp8=True), Case(ROWS, 2, 7, 128, 32, indirect=False),
+    Case(ROWS, 2, 1, 64, 128, dtype=torch.float16), Case(ROWS, 2, 3, 64, 256, fp8=True), Case(ROWS, 1, 8, 64),
+    Case(ROWS, 1, 16, 128, dtype=torch.float16, fp8=True), Case(ROWS, 1, 5, 128, padding=40),
+    Case([(4096, 4096)], 2, 4, 128, before=0, after=0, padding=0), Case([(700, 33000)], 1, 8, 128, fp8=True),
+]  # fmt: skip
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("early", [False, True])
+def test_replayed_on_a_gpu_with_other_rows(case: Case, early: bool) -> None:
+    """Captured with rows that have no token, replayed with those of the case; each time the same bits. Memory that no token attends
+    to is NaN."""
+    from phalanx.kernels import reference
+    from phalanx.kernels.attention.prefill_hopper import prefill_attention
+
+    inputs = Inputs(*(None if each is None else each.cuda() for each in inputs_of(case)))  # type: ignore[arg-type]
+    replayed = inputs._replace(starts=torch.zeros_like(inputs.starts), lengths=torch.ones_like(inputs.lengths))
+    out = torch.full_like(inputs.query, KEPT)
+    chosen = {name: options(case, inputs, "cuda")[name] for name in ("scale", "kv_scales")}
+    prefill_attention(*replayed.operands, **chosen, early_lengths=early, out=out)
+    assert bool((out == KEPT).all())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prefill_attention(*replayed.operands, **chosen, early_lengths=early, out=out)
+    replayed.starts.copy_(inputs.starts)
+    replayed.lengths.copy_(inputs.lengths)
+    wanted = reference.prefill_attention(*inputs.operands, **chosen, out=torch.full_like(inputs.query, KEPT))
+    outputs = []
+    for _ in range(20):
+        out.fill_(KEPT)
+        graph.replay()
+        outputs.append(out.clone())
+    assert all(torch.equal(each, outputs[0]) for each in outputs)
+    assert_near(case, outputs[0], wanted)
+    tiles = count_prefill_tiles(inputs.starts.tolist(), case.group)
+    assert torch.equal(prefill_attention(*inputs.operands, **chosen, tiles=tiles, out=torch.full_like(out, KEPT)), outputs[0])
+
+
+@pytest.mark.gpu1
+def test_queries_of_any_size_meet_a_quantized_cache() -> None:
+    """See the check of this name in `test_prefill`."""
+    from phalanx.kernels import reference
+    from phalanx.kernels.attention.prefill_hopper import prefill_attention
+
+    case = Case([(300, 600)], 1, 4, 64, before=0, after=0, fp8=True)
+    drawn = Inputs(*(None if each is None else each.cuda() for each in inputs_of(case)))  # type: ignore[arg-type]
+    for factor, scale in ((1e30, 1e-30), (1e-30, 1e30), (1e-30, 1e-30), (1e-39, 1.0), (0.0, 1.0)):
+        inputs = drawn._replace(query=drawn.query * factor)
+        arguments = {"scale": scale, "kv_scales": options(case, inputs)["kv_scales"]}
+        wanted = reference.prefill_attention(*inputs.operands, **arguments)
+        torch.testing.assert_close(prefill_attention(*inputs.operands, **arguments), wanted, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu1
+def test_which_kernel_takes_which_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.kernels.attention import dispatch, prefill, prefill_hopper
+
+    taken = []
+    monkeypatch.setattr(prefill, "prefill_attention", lambda *_, **__: taken.append("prefill"))
+    monkeypatch.setattr(prefill_hopper, "prefill_attention", lambda *_, **__: taken.append("warp-specialized"))
+    for case, mean, window in itertools.product((CASES[1], Case(ROWS, 1, 4, 80), Case(ROWS, 1, 4, 64, 5)), (100, 600), (None, 9)):
+        inputs = Inputs(*(None if each is None else each.cuda() for each in inputs_of(case)))  # type: ignore[arg-type]
+        dispatch.prefill_attention(*inputs.operands, scale=1.0, window=window, mean_length=mean)
+        fits = mean == 600 and window is None and case.head_dim != 80 and case.block_size != 5
+        assert taken.pop() == ("warp-specialized" if fits else "prefill")
