@@ -67,6 +67,8 @@ class TritonPlan:
         # Of a fixed batch, lengths and table rows are copied to the device before its graph runs, and no kernel of the graph writes
         # them. So the splits for all layers that have run are planned first, and may be read early.
         self._splits = {spec: self._plan_splits(spec) for spec in backend.layer_specs} if batch.fixed and self._decodes else {}
+        lengths = batch.kv_lengths_cpu[self._decodes :]
+        self._mean_length = None if batch.fixed or not lengths else sum(lengths) // len(lengths)
         # Known at the first layer, whose cache says which kernel is faster.
         self._tiles: int | None = None
         self._prefill: AttentionPlan | None = None
@@ -120,12 +122,11 @@ class TritonPlan:
         batch, at = self._batch, self._decodes
         if not batch.fixed and self._tiles is None:
             self._tiles = count_prefill_tiles(batch.query_starts_cpu[at:], query.shape[1] // cache.key.shape[2])
-        mean_length = None if batch.fixed else sum(batch.kv_lengths_cpu[at:]) // self._prefills
         rows = batch.table_rows
         kernels.prefill_attention(
             query, cache.key, cache.value, batch.block_tables if rows is not None else batch.block_tables[at:],
             None if rows is None else rows[at:], batch.query_starts[at:], batch.kv_lengths[at:], scale=scale, window=window,
-            kv_scales=kv_scales, tiles=self._tiles, mean_length=mean_length, early_lengths=batch.fixed, out=out, sinks=sinks,
+            kv_scales=kv_scales, tiles=self._tiles, mean_length=self._mean_length, early_lengths=batch.fixed, out=out, sinks=sinks,
             token_scales=cache.token_scales,
         )  # fmt: skip
 
