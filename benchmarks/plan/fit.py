@@ -156,15 +156,19 @@ def expert_layers() -> list[Layer]:
     ]
 
 
-def prompt_attention() -> tuple[float, float]:
-    """Parts of the bf16 peak that attention of prompts reaches with a cache in 16 bit and in FP8: the median of the cells of 1,024
-    tokens and more."""
-    document = json.loads((RESULTS / "kernels_attention_prefill.json").read_text(encoding="utf-8"))
+PROMPTS = ("8x1024", "1x2048", "1x1024+16384")
+"""Rows and tokens of each, and tokens before these."""
+
+
+def prompt_attention(file: str, kernel: str) -> tuple[float, float]:
+    """Parts of the bf16 peak that a kernel for attention of prompts reaches with a cache in 16 bit and in FP8: the median over
+    PROMPTS and ratios of heads."""
+    document = json.loads((RESULTS / file).read_text(encoding="utf-8"))
     peak = catalogue.gpu("H200").bf16_flops / 1e12
     reached: dict[str, list[float]] = {"bf16": [], "e4m3": []}
     for name, cell in document.items():
-        if name != "about" and not name.endswith("1x128") and "64x128" not in name:
-            reached[name.split()[0]].append(cell["chosen"][1] / peak)
+        if name.split()[-1] in PROMPTS:
+            reached[name.split()[0]].append(cell[kernel][1] / peak)
     return float(np.median(reached["bf16"])), float(np.median(reached["e4m3"]))
 
 
@@ -420,7 +424,8 @@ def _gpu_of(run: dict[str, Any]) -> str:
 
 def measured_base() -> dict[str, float]:
     """The coefficients that come from measurements of kernels."""
-    bf16, fp8 = prompt_attention()
+    bf16, fp8 = prompt_attention("kernels_attention_prefill.json", "chosen")
+    long_bf16, long_fp8 = prompt_attention("kernels_attention_long_prompts.json", "warp-specialized")
     short, long = row_slopes()
     return {
         "e_flops": round(uncapped(), 4),
@@ -430,6 +435,8 @@ def measured_base() -> dict[str, float]:
         "e_far_fp8": round(far_attention("e4m3"), 4),
         "e_prompt": round(bf16, 4),
         "e_prompt_fp8": round(fp8, 4),
+        "e_long_prompt": round(long_bf16, 4),
+        "e_long_prompt_fp8": round(long_fp8, 4),
         "ns_row": round(short, 3),
         "ns_long_row": round(long, 3),
         "c_eager": graphs.HOST_SECONDS * 1e6,

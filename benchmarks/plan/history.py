@@ -3,7 +3,8 @@
 
 Until 72457fc each layer with experts in FP8 gathered the residual in front of its router, from OWNED_ROWS rows of a step on: an
 all-reduce of owned rows did not keep the norm that the router reads. Until 4e866e7 a token alone made each rank read an expert for
-each of its pairs, and until a8af21f few steps with prompts of a mixture were replayed from graphs.
+each of its pairs, and until a8af21f few steps with prompts of a mixture were replayed from graphs. Until 3bed13a long prompts had
+the kernel for attention that short ones have.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ GATHERED_UNTIL = "2026-11-25"
 """The last day with figures of engines that gathered the residual."""
 OLDER_OF_THAT_DAY = {"8921e63e6b6a", "7d0dae5", "87975dc", "55e704c"}
 """Commits of the day after it that are older than what follows."""
+SHORT_PROMPTS_UNTIL = "2026-11-26"
+"""The last day with figures of engines without a kernel for attention of long prompts."""
+NEWER_OF_THAT_DAY = {"3bed13a"}
+"""Commits of that day that have it."""
 OWNED_ROWS = 128
 """Rows of a step from which on all-reduces left the residual with the ranks that own its rows."""
 
@@ -30,7 +35,15 @@ class FittedCoefficients(Coefficients):
     c_gather: float = 0.0
 
 
-class FewGraphsCosts(Costs):
+class OneKernelCosts(Costs):
+    """Those of an engine without a kernel for attention of long prompts."""
+
+    @property
+    def has_long_prompts(self) -> bool:
+        return False
+
+
+class FewGraphsCosts(OneKernelCosts):
     """Those of an engine that counted all experts of a layer, not those that a token reaches, to find up to how many tokens of a
     step with prompts a graph pays, and captured none of more than footprint.FEW_GRAPH_TOKENS."""
 
@@ -60,7 +73,10 @@ def costs_of(row: Row) -> type[Costs]:
     """Those of the engine that a row was measured with."""
     if row.date <= GATHERED_UNTIL:
         return GatheringCosts
-    return FewGraphsCosts if captured_few(row) else Costs
+    if captured_few(row):
+        return FewGraphsCosts
+    older = row.date <= SHORT_PROMPTS_UNTIL and row.commit not in NEWER_OF_THAT_DAY
+    return OneKernelCosts if older else Costs
 
 
 def captured_few(measured: Row | Start) -> bool:

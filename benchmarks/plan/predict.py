@@ -116,7 +116,7 @@ def same_engine(row: dict[str, Any], report: dict[str, Any]) -> bool:
     """Whether a report of `phalanx bench` measured the engine of a row of predictions: GPU, model, dtypes and layout. dtype: the
     one that the engine ran in, as "auto" is the checkpoint's. No prediction is of skewed routing."""
     options, layout = report["asked"], row["layout"]
-    dtypes = {engine["dtype"] for engine in report["engines"].values()}
+    dtypes = {engine["dtype"] for engine in engines(report)}
     gpu = " ".join(report["about"]["machine"]["gpus"][:1])
     return (
         not options.get("expert_traffic")
@@ -133,10 +133,15 @@ def same_engine(row: dict[str, Any], report: dict[str, Any]) -> bool:
     )
 
 
+def engines(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of a report of `phalanx bench all`, or the one of `phalanx bench latency`."""
+    return list(report["engines"].values()) if "engines" in report else [report["engine"]]
+
+
 def beside(rows: list[dict[str, Any]], report: dict[str, Any]) -> list[dict[str, Any]]:
     """One entry for each result of a report that was predicted: the figure with its interval, and what was measured."""
     entries = []
-    kv_tokens = min(each["kv_tokens"] for each in report["engines"].values()) // report["asked"].get("replicas", 1)
+    kv_tokens = min(each["kv_tokens"] for each in engines(report)) // report["asked"].get("replicas", 1)
     fraction = report["asked"].get("kv_cache_free_gpu_memory_fraction", FRACTION)
     for row in (row for row in rows if same_engine(row, report)):
         for result in report["results"]:

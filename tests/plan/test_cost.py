@@ -7,12 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.plan import accuracy, history
-from benchmarks.plan.rows import HELD_OUT
+from benchmarks.plan.rows import HELD_OUT, Row
+from phalanx.bench.workloads import parse
 from phalanx.hardware import catalogue
+from phalanx.kernels.attention import dispatch
+from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, simulated
 from phalanx.kernels.moe.heuristics import tile_size
 from phalanx.plan import coefficients, cost, subject
 from phalanx.plan.cost import Costs, Work
@@ -111,6 +115,32 @@ def test_only_engines_that_gathered_the_residual_are_priced_with_it():
             seconds = before.seconds(Work(rows, rows)) - now.seconds(Work(rows, rows))
             assert (seconds > 32 * 1e-6 * machine.coefficients.c_gather) == more
             assert more or seconds == 0
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_long_prompts_are_priced_as_the_kernel_that_takes_them(sm, head_dim):
+    """And as no engine before it priced them."""
+    machine = replace(MACHINE, gpu=replace(MACHINE.gpu, sm=sm))
+    with simulated(GpuCapabilities(sm, 132, HOPPER_SHARED_MEMORY)):
+        fast = dispatch.supports_warp_specialized_prefill(torch.device("cpu"), torch.bfloat16, head_dim)
+    plain = replace(shape_of(known("llama-3-8b")), head_dim=head_dim)
+    for more in ({}, {"sinks": True}, {"windows": (4096,) * plain.num_layers}):
+        now = Costs(replace(plain, **more), "bf16", KvFormat(1), Split(), machine)
+        before = history.OneKernelCosts(now.shape, now.dtype, now.kv, now.split, now.machine)
+        assert now.has_long_prompts == (fast and not more)
+        prompts = Work(4096, 1, pairs=4 * 4096 * 4096 / 2)
+        assert (now.seconds(prompts) < 0.99 * before.seconds(prompts)) == now.has_long_prompts
+    assert not costs("deepseek-v2", 2, dtype="bf16").has_long_prompts
+
+
+def test_rows_are_priced_as_the_engine_that_they_were_measured_with():
+    row = Row("", "", "llama-3-8b", "bf16", False, 1, 1, "AUTO", parse("decode-1"), 3.9)
+    for date, commit, kind in (
+        ("2026-11-25", "x", history.GatheringCosts), ("2026-11-26", "55e704c", history.FewGraphsCosts),
+        ("2026-11-26", "5085699", history.OneKernelCosts), ("2026-11-26", "3bed13a", Costs), ("2026-11-27", "x", Costs),
+    ):  # fmt: skip
+        assert history.costs_of(replace(row, date=date, commit=commit)) is kind
 
 
 def test_blocks_of_scales_and_compressed_queries_cost_more():

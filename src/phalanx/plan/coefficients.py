@@ -11,7 +11,10 @@ from typing import Any
 
 _DATA = Path(__file__).parent / "data" / "coefficients.json"
 
-_LIKE = {"c_few": "c_layer", "sharpness_experts": "sharpness", "c_eager_experts": "c_eager"}
+_LIKE = {
+    "c_few": "c_layer", "sharpness_experts": "sharpness", "c_eager_experts": "c_eager", "e_long_prompt": "e_prompt",
+    "e_long_prompt_fp8": "e_prompt_fp8",
+}  # fmt: skip
 """Coefficient -> the one that it was, in files that are older than it."""
 
 
@@ -26,8 +29,9 @@ class Coefficients:
     whose kernels the host launches one by one, which a step without a graph takes at least; c_eager_experts: of one with experts,
     which has more of them. c_call: of another call of a layer's attention, where rows of other sizes have one of their own (on a
     CPU). c_latent: more of a chain for a layer with latent attention; c_query: for one whose query is compressed too.
-    block_experts: times as long as at e_experts does reading experts take whose weights have scales of blocks. e_kv_fp8 and
-    e_prompt_fp8: with an FP8 cache. e_bytes_16: of weights in 16 bit. mxfp4, mxfp4_flops: times as long as reading weights at
+    block_experts: times as long as at e_experts does reading experts take whose weights have scales of blocks. e_long_prompt: of
+    attention of prompts in the kernel for long ones (`Costs.has_long_prompts`), e_prompt: in the one for all others. *_fp8: with an
+    FP8 cache. e_bytes_16: of weights in 16 bit. mxfp4, mxfp4_flops: times as long as reading weights at
     e_experts, and as computing at e_experts_flops, do GEMMs over experts in MXFP4 take, which widen their weights. ns_row,
     ns_long_row: of one row's attention, for each token of its context up to LONG_ROW and beyond. gemm_rs_hidden_part: of an
     all-reduce, what long steps hide, since GEMMs write into their owners' memory."""
@@ -45,6 +49,8 @@ class Coefficients:
     e_experts_flops: float
     e_prompt: float
     e_prompt_fp8: float
+    e_long_prompt: float
+    e_long_prompt_fp8: float
     passes: float
     passes_experts: float
     gemm_rs_hidden_part: float

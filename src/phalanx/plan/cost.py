@@ -43,6 +43,10 @@ FAR_ROW = 2048
 FEW_ROWS, MANY_ROWS = 16, 32
 """Rows of a step up to which GEMMs are skinny, and from which on a layer's chain does not grow."""
 
+HOPPER = 90
+LONG_PROMPT_HEAD_DIMS = (64, 128)
+"""Of models whose long prompts have a kernel of their own on GPUs of that SM."""
+
 LONG_STEP = 2048
 """Tokens from which on row-parallel GEMMs write to the ranks that own the rows."""
 
@@ -188,6 +192,13 @@ class Costs:
         return replace(self, machine=replace(self.machine, coefficients=coefficients))
 
     @property
+    def has_long_prompts(self) -> bool:
+        """Whether long prompts have a kernel of their own (kernels/attention/dispatch.py:supports_warp_specialized_prefill)."""
+        shape = self.shape
+        plain = not shape.sinks and shape.latent is None and all(window is None for window in shape.windows)
+        return self.machine.gpu.sm == HOPPER and plain and shape.head_dim in LONG_PROMPT_HEAD_DIMS
+
+    @property
     def graph_tokens(self) -> int:
         """Up to how many tokens a step with prompts is replayed from a graph."""
         return footprint.max_graph_tokens(self.shape, self.dtype, self.split)
@@ -206,7 +217,7 @@ class Costs:
 
     @property
     def _attention_seconds(self) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...]]:
-        return _attention_seconds(self.shape, self.dtype, self.kv, self.split, self.machine)
+        return _attention_seconds(self.shape, self.dtype, self.kv, self.split, self.machine, self.has_long_prompts)
 
     def _stage(self, stage: int, work: Work, everywhere: int) -> float:
         """What does not depend on contexts. everywhere: tokens of all groups of experts together."""
@@ -414,7 +425,7 @@ def _head(shape: Shape) -> Any:
 
 @cache
 def _attention_seconds(
-    shape: Shape, dtype: str, kv: KvFormat, split: Split, machine: MachineModel
+    shape: Shape, dtype: str, kv: KvFormat, split: Split, machine: MachineModel, long_prompts: bool
 ) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...]]:
     """Per stage: by window the layers that have it, and a layer's seconds for each cached token read; and for each pair of a
     prompt's token with a key."""
@@ -430,7 +441,8 @@ def _attention_seconds(
         reads.append(tuple((window, count, read, read_far) for window, count in by_window.items()))
         dims = shape.latent.nope + shape.latent.rope + shape.latent.v if shape.latent else 2 * shape.head_dim
         flops = 2.0 * shape.num_heads / split.tp * dims
-        reached = cs.e_prompt_fp8 if kv.itemsize == 1 else cs.e_prompt
+        of_long = (cs.e_long_prompt, cs.e_long_prompt_fp8) if long_prompts else (cs.e_prompt, cs.e_prompt_fp8)
+        reached = of_long[kv.itemsize == 1]
         pairs.append(len(layers) * flops / (reached * gpu.bf16_flops))
     return tuple(reads), tuple(pairs)
 
