@@ -3,7 +3,8 @@
 
 Requests of equal length come at once, so that steps hold decode rows beside prompts, as in a throughput workload. Steps are
 recorded by torch's profiler; times of kernels hold, but the host of a step that no graph replays takes longer while it records.
-A kernel that was launched early waits for the one before it, and its time contains that.
+A kernel that was launched early waits for the one before it, and its time contains that; `alone_ms` is by how much it ended behind
+all that began before it, so that these and the time without a kernel make up the step.
 
     python -m benchmarks.engine.step_kernels --model qwen3-30b-a3b --dtype fp8 --kv_cache_dtype fp8 --tp_size 2 --out DIR
     python -m benchmarks.engine.step_kernels --traces qwen3-30b-a3b_tp2=FILE.json.gz --steps 4 --out DIR      traces that there are
@@ -72,7 +73,11 @@ def main() -> int:
     for name, figure in figures.items():
         print(f"{name}: kernels {figure['kernels_ms']} ms of {figure['step_ms']} ms a step")
         for row in figure["kernels"]:
-            print(f"  {row['ms']:9.3f} ms {row['calls']:7.2f} x {row['median_us']:9.1f} us  {row['name']} {row['grid']}")
+            print(
+                f"  {row['alone_ms']:9.3f} of {row['ms']:9.3f} ms {row['calls']:7.2f} x {row['alone_us']:7.1f} of "
+                f"{row['median_us']:9.1f} us  {row['name']} {row['grid']}"
+            )
+        print(f"  {figure['idle_ms']:9.3f} ms without a kernel")
     harness.write(arguments.name, figures, arguments.out)
     return 0
 
@@ -115,23 +120,34 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def summary(kernels: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Of so many recorded steps: ms of a step from the first kernel's start to the last one's end, ms of all kernels, and of each
-    (name and grid) its ms and calls in a step and its median in us."""
-    by_launch: dict[tuple[str, str], list[float]] = {}
+    """Of so many recorded steps: ms of a step from the first kernel's start to the last one's end, ms of all kernels, ms without
+    one, and of each (name and grid) its ms and calls in a step and its median in us. alone: of that, what is behind the end of all
+    kernels that began before it."""
+    by_launch: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    begin = end = float(kernels[0]["ts"])
+    idle = 0.0
     for kernel in kernels:
         grid = kernel.get("args", {}).get("grid", ())
-        by_launch.setdefault((kernel["name"][:80], "x".join(map(str, grid))), []).append(float(kernel["dur"]))
+        start, us = float(kernel["ts"]), float(kernel["dur"])
+        idle += max(start - end, 0.0)
+        alone = max(start + us - max(start, end), 0.0)
+        end = max(end, start + us)
+        by_launch.setdefault((kernel["name"][:80], "x".join(map(str, grid))), []).append((us, alone))
     rows = [
         {
-            "name": name, "grid": grid, "ms": round(sum(us) / steps / 1e3, 3), "calls": round(len(us) / steps, 2),
-            "median_us": round(statistics.median(us), 1),
+            "name": name, "grid": grid, "ms": round(sum(us for us, _ in times) / steps / 1e3, 3),
+            "alone_ms": round(sum(alone for _, alone in times) / steps / 1e3, 3), "calls": round(len(times) / steps, 2),
+            "median_us": round(statistics.median(us for us, _ in times), 1),
+            "alone_us": round(statistics.median(alone for _, alone in times), 1),
         }
-        for (name, grid), us in by_launch.items()
+        for (name, grid), times in by_launch.items()
     ]  # fmt: skip
-    rows.sort(key=lambda row: -row["ms"])
-    span = float(kernels[-1]["ts"]) + float(kernels[-1]["dur"]) - float(kernels[0]["ts"])
+    rows.sort(key=lambda row: -row["alone_ms"])
     total = sum(float(kernel["dur"]) for kernel in kernels)
-    return {"step_ms": round(span / steps / 1e3, 2), "kernels_ms": round(total / steps / 1e3, 2), "kernels": rows[:SHOWN]}
+    return {
+        "step_ms": round((end - begin) / steps / 1e3, 2), "kernels_ms": round(total / steps / 1e3, 2),
+        "idle_ms": round(idle / steps / 1e3, 3), "kernels": rows[:SHOWN],
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

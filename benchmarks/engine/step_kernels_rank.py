@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of a rank, of which torch's profiler records some steps: see `step_kernels`, which starts it.
 
-It records the steps number `first` to `first + count - 1` of those with at least `tokens` tokens, and writes a trace in Chrome's
-form to `folder`/rank<pid>.json.gz.
+It records the steps number `first` to `first + count - 1` of those with at least `tokens` tokens behind the start, and writes a
+trace in Chrome's form to `folder`/rank<pid>.json.gz.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from phalanx.engine.messages import StepBatch, StepExtent
 from phalanx.worker import worker
 from phalanx.worker.model_runner import ModelRunner, StepOutput
+from phalanx.worker.worker import Worker
 
 VARIABLE = "PHALANX_STEP_KERNELS"
 """Environment: JSON with folder, tokens, first and count."""
@@ -25,11 +26,16 @@ VARIABLE = "PHALANX_STEP_KERNELS"
 
 def install(folder: Path, tokens: int, first: int, count: int) -> None:
     """Record such steps of every ModelRunner of this process."""
-    run, long_steps, recorded = ModelRunner.run, 0, None
+    run, capture, started, long_steps, recorded = ModelRunner.run, Worker._capture, False, 0, None
+
+    def last_of_start(self: Worker, runner: ModelRunner, device: torch.device) -> None:
+        nonlocal started
+        capture(self, runner, device)
+        started = True
 
     def recording(self: ModelRunner, step: StepBatch, extent: StepExtent | None = None) -> StepOutput:
         nonlocal long_steps, recorded
-        if sum(row.count for row in step.rows) < tokens or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if not started or sum(row.count for row in step.rows) < tokens:
             return run(self, step, extent)
         long_steps += 1
         if long_steps == first:
@@ -46,6 +52,7 @@ def install(folder: Path, tokens: int, first: int, count: int) -> None:
         return output
 
     ModelRunner.run = recording  # type: ignore[method-assign]
+    Worker._capture = last_of_start  # type: ignore[method-assign]
 
 
 def main() -> None:

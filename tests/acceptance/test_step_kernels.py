@@ -30,10 +30,19 @@ def test_a_trace_by_kernels(tmp_path: Path) -> None:
     figure = step_kernels.summary(step_kernels.read(write(tmp_path, events)), steps=2)
     assert figure["step_ms"] == 1.25
     assert figure["kernels_ms"] == 1.05
+    assert figure["idle_ms"] == 0.2
     assert figure["kernels"] == [
-        {"name": "gemm", "grid": "2x1x1", "ms": 0.6, "calls": 1.0, "median_us": 600.0},
-        {"name": "gemm", "grid": "4x1x1", "ms": 0.45, "calls": 0.5, "median_us": 900.0},
+        {"name": "gemm", "grid": "2x1x1", "ms": 0.6, "alone_ms": 0.6, "calls": 1.0, "median_us": 600.0, "alone_us": 600.0},
+        {"name": "gemm", "grid": "4x1x1", "ms": 0.45, "alone_ms": 0.45, "calls": 0.5, "median_us": 900.0, "alone_us": 900.0},
     ]
+
+
+def test_a_kernel_that_waits_for_others_has_the_rest_alone(tmp_path: Path) -> None:
+    """One that was launched 300 us before the first ended, one within another, and a pause."""
+    events = [event("a", 0.0, 500.0), event("b", 200.0, 400.0), event("c", 250.0, 100.0), event("a", 700.0, 100.0)]
+    figure = step_kernels.summary(step_kernels.read(write(tmp_path, events)), steps=1)
+    assert {row["name"]: row["alone_ms"] for row in figure["kernels"]} == {"a": 0.6, "b": 0.1, "c": 0.0}
+    assert (figure["step_ms"], figure["idle_ms"]) == (0.8, 0.1)
 
 
 def test_without_kernels_operators_that_no_other_one_called(tmp_path: Path) -> None:
@@ -42,7 +51,7 @@ def test_without_kernels_operators_that_no_other_one_called(tmp_path: Path) -> N
 
 
 def test_ranks_record_long_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = "--device cpu --requests 12 --input_len 60 --output_len 4 --tokens 64 --first 2 --steps 2 --max_num_tokens 128"
+    few = "--device cpu --requests 12 --input_len 60 --output_len 4 --tokens 64 --first 1 --steps 2 --max_num_tokens 128"
     monkeypatch.setattr("sys.argv", ["step_kernels", *few.split(), "--out", str(tmp_path)])
     monkeypatch.setenv("PYTHONPATH", "")  # and what is set in the process is undone
     monkeypatch.setenv(step_kernels.VARIABLE, "")
