@@ -55,7 +55,7 @@ def _add(a, b):
 @gluon.jit
 def _tile(starts, lengths, table_rows, rows, back, TOKENS: gl.constexpr, INDIRECT: gl.constexpr):
     """As `prefill._tile`."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([MOST_ROWS // 128], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     each = gl.arange(0, MOST_ROWS, LAYOUT)
     begin = gl.load(starts + each, each < rows, 0, cache_modifier=".cg")
     count = gl.load(starts + each + 1, each < rows, 0, cache_modifier=".cg") - begin
