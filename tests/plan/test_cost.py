@@ -123,7 +123,7 @@ def test_long_prompts_are_priced_as_the_kernel_that_takes_them(sm, head_dim):
     """And as no engine before it priced them."""
     machine = replace(MACHINE, gpu=replace(MACHINE.gpu, sm=sm))
     with simulated(GpuCapabilities(sm, 132, HOPPER_SHARED_MEMORY)):
-        fast = dispatch.supports_warp_specialized_prefill(torch.device("cpu"), torch.bfloat16, head_dim)
+        fast = dispatch.supports_warp_specialized_prefill(torch.device("cpu"), torch.bfloat16, head_dim, 16)
     plain = replace(shape_of(known("llama-3-8b")), head_dim=head_dim)
     for more in ({}, {"sinks": True}, {"windows": (4096,) * plain.num_layers}):
         now = Costs(replace(plain, **more), "bf16", KvFormat(1), Split(), machine)

@@ -286,7 +286,7 @@ class Worker:
         dtype = model.context.dtype
         attention = select_backend(
             device, dtype, shape.head_dim, shape.latent, cache_dtype=model.context.cache_dtype, sinks=shape.sinks,
-            windows=any(window is not None for window in shape.windows),
+            block_size=options.kv_block_size, windows=any(window is not None for window in shape.windows),
         )  # fmt: skip
         last = groups.pp.rank == groups.pp.size - 1
         max_seq_len = options.max_seq_len or shape.max_positions

@@ -173,11 +173,11 @@ def supports_prefill(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     return supports(device, dtype, head_dim) and (dtype != torch.float32 or head_dim <= 128)
 
 
-def supports_warp_specialized_prefill(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def supports_warp_specialized_prefill(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
     """As `supports_prefill`, of a kernel that is as fast as FlashAttention-3 for long rows, without a window or sinks: on Hopper.
-    The cache may be in the same dtype or in e4m3; its blocks have 16 tokens, or another power of two above that."""
+    The cache may be in the same dtype or in e4m3. block_size: tokens of its blocks, which TMA copies whole."""
     known = dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128)
-    return known and sm_arch(device) == 90 and has_gluon()
+    return known and block_size in (16, 32, 64, 128, 256) and sm_arch(device) == 90 and has_gluon()
 
 
 def prefill_attention(
@@ -210,6 +210,5 @@ def prefill_attention(
 
 
 def _is_warp_specialized(query: Tensor, key_cache: Tensor) -> bool:
-    block_size = key_cache.shape[1]
-    fits = key_cache.dtype in (query.dtype, torch.float8_e4m3fn) and block_size >= 16 and not block_size & (block_size - 1)
-    return fits and supports_warp_specialized_prefill(query.device, query.dtype, query.shape[2])
+    fits = key_cache.dtype in (query.dtype, torch.float8_e4m3fn)
+    return fits and supports_warp_specialized_prefill(query.device, query.dtype, query.shape[2], key_cache.shape[1])

@@ -334,7 +334,7 @@ def test_which_back_end_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated(GpuCapabilities(90, 132, HOPPER_SHARED_MEMORY)):
         selected = select.select_backend(CPU, torch.bfloat16, 64, cache_dtype=torch.bfloat16, windows=False)
         assert (selected.name, selected.graphs is not None) == ("triton", True)
-        for others in ({"windows": True}, {"dtype": torch.float32}):
+        for others in ({"windows": True}, {"dtype": torch.float32}, {"block_size": 8}, {"block_size": 48}):
             with pytest.raises(AssertionError, match="no row"):
                 select.select_backend(CPU, head_dim=64, **({"dtype": torch.bfloat16, "windows": False} | others))
 

@@ -14,15 +14,15 @@ from phalanx.models.layers.attention.backend import AttentionBackend
 
 def select_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, latent: Latent | None = None, *,
-    cache_dtype: torch.dtype | None = None, sinks: bool = False, windows: bool = True,
+    cache_dtype: torch.dtype | None = None, block_size: int = 16, sinks: bool = False, windows: bool = True,
 ) -> AttentionBackend:  # fmt: skip
     """On CUDA: our kernel for decode rows. Prefill rows use our kernels too over a cache in FP8 or int8, with sinks, where our
     warp-specialized kernel runs for all layers, and where FlashInfer is missing or does not support dtype and head_dim; and
     otherwise FlashInfer. Without kernels of ours, torch's scaled_dot_product_attention.
 
-    latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s. cache_dtype, sinks: of all layers; windows:
-    whether any layer has one. Where they leave nothing to FlashInfer, it is not imported, as its modules take a minute to compile
-    at a first start, and memory of the device."""
+    latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s. cache_dtype, block_size, sinks: of all
+    layers; windows: whether any layer has one. Where they leave nothing to FlashInfer, it is not imported, as its modules take a
+    minute to compile at a first start, and memory of the device."""
     if latent is not None:
         return _latent_backend(device, dtype, latent)
     if not kernels.supports(device, dtype, head_dim):
@@ -30,7 +30,7 @@ def select_backend(
     from phalanx.models.layers.attention.triton import QUANTIZED, TritonBackend
 
     own_prefill = kernels.supports_prefill(device, dtype, head_dim)
-    fastest = not windows and kernels.supports_warp_specialized_prefill(device, dtype, head_dim)
+    fastest = not windows and kernels.supports_warp_specialized_prefill(device, dtype, head_dim, block_size)
     if own_prefill and (sinks or cache_dtype in QUANTIZED or fastest):
         from phalanx.models.layers.attention.sdpa import SdpaBackend
 
