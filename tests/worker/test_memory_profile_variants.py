@@ -179,7 +179,7 @@ def made_runner(case: Case, capturer: Recorded) -> ModelRunner:
     )  # fmt: skip
     attention: Any = TritonBackend(SdpaBackend(), CPU, "all")
     if shape.latent is not None:
-        attention = TritonLatentBackend(CPU, own_prefill=True)
+        attention = TritonLatentBackend(CPU, own_prefill=True, most_tokens=TOKENS)
     attention.workspace.num_sms = NUM_SMS
     caches = [empty_cache(spec, 1, BLOCK, model.context.cache_dtype, CPU) for spec in model.kv_specs()]
     sampler, pipeline = Sampler(case.slots, shape.vocab_size, CPU), Solo() if case.stages == 1 else Last(case.stages)

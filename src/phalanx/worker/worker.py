@@ -284,12 +284,14 @@ class Worker:
 
         options, specs, shape = self.options, model.kv_specs(), model.shape
         dtype = model.context.dtype
+        max_seq_len = options.max_seq_len or shape.max_positions
+        max_num_tokens = options.index_num_tokens or max_seq_len
         attention = select_backend(
             device, dtype, shape.head_dim, shape.latent, cache_dtype=model.context.cache_dtype, sinks=shape.sinks,
             block_size=options.kv_block_size, windows=any(window is not None for window in shape.windows),
+            most_tokens=max_num_tokens,
         )  # fmt: skip
         last = groups.pp.rank == groups.pp.size - 1
-        max_seq_len = options.max_seq_len or shape.max_positions
         sampler = Sampler(options.index_batch_size, shape.vocab_size, device) if last else None
 
         def caches(blocks: int) -> list[KvCache]:
@@ -299,7 +301,7 @@ class Worker:
         capturer = CudaGraphCapturer(device, getattr(groups.tp, "calls", None)) if graphs else None
         runner = ModelRunner(
             model, caches(1), attention, sampler, groups.pp, max_batch_size=options.index_batch_size, max_seq_len=max_seq_len,
-            block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=options.index_num_tokens or max_seq_len,
+            block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=max_num_tokens,
             capturer=capturer,
         )  # fmt: skip
         self.channel.send(KvCapacity(self.rank, self._measure(runner, model, specs, max_seq_len, groups.world, device)))

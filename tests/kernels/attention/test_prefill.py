@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("forked_python")
 
 
-def check(case: Case, seed: int = 0, tiles: int | None = None) -> None:
+def check(case: Case, seed: int = 0, tiles: int | None = None, least_rows: int = 1) -> None:
     from phalanx.kernels import reference
     from phalanx.kernels.attention.prefill import prefill_attention
 
@@ -32,7 +32,7 @@ def check(case: Case, seed: int = 0, tiles: int | None = None) -> None:
     rest = options(case, inputs)
     wanted = reference.prefill_attention(*inputs.operands, **rest, out=torch.full_like(inputs.query, KEPT))
     out = torch.full_like(inputs.query, KEPT)
-    assert prefill_attention(*inputs.operands, **rest, tiling=case.tiling, tiles=tiles, out=out) is out
+    assert prefill_attention(*inputs.operands, **rest, tiling=case.tiling, tiles=tiles, out=out, least_rows=least_rows) is out
     assert_near(case, out, wanted)
 
 
@@ -85,6 +85,8 @@ def check_as_many_programs_as_tiles_or_more() -> None:
     for tiles in (exact, exact + 5):
         check(case, tiles=tiles)
     check(Case([], 2, 4, 16))  # padding alone
+    check(case, least_rows=256)
+    check(Case([(1, 1), (40, 50)], 8, 1, 24, indirect=False, before=0, after=0, padding=0), least_rows=256)
 
 
 def check_queries_of_any_size_meet_a_quantized_cache() -> None:

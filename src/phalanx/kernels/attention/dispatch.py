@@ -184,7 +184,7 @@ def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
     tiles: int | None = None, mean_length: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
-    sinks: Tensor | None = None, token_scales: Tensor | None = None,
+    sinks: Tensor | None = None, token_scales: Tensor | None = None, least_rows: int = 1,
 ) -> Tensor:  # fmt: skip
     """See `reference.prefill_attention`; written into `out` where one is given, else into memory that is not set: tokens of no row
     have no output. All tensors contiguous but block_tables, whose rows are. Nothing is read by the host: the launch may be
@@ -193,7 +193,8 @@ def prefill_attention(
     tiles: exactly what `count_prefill_tiles` gives for these rows, or more; with fewer, the rows behind the last tile have no
     output. None: as many as so many rows of so many tokens may have, at worst; a program beyond the last tile returns at once.
     mean_length: the mean of kv_lengths, by which the faster of two kernels is chosen; None: as many as there are tokens.
-    early_lengths: as of `decode_attention`; query_starts are read then, too."""
+    early_lengths: as of `decode_attention`; query_starts are read then, too. least_rows: launches of up to so many rows are of one
+    variant of the kernel."""
     arguments = query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths
     options: dict[str, Any] = {
         "scale": scale, "kv_scales": kv_scales, "tiles": tiles, "early_lengths": early_lengths, "out": out,
@@ -206,7 +207,9 @@ def prefill_attention(
     from phalanx.kernels.attention.prefill import prefill_attention as kernel
 
     tiling = select_prefill(query.shape[2], query.element_size())
-    return kernel(*arguments, **options, window=window, tiling=tiling, sinks=sinks, token_scales=token_scales)
+    return kernel(
+        *arguments, **options, window=window, tiling=tiling, sinks=sinks, token_scales=token_scales, least_rows=least_rows
+    )
 
 
 def _is_warp_specialized(query: Tensor, key_cache: Tensor) -> bool:

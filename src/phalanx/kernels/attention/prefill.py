@@ -165,7 +165,7 @@ def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, tiling: PrefillTiling,
     tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None, sinks: Tensor | None = None,
-    token_scales: Tensor | None = None,
+    token_scales: Tensor | None = None, least_rows: int = 1,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.prefill_attention`, for contiguous queries and caches; tokens of no row are not set in `out`."""
     tokens, q_heads, head_dim = query.shape
@@ -183,7 +183,7 @@ def prefill_attention(
         query, *caches, words, block_tables, kv_lengths if table_rows is None else table_rows, query_starts, kv_lengths, sinks, out,
         block_tables.stride(0), rows, window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
-        TOKENS=each, ROWS=tiling.rows, KEYS=tiling.keys, STAGES=tiling.stages, MOST=_padded_rows(rows),
+        TOKENS=each, ROWS=tiling.rows, KEYS=tiling.keys, STAGES=tiling.stages, MOST=_padded_rows(max(rows, least_rows)),
         INDIRECT=table_rows is not None, WINDOWED=window is not None, EARLY=early_lengths,
         COPIES=max(32 * tiling.warps // tiling.keys, 1), SM=sm, num_warps=tiling.warps,
         maxnreg=tiling.registers, launch_pdl=sm >= 90,

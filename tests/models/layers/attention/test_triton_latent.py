@@ -37,10 +37,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         assert query.stride(-1) == 1
         return reference.latent_decode_attention(query, *inputs, scale=scale)
 
-    def prefill(query: Tensor, *inputs: Any, tiles: int, scale: float) -> Tensor:
-        calls.append(("prefill", len(inputs[-1])))
+    def prefill(query: Tensor, *inputs: Any, tiles: int, scale: float, least_rows: int) -> Tensor:
+        rows = len(inputs[-1])
+        calls.append(("prefill", rows))
         assert query.is_contiguous()
-        assert tiles >= len(inputs[-1])
+        assert inputs[0].is_contiguous()
+        assert inputs[1].is_contiguous()
+        assert tiles >= rows
+        assert least_rows == triton_latent.ROWS_OF_GROUPS
         return reference.prefill_attention(query, *inputs, scale=scale)
 
     monkeypatch.setattr(triton_latent.kernels, "latent_decode_attention", decode)
@@ -48,14 +52,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return calls
 
 
-@pytest.mark.parametrize("own_prefill", [False, True])
-@pytest.mark.parametrize("heads_at_once", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("own_prefill", "heads_of_group", "most_tokens"),
+    [(False, 8, 8192), (True, 8, 8192), (True, 1, 8192), (True, 1, 64), (True, 3, 1)],
+)
 def test_a_model_over_both_kinds_of_rows(
-    own_prefill: bool, heads_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, int]]
-) -> None:
-    backend = TritonLatentBackend(CPU, own_prefill=own_prefill)
+    own_prefill: bool, heads_of_group: int, most_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    launched: list[tuple[str, int]],
+) -> None:  # fmt: skip
+    backend = TritonLatentBackend(CPU, own_prefill=own_prefill, most_tokens=most_tokens)
     monkeypatch.setattr(models_formation, "select_backend", lambda *_: backend)
-    monkeypatch.setattr(triton_latent, "HEADS_AT_ONCE", heads_at_once)
+    monkeypatch.setattr(triton_latent, "HEADS_OF_GROUP", heads_of_group)
     folder, ids, expected = written("v3", tmp_path)
     run_steps(Formation(folder), STEPS, ids, expected, assert_same)
     assert {kind for kind, _ in launched} == ({"decode", "prefill"} if own_prefill else {"decode"})
@@ -89,7 +96,7 @@ def test_each_row_by_its_kind(rows: list[tuple[int, int]], indirect: bool, launc
     torch.manual_seed(1)
     batch, cache = latent_batch(rows, indirect=indirect)
     query, up = torch.randn(batch.token_ids.shape[0], 3, 6 + 8), torch.randn(3, 6 + 5, 12)
-    plan = TritonLatentBackend(CPU, own_prefill=True).plan(batch)
+    plan = TritonLatentBackend(CPU, own_prefill=True, most_tokens=8192).plan(batch)
     expected = SdpaLatentBackend().plan(batch).forward(query, cache, up=up, scale=0.2)
     for _ in range(2):
         torch.testing.assert_close(plan.forward(query, cache, up=up, scale=0.2), expected, rtol=1e-4, atol=1e-4)
@@ -98,11 +105,31 @@ def test_each_row_by_its_kind(rows: list[tuple[int, int]], indirect: bool, launc
     assert launched == one * 2
 
 
+@pytest.mark.parametrize(
+    ("most_tokens", "rows_of_groups", "launches"),
+    [(40, 256, [3] * 5), (199, 256, [12, 3]), (200, 256, [15]), (119, 256, [6, 6, 3]), (8192, 8, [6, 6, 3]), (1, 1, [3] * 5)],
+    ids=["one group", "four of five", "all", "two at once", "few rows", "less than one group"],
+)
+def test_groups_of_heads_go_together_as_far_as_memory_allows(
+    most_tokens: int, rows_of_groups: int, launches: list[int], launched: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five groups of two heads, and three rows whose contexts have ten blocks of four tokens."""
+    torch.manual_seed(1)
+    monkeypatch.setattr(triton_latent, "HEADS_OF_GROUP", 3)
+    monkeypatch.setattr(triton_latent, "ROWS_OF_GROUPS", rows_of_groups)
+    batch, cache = latent_batch([(7, 1), (0, 9), (11, 6), (3, 2)], indirect=True)
+    query, up = torch.randn(batch.token_ids.shape[0], 10, 6 + 8), torch.randn(10, 6 + 5, 12)
+    plan = TritonLatentBackend(CPU, own_prefill=True, most_tokens=most_tokens).plan(batch)
+    expected = SdpaLatentBackend().plan(batch).forward(query, cache, up=up, scale=0.2)
+    torch.testing.assert_close(plan.forward(query, cache, up=up, scale=0.2), expected, rtol=1e-4, atol=1e-4)
+    assert [rows for kind, rows in launched if kind == "prefill"] == launches
+
+
 def test_a_fixed_batch_reads_lengths_early_once_its_layers_are_known(launched: list[tuple[str, int]]) -> None:
     batch, cache = latent_batch([(7, 1), (30, 1)], indirect=True)
     batch.fixed, batch.decodes = True, 2
     query, up = torch.randn(2, 3, 14), torch.randn(3, 11, 12)
-    backend = TritonLatentBackend(CPU, own_prefill=True)
+    backend = TritonLatentBackend(CPU, own_prefill=True, most_tokens=8192)
     outs = [backend.plan(batch).forward(query, cache, up=up, scale=0.2) for _ in range(2)]
     assert torch.equal(*outs)
     assert launched == [("decode", -2)] * 2  # on CPU no kernel plans splits

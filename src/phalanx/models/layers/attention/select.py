@@ -15,16 +15,17 @@ from phalanx.models.layers.attention.backend import AttentionBackend
 def select_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, latent: Latent | None = None, *,
     cache_dtype: torch.dtype | None = None, block_size: int = 16, sinks: bool = False, windows: bool = True,
+    most_tokens: int = 8192,
 ) -> AttentionBackend:  # fmt: skip
     """On CUDA: our kernel for decode rows. Prefill rows use our kernels too over a cache in FP8 or int8, with sinks, where our
     warp-specialized kernel runs for all layers, and where FlashInfer is missing or does not support dtype and head_dim; and
     otherwise FlashInfer. Without kernels of ours, torch's scaled_dot_product_attention.
 
     latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s. cache_dtype, block_size, sinks: of all
-    layers; windows: whether any layer has one. Where they leave nothing to FlashInfer, it is not imported, as its modules take a
-    minute to compile at a first start, and memory of the device."""
+    layers; windows: whether any layer has one; most_tokens: of a step. Where they leave nothing to FlashInfer, it is not imported,
+    as its modules take a minute to compile at a first start, and memory of the device."""
     if latent is not None:
-        return _latent_backend(device, dtype, latent)
+        return _latent_backend(device, dtype, latent, most_tokens)
     if not kernels.supports(device, dtype, head_dim):
         return _fallback(device, dtype, head_dim)
     from phalanx.models.layers.attention.triton import QUANTIZED, TritonBackend
@@ -41,7 +42,7 @@ def select_backend(
     return TritonBackend(fallback, device, "quantized" if fallback.name == "flashinfer" else "all")
 
 
-def _latent_backend(device: torch.device, dtype: torch.dtype, latent: Latent) -> AttentionBackend:
+def _latent_backend(device: torch.device, dtype: torch.dtype, latent: Latent, most_tokens: int) -> AttentionBackend:
     from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
 
     if not kernels.supports_latent(device, dtype, latent):
@@ -50,7 +51,7 @@ def _latent_backend(device: torch.device, dtype: torch.dtype, latent: Latent) ->
 
     head_dim = latent.nope + latent.rope
     own_prefill = latent.v <= head_dim and kernels.supports_prefill(device, dtype, head_dim)
-    return TritonLatentBackend(device, own_prefill=own_prefill)
+    return TritonLatentBackend(device, own_prefill=own_prefill, most_tokens=most_tokens)
 
 
 def _fallback(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latent attention with our Triton kernels: absorbed for the decode rows, which come first in a batch; for the prefill rows,
-latents are expanded into keys and values, a few heads at a time, in pages that the prefill kernel reads as it reads a cache.
+latents are expanded into keys and values, as many heads at a time as memory allows, in pages that the prefill kernel reads as it
+reads a cache.
 
 The decode kernel reads lengths and block tables on the device, so that a captured forward is replayed with whatever values the
 tensors of its batch then hold.
@@ -24,51 +25,74 @@ from phalanx.models.layers.attention.sdpa_latent import (
 )
 from phalanx.models.layers.attention.triton import without_rows
 
-HEADS_AT_ONCE = 8
-"""Heads whose keys and values are expanded together, at most, so that memory does not grow with a context times all heads."""
+HEADS_OF_GROUP = 8
+"""Heads of a group, at most. Of a context longer than the largest step, one group after the other is expanded, so that memory does
+not grow with a context times all heads."""
+ROWS_OF_GROUPS = 256
+"""Rows of a launch, at most, where more than one group is in it; and launches of fewer rows are made for so many. So those of one
+number of rows all have one variant of the kernel, however many groups a step's contexts leave room for."""
 
 
 class ExpandedPages:
-    """The blocks of a batch's rows from row `first` on, and block tables over them alone: row r's pages are neighbours."""
+    """The blocks of a batch's rows from row `first` on, and block tables over them alone: row r's pages are neighbours.
 
-    def __init__(self, batch: Batch, first: int, block_size: int) -> None:
-        self._batch, self._first = batch, first
-        counts = -(-np.asarray(batch.kv_lengths_cpu[first:], dtype=np.int64) // block_size)
+    Groups of heads are expanded together as far as `most_tokens` allow, which count once for each group: so small steps, whose
+    time is that of their launches, have few. A group's rows stand behind those of the group before, with pages of their own: heads
+    of a launch are a constant of the kernel, and no step needs a variant of it that a start did not compile."""
+
+    def __init__(self, batch: Batch, first: int, block_size: int, query: Tensor, most_tokens: int) -> None:
+        """query: of one of the layers, which all have as many heads."""
+        heads, self._zero = query.shape[1], query.new_zeros(1)
+        lengths = np.asarray(batch.kv_lengths_cpu[first:], dtype=np.int64)
+        starts = np.asarray(batch.query_starts_cpu[first:], dtype=np.int64)
+        counts = -(-lengths // block_size)
         ends = np.cumsum(counts)
+        self.group = next(size for size in range(min(heads, HEADS_OF_GROUP), 0, -1) if heads % size == 0)
+        self.at_once = max(min(heads // self.group, most_tokens // int(ends[-1] * block_size), ROWS_OF_GROUPS // len(counts)), 1)
+        self._rows, self._tokens, self._own = len(counts), int(starts[-1] - starts[0]), slice(int(starts[0]), int(starts[-1]))
         rows = np.repeat(np.arange(len(counts)), counts)
         columns = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
         tables = np.minimum((ends - counts)[:, None] + np.arange(counts.max()), ends[-1] - 1)
-        host = torch.from_numpy(np.concatenate((rows, columns, tables.reshape(-1))))
+        groups = np.arange(self.at_once)[:, None]
+        tables = np.concatenate([tables + group * ends[-1] for group in range(self.at_once)])
+        group_starts = np.append((starts[:-1] - starts[0] + groups * self._tokens).reshape(-1), self.at_once * self._tokens)
+        group_lengths = np.tile(lengths, self.at_once)
+        host = torch.from_numpy(np.concatenate((rows, columns, tables.reshape(-1), group_starts, group_lengths)))
         device = batch.block_tables.device
         sent = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-        row, column, table = torch.split(sent, [len(rows), len(rows), tables.size])
+        row, column = sent[: 2 * len(rows)].view(2, -1)
         at = row + first if batch.table_rows is None else batch.table_rows[first:][row]
         self._blocks = batch.block_tables[at, column].long()
-        self._tables = table.view(tables.shape).int()
+        table, self._starts, self._lengths = torch.split(
+            sent[2 * len(rows) :].int(), [tables.size, len(group_starts), len(group_lengths)]
+        )
+        self._tables = table.view(tables.shape)
         self._tiles = count_prefill_tiles(batch.query_starts_cpu[first:], 1)
 
     def attend(self, query: Tensor, cache: KvCache, up: Tensor, scale: float, out: Tensor) -> None:
         """query [T, heads, nope + rope] of the rows, as LatentAttentionPlan -> out [T, heads, v]."""
-        batch, first = self._batch, self._first
         heads, rows, rank = up.shape
         head_dim, rotated = query.shape[2], cache.key.shape[3] - rank
-        nope, begin = head_dim - rotated, batch.query_starts_cpu[first]
-        latents, pages = self._gathered(cache.key).to(query.dtype), torch.Size((len(self._blocks), cache.key.shape[1]))
-        rotated_key = latents[:, rank:].view(*pages, 1, rotated)
-        # As many heads each time: their number is a constant of the kernel.
-        count = next(size for size in range(min(heads, HEADS_AT_ONCE), 0, -1) if heads % size == 0)
-        for head in range(0, heads, count):
-            some = slice(head, head + count)
-            expanded = F.linear(latents[:, :rank], up[some].flatten(0, 1)).view(*pages, count, rows)
-            key = query.new_empty(*pages, count, head_dim)
-            key[..., :nope], key[..., nope:] = expanded[..., :nope], rotated_key
-            value = query.new_zeros(*pages, count, head_dim)  # the kernel's keys and values have one width
-            value[..., : rows - nope] = expanded[..., nope:]
+        nope, group, block_size = head_dim - rotated, self.group, cache.key.shape[1]
+        width = rows - nope  # of values, which the kernel has as wide as keys
+        latents = self._gathered(cache.key).to(query.dtype)
+        rotated_key = latents[:, None, rank:]
+        for head in range(0, heads, self.at_once * group):
+            count = min(heads - head, self.at_once * group)
+            some, groups = slice(head, head + count), count // group
+            shape = torch.Size((groups, len(latents), group))
+            expanded = F.linear(latents[:, :rank], up[some].flatten(0, 1)).view(-1, groups, group, rows).transpose(0, 1)
+            key = torch.cat((expanded[..., :nope], rotated_key.expand(*shape, rotated)), dim=-1)
+            value = torch.cat((expanded[..., nope:], self._zero.expand(*shape, head_dim - width)), dim=-1)
+            queries = query[self._own, some].view(-1, groups, group, head_dim).transpose(0, 1).contiguous()
+            pages, launch_rows = (-1, block_size, group, head_dim), groups * self._rows
             mixed = kernels.prefill_attention(
-                query[:, some].contiguous(), key, value, self._tables, None, batch.query_starts[first:], batch.kv_lengths[first:],
-                scale=scale, tiles=self._tiles,
+                queries.view(-1, group, head_dim), key.view(pages), value.view(pages), self._tables[:launch_rows], None,
+                self._starts[: launch_rows + 1], self._lengths[:launch_rows], scale=scale, tiles=groups * self._tiles,
+                least_rows=ROWS_OF_GROUPS,
             )  # fmt: skip
-            out[begin:, some] = mixed[begin:, :, : rows - nope]
+            of_groups = mixed.view(groups, self._tokens, group, head_dim)[..., :width]
+            out[self._own, some].view(-1, groups, group, width).copy_(of_groups.transpose(0, 1))
 
     def _gathered(self, cache: Tensor) -> Tensor:
         """cache [blocks, block_size, 1, width] -> [pages * block_size, width]."""
@@ -77,12 +101,14 @@ class ExpandedPages:
 
 
 class TritonLatentBackend:
-    """own_prefill: expanded rows run in our prefill kernel, else in torch's scaled_dot_product_attention."""
+    """own_prefill: expanded rows run in our prefill kernel, else in torch's scaled_dot_product_attention. most_tokens: of a step;
+    as many tokens of all groups of heads as the largest step has of one are expanded together."""
 
     captures_prefill = False
 
-    def __init__(self, device: torch.device, *, own_prefill: bool) -> None:
+    def __init__(self, device: torch.device, *, own_prefill: bool, most_tokens: int) -> None:
         self.name = "triton latent" if own_prefill else "triton latent+sdpa"
+        self.most_tokens = most_tokens
         self.own_prefill, self.prefill = own_prefill, SdpaLatentBackend()
         self.workspace = SplitKvWorkspace(device)
         self.layer_specs: set[kernels.LatentSpec] = set()  # of the layers that have run
@@ -134,7 +160,7 @@ class TritonLatentPlan:
             absorbed_output(mixed, up, nope, out[:count])
         if self._prefills and backend.own_prefill:
             if self._pages is None:
-                self._pages = ExpandedPages(batch, count, cache.key.shape[1])
+                self._pages = ExpandedPages(batch, count, cache.key.shape[1], query, backend.most_tokens)
             self._pages.attend(query, cache, up, scale, out)
         elif self._prefills:
             if self._prefill is None:
