@@ -198,6 +198,18 @@ def far_attention(kind: str) -> float:
     return float(np.median(reached)) * 1e12 / catalogue.gpu("H200").memory_bandwidth
 
 
+def latent_attention(band: int) -> float:
+    """The part of the peak in 16 bit that absorbed attention over latents reaches in programs of `band` heads each: with 256 rows
+    of 1,500 tokens and 64 heads, in the fastest of these tilings, which is the one that is chosen now."""
+    document = json.loads((RESULTS / "kernels_latent.json").read_text(encoding="utf-8"))
+    cell = document["bf16 64 heads 256x1500"]
+    us = min(times[0] for name, times in cell.items() if name.startswith(f"({band}, 0, "))
+    latent = shape_named("deepseek-v2").latent
+    assert latent is not None
+    flops = 2.0 * 64 * (latent.cached + latent.kv_rank) * 256 * 1500
+    return float(flops / (us * 1e-6) / catalogue.gpu("H200").flops("bf16"))
+
+
 def attention_errors(coefficients: FittedCoefficients) -> list[float]:
     """Errors of a layer of 8B with rows of 2,048 tokens and more, where its attention takes what the kernel alone does and all else
     what is predicted: the width of contexts comes from them."""
@@ -437,6 +449,8 @@ def measured_base() -> dict[str, float]:
         "e_prompt_fp8": round(fp8, 4),
         "e_long_prompt": round(long_bf16, 4),
         "e_long_prompt_fp8": round(long_fp8, 4),
+        "e_latent": round(latent_attention(64), 4),
+        "e_latent_few": round(latent_attention(32), 4),
         "ns_row": round(short, 3),
         "ns_long_row": round(long, 3),
         "c_eager": graphs.HOST_SECONDS * 1e6,

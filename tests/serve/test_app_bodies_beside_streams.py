@@ -45,8 +45,8 @@ ONE_BY_ONE = (
     "as many short prompts as may be, in a stream", "as many completions of a regular expression as may be",
 )  # fmt: skip
 """On fewer than `CORES_FOR_ALL` cores these are not sent with the others. Beside the streams alone they leave gaps under 40 ms
-(`test_app_worst_bodies` sends each). With all others at once, on two full cores, 8 of 13 windows had a gap of over 100 ms, of 106 to
-121 ms and once 233: what the loop does is spread over all that it serves, and threads that it waits for wait for a core."""
+(`test_app_worst_bodies` sends each). With all others at once, on two full cores, 8 of 13 windows had a gap of over 100 ms, of 106
+to 121 ms and once 233: what the loop does is spread over all that it serves, and threads that it waits for wait for a core."""
 CORES_FOR_ALL = 8
 TRIES = 3
 """Windows beside the bodies, at most."""
@@ -163,8 +163,8 @@ def test_no_long_gap_that_is_not_there_without_them(served: Served, delays: Path
         return window(streams, begin, time.monotonic())
 
     def beside(streams: Streams) -> Window:
-        left_out = ONE_BY_ONE if len(os.sched_getaffinity(0)) < CORES_FOR_ALL else ()
-        bodies = [make() for name, make in BODIES.items() if name not in left_out] + [
+        not_sent = ONE_BY_ONE if len(os.sched_getaffinity(0)) < CORES_FOR_ALL else ()
+        bodies = [make() for name, make in BODIES.items() if name not in not_sent] + [
             make(filled) for make in FILLED_BODIES.values()
         ]
         bodies += [BODIES[name]() for name in BODIES if "just below" in name for _ in range(COPIES)]

@@ -28,7 +28,8 @@ class Coefficients:
     FAR_ROW tokens of a row. passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer
     whose kernels the host launches one by one, which a step without a graph takes at least; c_eager_experts: of one with experts,
     which has more of them. c_call: of another call of a layer's attention, where rows of other sizes have one of their own (on a
-    CPU). c_latent: more of a chain for a layer with latent attention; c_query: for one whose query is compressed too.
+    CPU). c_latent: more of a chain for a layer with latent attention; c_query: for one whose query is compressed too. e_latent: of
+    absorbed attention over latents, whose heads share what is read, with LATENT_HEADS of a rank and more; e_latent_few: with fewer.
     block_experts: times as long as at e_experts does reading experts take whose weights have scales of blocks. e_long_prompt: of
     attention of prompts in the kernel for long ones (`Costs.has_long_prompts`), e_prompt: in the one for all others. *_fp8: with an
     FP8 cache. e_bytes_16: of weights in 16 bit. mxfp4, mxfp4_flops: times as long as reading weights at
@@ -69,6 +70,8 @@ class Coefficients:
     c_norm: float = 0.0
     c_expert: float = 0.0
     c_latent: float = 0.0
+    e_latent: float = 1.0
+    e_latent_few: float = 1.0
     c_query: float = 0.0
     block_experts: float = 1.0
     mxfp4: float = 1.0

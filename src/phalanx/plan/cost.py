@@ -47,6 +47,9 @@ HOPPER = 90
 LONG_PROMPT_HEAD_DIMS = (64, 128)
 """Of models whose long prompts have a kernel of their own on GPUs of that SM."""
 
+LATENT_HEADS = 64
+"""Heads of a rank from which on programs of latent attention have 64 each."""
+
 LONG_STEP = 2048
 """Tokens from which on row-parallel GEMMs write to the ranks that own the rows."""
 
@@ -437,7 +440,8 @@ def _attention_seconds(
             by_window[shape.windows[layer]] = by_window.get(shape.windows[layer], 0) + 1
         nbytes = shape.kv_spec(split.tp, kv).bytes_per_token
         near, far = (cs.e_kv_fp8, cs.e_far_fp8) if kv.itemsize == 1 else (cs.e_kv, cs.e_far)
-        read, read_far = nbytes / near / machine.bandwidth, nbytes / far / machine.bandwidth
+        computed = _latent_seconds(shape, split, machine) if shape.latent else 0.0
+        read, read_far = (max(nbytes / reached / machine.bandwidth, computed) for reached in (near, far))
         reads.append(tuple((window, count, read, read_far) for window, count in by_window.items()))
         dims = shape.latent.nope + shape.latent.rope + shape.latent.v if shape.latent else 2 * shape.head_dim
         flops = 2.0 * shape.num_heads / split.tp * dims
@@ -445,6 +449,14 @@ def _attention_seconds(
         reached = of_long[kv.itemsize == 1]
         pairs.append(len(layers) * flops / (reached * gpu.bf16_flops))
     return tuple(reads), tuple(pairs)
+
+
+def _latent_seconds(shape: Shape, split: Split, machine: MachineModel) -> float:
+    """What the heads of a rank take for one cached token of a decode row: each has a score of all of it, and sums its latent."""
+    assert shape.latent is not None
+    cs, heads = machine.coefficients, shape.num_heads / split.tp
+    reached = cs.e_latent if heads >= LATENT_HEADS else cs.e_latent_few
+    return 2.0 * heads * (shape.latent.cached + shape.latent.kv_rank) / (reached * machine.gpu.bf16_flops)
 
 
 @cache
