@@ -40,7 +40,7 @@ the third one's misses led to. The fifth has the mixtures on two GPUs again, for
 two groups of experts with AUTO's exchange. The sixth is of four GPUs: layouts of which no row of a mixture is measured, and dense
 models whose rows on four are of older kernels. The seventh is of engines that replay long prompts of mixtures from graphs, and of
 experts split by number without the faults of the rows that there are. The eighth is of batch sizes and layouts of mixtures between
-those that are measured, of latent attention whose prompts are expanded for all heads at once, and of H100: 70B on two, and mixtures."""
+those that are measured, of latent attention whose prompts are expanded for all heads at once, and of 70B and mixtures on H100."""
 
 
 @dataclass(frozen=True)
