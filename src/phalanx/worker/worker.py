@@ -160,12 +160,13 @@ class Worker:
                 "device='cuda', but torch finds no GPU that it can use", held=f"torch {torch.__version__}",
                 why="it is built without CUDA, or the driver is too old", next="install a CUDA build of torch, or use device='cpu'",
             )  # fmt: skip
+        if importlib.util.find_spec("triton") is not None:
+            compile_time.count_seconds(self._phases.seconds)
+            compile_time.begin_hashing_compiler()
         device = torch.device("cuda", self._config["device_index"])
         torch.cuda.set_device(device)
         self._bytes["capacity"] = torch.cuda.mem_get_info(device)[1]
         self._sampler = GpuSampler(str(torch.cuda.get_device_properties(device).uuid))
-        if importlib.util.find_spec("triton") is not None:
-            compile_time.count_seconds(self._phases.seconds)
         return device
 
     def _form(self, device: torch.device, folder: Path) -> Groups:

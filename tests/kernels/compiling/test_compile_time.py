@@ -40,6 +40,19 @@ def llama(folder: Path) -> Path:
     )  # fmt: skip
 
 
+def test_the_compiler_is_hashed_beside_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = pytest.importorskip("triton.runtime.cache")
+    cache.triton_key.cache_clear()
+    thread = compile_time.begin_hashing_compiler()
+    assert thread is not None
+    thread.join(60)
+    assert cache.triton_key.cache_info().currsize == 1
+    cache.triton_key()
+    assert cache.triton_key.cache_info().misses == 1
+    monkeypatch.delattr(cache, "triton_key")
+    assert compile_time.begin_hashing_compiler() is None
+
+
 def test_compilation_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setattr(knobs.compilation, "listener", None)

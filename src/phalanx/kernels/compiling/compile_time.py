@@ -3,9 +3,22 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from typing import Any
 
 COMPILED, CACHED = "(kernels compiled)", "(kernels from the cache)"
+
+
+def begin_hashing_compiler() -> Thread | None:
+    """Start a thread that hashes Triton's own files, and return it; None where this Triton has another way. The hash is a part of
+    each kernel's key in Triton's cache: without the thread, a process's first kernel waits for it, half a second and more."""
+    try:
+        from triton.runtime.cache import triton_key  # keeps its result
+    except ImportError:
+        return None
+    thread = Thread(target=triton_key, name="hash of the compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 def count_seconds(seconds: dict[str, float]) -> None:
