@@ -231,13 +231,15 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:
-            pid = os.fork()
-            if pid == 0:
-                os.close(reading)
-                os.close(writing)
+            if os.fork() == 0:
+                job = json.loads(message)
+                if job["session"]:
+                    os.setsid()  # before Popen returns, as it does with one: what it is then asked about the session is right
+                os.write(writing, str(os.getpid()).encode())
+                for descriptor in (reading, writing):
+                    os.close(descriptor)
                 connection.close()
-                return json.loads(message), streams
-            os.write(writing, str(pid).encode())
+                return job, streams
             os._exit(0)
         os.close(writing)  # so that nothing is read if the process between is killed
         pid = os.read(reading, 64)
@@ -252,8 +254,6 @@ def _become(job: dict[str, Any], streams: list[int], environment: Mapping[str, s
     import setproctitle
 
     global _template
-    if job["session"]:
-        os.setsid()
     if job["namespace"] is not None:
         _enter(job["namespace"])
     _template = None
