@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import EngineClosed, Overloaded, RankDied, RequestError
@@ -125,6 +125,7 @@ def test_emptied():
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["enter", "tokens", "start", "leave"]), st.integers(0, 4)), max_size=60))
+@example([("enter", 4), ("start", 0), ("start", 1), ("start", 2), ("start", 3), ("enter", 2)])
 def test_counts_never_drift(acts):
     admission, inside = admission_of(batch=3, max_reqs=4, max_tokens=50), []
     for act, number in acts:
@@ -143,7 +144,8 @@ def test_counts_never_drift(acts):
         except (Overloaded, RequestError):
             pass
         assert admission.open == sum(size for _, size in inside)
-        assert 0 <= admission.queued <= admission.open <= 3 + 4
+        running = admission.open - admission.queued  # here more may start than an engine's batch has
+        assert 0 <= admission.queued <= admission.open <= max(3, running) + 4
         assert admission.queued_tokens == sum(sum(t._waiting.values()) for t, _ in inside)
     for ticket, _ in inside:
         ticket.__exit__(None, None, None)
