@@ -71,7 +71,11 @@ def test_tokens_equal_transformers(reference, tp, pp):
         kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest,
         kv_cache_bytes=_cache_bytes(reference, tp, pp, longest),
     ) as llm:  # fmt: skip
-        for again in ALL, SHARED:  # the second time, prompts hit blocks that the first left behind
+        # The second time, prompts hit blocks that the first left behind. Where requests arrive so slowly that few run at once
+        # (on a busy machine), none is preempted, and they come again.
+        for number, again in enumerate((ALL, SHARED, *[ALL] * 4)):
+            if number >= 2 and llm.stats().preemptions:
+                break
             outputs = llm.generate(reference.prompts[again], params, use_tqdm=False)
             for output, tokens, logprobs in zip(outputs, reference.tokens[again], reference.logprobs[again], strict=True):
                 completion = output.outputs[0]
