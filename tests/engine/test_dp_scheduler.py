@@ -70,6 +70,7 @@ def test_requests_go_where_least_is_to_be_done() -> None:
     assert step.extent is not None
     assert step.extent.tokens == [20, 15]
     assert (step.extent.decode_rows, step.extent.prefill_rows, step.extent.decodes) == (0, 3, False)
+    assert step.extent.prefill_pairs == 210  # 1 + 2 + ... + 20; the other index has 45
     stats = ranks.scheduler.stats()
     assert (stats.dp_running, stats.dp_blocks_referenced) == ([1, 3], [5, 6])
     assert stats.running == 4

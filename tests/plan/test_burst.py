@@ -13,7 +13,7 @@ from phalanx.bench.prediction import arrivals, simulate
 from phalanx.engine.scheduler import SchedulerOptions
 from phalanx.plan import burst, subject
 from phalanx.plan.burst import Limits
-from phalanx.plan.cost import Costs
+from phalanx.plan.cost import Costs, Work
 from phalanx.plan.footprint import Split
 from phalanx.plan.graphs import graph_sizes
 from phalanx.plan.memory import KvFormat
@@ -68,13 +68,28 @@ def test_padding_is_that_of_the_captured_graphs():
     assert all(burst.computed_rows(costs(), rows, 256) in captured for rows in range(1, 257))
     largest = costs().graph_tokens
     assert largest in (size.tokens for size in graph_sizes(256, largest)[1])
-    assert [burst.computed_tokens(costs(), tokens) for tokens in (7, 100, 200, largest, largest + 1)] == [
+    assert [burst.computed_tokens(costs(), tokens, 1e12) for tokens in (7, 100, 200, largest, largest + 1)] == [
         (32, False), (128, False), (256, False), (largest, False), (largest + 1, True)
     ]  # fmt: skip
+
+
+def test_prompts_of_latent_attention_are_replayed_up_to_their_pairs():
+    """A step of as many tokens is eager where its contexts are long, and both take about as long there: what heads compute over
+    latents, and the host."""
+    shape, kv = subject.shape_for("deepseek-v2"), KvFormat(2)
+    latent = Costs(shape, "fp8", kv, Split(2), MACHINE)
+    most = latent.graph_pairs
+    assert burst.computed_tokens(latent, 128, most) == (128, False)
+    assert burst.computed_tokens(latent, 128, most + 1) == (128, True)
+    assert costs().graph_pairs == float("inf")
+    replayed, eager = (latent.seconds(Work(128, 1, 0.0, 128 * 64, eager=eager)) for eager in (False, True))
+    assert replayed < 0.5 * eager
+    at_limit, eager = (latent.seconds(Work(1024, 1, 0.0, most, eager=eager)) for eager in (False, True))
+    assert 0.5 * eager < at_limit < 1.5 * eager
 
 
 def test_a_cpu_replays_no_graphs():
     cpu_machine = replace(MACHINE, gpu=replace(MACHINE.gpu, sm=0))
     on_cpu = replace(costs(), machine=cpu_machine)
     assert [burst.computed_rows(on_cpu, rows, 256) for rows in (1, 3, 9)] == [1, 3, 9]
-    assert burst.computed_tokens(on_cpu, 100) == (100, True)
+    assert burst.computed_tokens(on_cpu, 100, 0) == (100, True)

@@ -46,10 +46,10 @@ def test_the_planner_sets_memory_aside_for_graphs_of_many_tokens():
     activations = footprint.activation_bytes(more, Split(2), 8192, "fp8") + outputs
     assert large - small == more_graphs + int(footprint.POOL_LOSS * 0.75 * activations)  # of 6,144 tokens more
     assert footprint.graph_bytes(few, "fp8", Split(2), 512, 2048) == footprint.graph_bytes(few, "fp8", Split(2), 512, 8192)
-    assert footprint.max_graph_tokens(shape_of(known("deepseek-v2")), "fp8", Split(2)) == 0
+    assert footprint.max_graph_tokens(shape_of(known("deepseek-v2")), "fp8", Split(2)) == graphs.LATENT_GRAPH_TOKENS
 
 
-@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v2"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_planner_and_engine_capture_the_same_sizes(model, tp):
     shape = ModelShape.from_config(known(model))

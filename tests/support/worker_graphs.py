@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -83,6 +84,9 @@ class Fixed(SdpaBackend):
     @property
     def graphs(self) -> Fixed:  # type: ignore[override]
         return self
+
+    def max_prefill_pairs(self) -> float:
+        return math.inf
 
     def short_kv_limit(self, rows: int) -> int:
         return 0

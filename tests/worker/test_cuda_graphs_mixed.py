@@ -189,6 +189,13 @@ def test_the_smallest_size_that_holds_a_step(folders: dict[str, Path], monkeypat
         runner.run(StepBatch(admitted=[admitted(slot, [5, 6]) for slot in range(rows)], rows=step)).results()
         assert capturer.mixed == ({} if size is None else {size: 1})
         runner.run(StepBatch(released=list(range(rows))))
+    for most, size in ((10.0, 32), (9.0, None)):  # four tokens have ten pairs of one with an earlier one or itself
+        monkeypatch.setattr(graphs, "_max_prefill_pairs", most)
+        capturer.replays.clear()
+        step = [StepRow(0, 0, 4, [5, 6, 7, 8], [0], samples=True)]
+        runner.run(StepBatch(admitted=[admitted(0, [5, 6, 7, 8])], rows=step)).results()
+        assert capturer.mixed == ({} if size is None else {size: 1})
+        runner.run(StepBatch(released=[0]))
     graphs.reset()
     capturer.replays.clear()
     assert drive(runner).generate([prompts(1)[0]], 3) == [expected(folders["llama"], prompts(1)[0], 3)]

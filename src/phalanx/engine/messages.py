@@ -259,12 +259,14 @@ class StepExtent(msgspec.Struct, array_like=True):
     """The size of a step that all dp indices run alike, since they exchange tokens in every layer. A rank pads its own part to it
     and asks no other.
 
-    tokens: of each index. decode_rows, prefill_rows: the most that one index has. decodes: every row has one token and samples.
+    tokens: of each index. decode_rows, prefill_rows, prefill_pairs: the most that one index has; pairs are of a token of a prefill
+    row and a KV token that it attends to, without windows. decodes: every row has one token and samples.
     """
 
     tokens: list[int]
     decode_rows: int
     prefill_rows: int
+    prefill_pairs: int
     decodes: bool
 
     @classmethod
@@ -274,6 +276,7 @@ class StepExtent(msgspec.Struct, array_like=True):
             [sum(row.count for row in batch.rows) for batch in batches],
             max(singles),
             max(len(batch.rows) - single for batch, single in zip(batches, singles, strict=True)),
+            max(sum(row.count * (2 * row.start + row.count + 1) // 2 for row in batch.rows if row.count > 1) for batch in batches),
             all(row.count == 1 and row.samples for batch in batches for row in batch.rows),
         )
 

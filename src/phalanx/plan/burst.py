@@ -54,10 +54,10 @@ def computed_rows(costs: Costs, rows: int, most: int) -> int:
     return next((size for size in _decode_sizes(most) if size >= rows), rows) if costs.machine.replays_graphs else rows
 
 
-def computed_tokens(costs: Costs, tokens: int) -> tuple[int, bool]:
+def computed_tokens(costs: Costs, tokens: int, pairs: float) -> tuple[int, bool]:
     """Tokens that a step with prompts computes, and whether its kernels are launched one by one: as many as the mixed graph that
-    replays it has, or its own where none does."""
-    if not costs.machine.replays_graphs or tokens > costs.graph_tokens:
+    replays it has, or its own where none does. pairs: as of `Work`."""
+    if not costs.machine.replays_graphs or tokens > costs.graph_tokens or pairs > costs.graph_pairs:
         return tokens, True
     return next(size for size in _mixed_sizes(costs.graph_tokens) if size >= tokens), False
 
@@ -129,7 +129,7 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
 
 def _prompt_stages(costs: Costs, tokens: int, singles: int, finished: int, kv: float, pairs: float) -> tuple[float, ...]:
     """Seconds that each stage takes for a step with prompts and `singles` decodes."""
-    total, eager = computed_tokens(costs, tokens + singles)
+    total, eager = computed_tokens(costs, tokens + singles, pairs)
     return costs.step_seconds(Work(total, singles + finished, kv, pairs, eager, kv / max(singles, 1)))
 
 

@@ -31,6 +31,7 @@ from phalanx.plan.coefficients import Coefficients, document
 from phalanx.plan.collectives import Curve, Label
 from phalanx.plan.families import layer_tensors, outer_tensors
 from phalanx.plan.footprint import Split
+from phalanx.plan.graphs import max_absorbed_pairs
 from phalanx.plan.memory import KvFormat
 from phalanx.plan.shape import Experts, Shape
 
@@ -165,7 +166,9 @@ class Costs:
         fixed = self._fixed.get(key)
         if fixed is None:
             fixed = self._fixed[key] = tuple(self._stage(stage, local, everywhere) for stage in range(self.split.pp))
-        per_kv, per_pair = self._attention_seconds
+        per_kv, per_pair, per_absorbed_pair = self._attention_seconds
+        if self.shape.latent is not None and not local.eager:
+            per_pair = per_absorbed_pair
         rows, kv, longest = max(local.rows, 1), local.kv_tokens, local.longest
         stage_seconds = []
         more_calls = 1e-6 * (local.calls - 1) * self.machine.coefficients.c_call
@@ -202,6 +205,14 @@ class Costs:
         return self.machine.gpu.sm == HOPPER and plain and shape.head_dim in LONG_PROMPT_HEAD_DIMS
 
     @property
+    def graph_pairs(self) -> float:
+        """Up to how many pairs of a prompt's token with a key one is."""
+        shape = self.shape
+        if shape.latent is None:
+            return math.inf
+        return max_absorbed_pairs(-(-shape.num_heads // self.split.tp), shape.latent.cached)
+
+    @property
     def graph_tokens(self) -> int:
         """Up to how many tokens a step with prompts is replayed from a graph."""
         return footprint.max_graph_tokens(self.shape, self.dtype, self.split)
@@ -219,7 +230,7 @@ class Costs:
         )
 
     @property
-    def _attention_seconds(self) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...]]:
+    def _attention_seconds(self) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...], tuple[float, ...]]:
         return _attention_seconds(self.shape, self.dtype, self.kv, self.split, self.machine, self.has_long_prompts)
 
     def _stage(self, stage: int, work: Work, everywhere: int) -> float:
@@ -429,11 +440,11 @@ def _head(shape: Shape) -> Any:
 @cache
 def _attention_seconds(
     shape: Shape, dtype: str, kv: KvFormat, split: Split, machine: MachineModel, long_prompts: bool
-) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...]]:
+) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...], tuple[float, ...]]:
     """Per stage: by window the layers that have it, and a layer's seconds for each cached token read; and for each pair of a
-    prompt's token with a key."""
+    prompt's token with a key, and the same where the key is a latent."""
     cs, gpu = machine.coefficients, machine.gpu
-    reads, pairs = [], []
+    reads, pairs, absorbed = [], [], []
     for layers in footprint.stage_layers(shape, dtype, split.pp):
         by_window: dict[int | None, int] = {}
         for layer in layers:
@@ -448,7 +459,8 @@ def _attention_seconds(
         of_long = (cs.e_long_prompt, cs.e_long_prompt_fp8) if long_prompts else (cs.e_prompt, cs.e_prompt_fp8)
         reached = of_long[kv.itemsize == 1]
         pairs.append(len(layers) * flops / (reached * gpu.bf16_flops))
-    return tuple(reads), tuple(pairs)
+        absorbed.append(len(layers) * computed)
+    return tuple(reads), tuple(pairs), tuple(absorbed)
 
 
 def _latent_seconds(shape: Shape, split: Split, machine: MachineModel) -> float:

@@ -195,11 +195,10 @@ def overhead_features(shape: Shape, split: Split, max_num_tokens: int) -> list[f
 
 
 def max_graph_tokens(shape: Shape, dtype: str, split: Split) -> int:
-    """Up to how many tokens a step with prompts is replayed from a graph; 0 for latent attention, whose prompts never are."""
-    if shape.latent is not None:
-        return 0
+    """Up to how many tokens a step with prompts is replayed from a graph."""
     per_layer = active_layer_bytes(shape, 0, dtype, split)
-    return graphs.max_graph_tokens(per_layer, has_experts=shape.experts_in(0) is not None, dp=split.ep)
+    has_experts, latent = shape.experts_in(0) is not None, shape.latent is not None
+    return graphs.max_graph_tokens(per_layer, has_experts=has_experts, latent=latent, dp=split.ep)
 
 
 def graph_bytes(shape: Shape, dtype: str, split: Split, max_batch_size: int, max_num_tokens: int) -> int:

@@ -16,6 +16,15 @@ Those beyond 2,048 tokens are for layers whose launches take longer than that fr
 EXCHANGED_GRAPH_TOKENS = 2048
 """The largest of them where dp indices exchange tokens: in a graph each index computes the padding of all."""
 
+LATENT_GRAPH_TOKENS = 1024
+"""The largest of them with latent attention. In a graph each token of a prompt attends to the latents as a decode row does, about
+four times the work of keys and values that are expanded once: for short prompts that is less than what the host takes."""
+
+ABSORBED_SECONDS, ABSORBED_FLOPS = 1e-3, 80e12
+"""How long absorbed attention of prompts may take in a layer, so that a graph of a step with them gains, where the host takes
+HOST_SECONDS_OF_EXPERTS or more; and what it reaches at least, of one number of heads or another, in 16 bit
+(benchmarks/results/kernels_latent.json)."""
+
 MAX_PREFILL_ROWS, TOKENS_PER_PREFILL_ROW, TOKENS_PER_MORE_ROWS = 64, 4, 64
 """Prefill rows in one mixed graph: MAX_PREFILL_ROWS, or one for each TOKENS_PER_MORE_ROWS tokens where that is more, unless each
 would have fewer than TOKENS_PER_PREFILL_ROW tokens. The prefill kernel searches all of them for the row of a program, and has spare
@@ -52,11 +61,19 @@ def graph_sizes(max_rows: int, max_tokens: int) -> tuple[list[GraphSize], list[G
     return decode, [GraphSize(count, min(count, max_rows), _prefill_rows(count, max_rows)) for count in tokens]
 
 
-def max_graph_tokens(layer_bytes: float, *, has_experts: bool = False, dp: int = 1) -> int:
+def max_graph_tokens(layer_bytes: float, *, has_experts: bool = False, latent: bool = False, dp: int = 1) -> int:
     """Up to how many tokens an eager step would have the GPU wait for the host. layer_bytes: weights of one layer on one rank; of
-    routed experts those that a token reaches, as it is multiplied with no others. dp: indices that exchange tokens."""
+    routed experts those that a token reaches, as it is multiplied with no others. latent: with latent attention. dp: indices that
+    exchange tokens."""
     seconds = HOST_SECONDS_OF_EXPERTS if has_experts else HOST_SECONDS
-    return min(int(seconds * BYTES_PER_SECOND / layer_bytes), EXCHANGED_GRAPH_TOKENS if dp > 1 else MIXED_GRAPH_TOKENS[-1])
+    largest = LATENT_GRAPH_TOKENS if latent else EXCHANGED_GRAPH_TOKENS if dp > 1 else MIXED_GRAPH_TOKENS[-1]
+    return min(int(seconds * BYTES_PER_SECOND / layer_bytes), largest)
+
+
+def max_absorbed_pairs(heads: int, width: int) -> int:
+    """(Token, KV token) pairs of the prompts of a step with latent attention, up to which a graph gains. heads: of one rank; width:
+    of a cached token, by which a pair's score is multiplied, and for its output all but the rotated part."""
+    return int(ABSORBED_SECONDS * ABSORBED_FLOPS / (4 * heads * width))
 
 
 def _prefill_rows(tokens: int, max_rows: int) -> int:

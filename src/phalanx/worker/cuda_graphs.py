@@ -15,6 +15,7 @@ from step to step. Receiving and sending between pipeline stages stay outside.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -159,6 +160,7 @@ class StepGraphs:
         self._short: dict[GraphSize, tuple[int, Replay]] = {}  # the limit of the KV length, and the graph for shorter rows
         self._ready_decode: list[GraphSize] = []  # the captured sizes, in order
         self._ready_mixed: list[GraphSize] = []
+        self._max_prefill_pairs = math.inf  # of a step that a mixed graph runs
 
     def capture(self, caches: Sequence[KvCache], sizes: Sequence[GraphSize]) -> Iterator[GraphSize]:
         """Capture the forwards of these sizes over these caches. Decode graphs, which gain most, come first; of each kind the
@@ -172,6 +174,7 @@ class StepGraphs:
                 self._short[size] = limit, self._capture(size, replace(batch, short=True), caches)
             self._ready_decode = sorted(ready for ready in self._captured if not ready.prefill_rows)
             self._ready_mixed = sorted(ready for ready in self._captured if ready.prefill_rows)
+            self._max_prefill_pairs = self._graph_support.max_prefill_pairs()
             yield size
 
     def warm_up(self, caches: Sequence[KvCache]) -> None:
@@ -229,21 +232,26 @@ class StepGraphs:
 
     def size_of(self, host_batch: HostBatch) -> GraphSize | None:
         """The smallest captured size that can forward these rows: a decode graph if every row is a decode row whose logits are
-        wanted, and no other logits are; else a mixed graph. None where there is none."""
+        wanted, and no other logits are; else a mixed graph. None where there is none, or none that is faster than to forward them
+        without one."""
         rows, tokens = len(host_batch.slots), len(host_batch.token_ids)
         all_decodes = tokens == len(host_batch.sampled_slots) == len(host_batch.logit_rows) == rows
         decodes = count_leading_decodes(host_batch.query_starts) if self._ready_mixed else 0
-        return self._smallest(tokens, decodes, rows - decodes, all_decodes)
+        pairs = host_batch.prefill_pairs if rows > decodes and self._max_prefill_pairs < math.inf else 0
+        return self._smallest(tokens, decodes, rows - decodes, pairs, all_decodes)
 
     def size_of_step(self, extent: StepExtent) -> GraphSize | None:
         """As `size_of`, for the parts of all dp indices: the same on every rank."""
-        return self._smallest(max(extent.tokens), extent.decode_rows, extent.prefill_rows, extent.decodes)
+        tokens = max(extent.tokens)
+        return self._smallest(tokens, extent.decode_rows, extent.prefill_rows, extent.prefill_pairs, extent.decodes)
 
-    def _smallest(self, tokens: int, decodes: int, prefills: int, all_decodes: bool) -> GraphSize | None:
+    def _smallest(self, tokens: int, decodes: int, prefills: int, prefill_pairs: int, all_decodes: bool) -> GraphSize | None:
         if all_decodes:
             index = bisect_left(self._ready_decode, (tokens,))
             if index < len(self._ready_decode):
                 return self._ready_decode[index]
+        if prefill_pairs > self._max_prefill_pairs:
+            return None
         for size in self._ready_mixed:
             if tokens <= size.tokens and decodes <= size.decode_rows and prefills <= size.prefill_rows:
                 return size

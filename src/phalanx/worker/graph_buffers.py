@@ -37,8 +37,8 @@ def max_graph_tokens(model: Model) -> int:
     fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in model.layers[0].parameters())
     dtype = "fp32" if model.context.dtype.itemsize == 4 else "bf16"
     bytes_per_rank = active_layer_bytes(model.shape, "fp8" if fp8 else dtype) / model.context.group.size
-    has_experts, dp = model.shape.experts_in(0) is not None, model.context.dp.size
-    return graphs.max_graph_tokens(bytes_per_rank, has_experts=has_experts, dp=dp)
+    has_experts, latent = model.shape.experts_in(0) is not None, model.shape.latent is not None
+    return graphs.max_graph_tokens(bytes_per_rank, has_experts=has_experts, latent=latent, dp=model.context.dp.size)
 
 
 Array = TypeVar("Array", Tensor, np.ndarray[Any, Any])

@@ -47,6 +47,13 @@ class HostBatch:
         return cls(none, none, none, none, none, none, none, none, np.zeros(1, dtype=np.int32), words)
 
     @property
+    def prefill_pairs(self) -> int:
+        """As in `StepExtent`."""
+        counts = np.diff(self.query_starts).astype(np.int64)
+        pairs = counts * (2 * self.kv_lengths.astype(np.int64) - counts + 1) // 2
+        return int(pairs[counts > 1].sum())
+
+    @property
     def arrays(self) -> list[np.ndarray[Any, Any]]:
         """All of them, in the order of the fields: the device needs them."""
         return [

@@ -248,8 +248,9 @@ def predicted(point: Point, shape: Shape, dtype: str, kv: KvFormat, spec: GpuSpe
     if decodes:
         mean = sum(point.lengths) / len(point.lengths)
         return burst.decode_round(costs, len(point.lengths), mean + _TOKENS / 2)
-    tokens, eager = burst.computed_tokens(costs, length)
-    return costs.seconds(Work(tokens, 1, 0.0, length * length / 2, eager))
+    pairs = length * length / 2
+    tokens, eager = burst.computed_tokens(costs, length, pairs)
+    return costs.seconds(Work(tokens, 1, 0.0, pairs, eager))
 
 
 def text(document: dict[str, Any]) -> str:

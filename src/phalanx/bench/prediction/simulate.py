@@ -136,7 +136,7 @@ class SimulatedReplica:
             stages = self.costs.step_seconds(Work(rows, samples * indices, kv * indices, longest=longest))
             self.power.rest(max(stages))
             return stages
-        tokens, eager = computed_tokens(self.costs, tokens)
+        tokens, eager = computed_tokens(self.costs, tokens, pairs)
         work = Work(_by_8(tokens) * indices, samples * indices, kv * indices, pairs * indices, eager, longest)
         stages, free = self.costs.step_seconds(work), self.costs.without_power_limit
         return stages if free is None else self.power.spend(stages, free.step_seconds(work))

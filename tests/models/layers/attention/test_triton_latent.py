@@ -19,6 +19,7 @@ from phalanx.models.batch import Batch, LatentCache
 from phalanx.models.layers.attention import select, triton_latent
 from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
 from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
+from phalanx.plan.graphs import max_absorbed_pairs
 from tests.support import models_formation
 from tests.support.models_deepseek import written
 from tests.support.models_formation import Formation, run_steps
@@ -135,8 +136,45 @@ def test_a_fixed_batch_reads_lengths_early_once_its_layers_are_known(launched: l
     assert launched == [("decode", -2)] * 2  # on CPU no kernel plans splits
     assert backend.graphs is backend
     assert backend.layer_specs == {dispatch.LatentSpec(3, 20, 4, 4)}
-    assert not backend.captures_prefill
     assert backend.short_kv_limit(2) == 0
+    assert backend.max_prefill_pairs() == max_absorbed_pairs(3, 20)
+
+
+def test_a_fixed_batch_of_any_rows_takes_each_token_as_a_row(launched: list[tuple[str, int]]) -> None:
+    """At most 3 decode rows, 4 prefill rows and 40 tokens; each replay has other rows, some or all of one kind, or none."""
+    torch.manual_seed(1)
+    tokens, decodes, rows = 40, 3, 7
+    zeros = torch.zeros(tokens, dtype=torch.int64)
+    query_starts, lengths = (torch.zeros(count, dtype=torch.int32) for count in (rows + 1, rows))
+    tables, slots = torch.zeros(9, 12, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    batch = Batch(
+        zeros, zeros.clone(), zeros - 1, query_starts, lengths, tables, zeros, [*range(decodes + 1), *[tokens] * 4], [1] * rows,
+        table_rows=slots, fixed=True, decodes=decodes,
+    )  # fmt: skip
+    backend = TritonLatentBackend(CPU, own_prefill=True, most_tokens=8192)
+    assert backend.captures_prefill
+    query, up = torch.randn(tokens, 3, 6 + 8), torch.randn(3, 6 + 5, 12)
+    for kinds in (
+        [(7, 1), (16, 1), (0, 9), (5, 2), (11, 6)], [(0, 9), (11, 6), (3, 4), (0, 2)], [(7, 1), (30, 1), (1, 1)], [(0, 40)], [],
+    ):  # fmt: skip
+        now, cache = latent_batch(kinds or [(3, 1)], indirect=False)
+        leading, count = sum(each == 1 for _, each in kinds), sum(each for _, each in kinds)
+        at = [*range(leading), *range(decodes, decodes + len(kinds) - leading)]
+        tables[: len(now.block_tables), : now.block_tables.shape[1]] = now.block_tables
+        slots.zero_()
+        slots[at] = torch.arange(len(kinds))
+        starts = [min(row, leading) for row in range(decodes)] + now.query_starts_cpu[leading:] if kinds else [0]
+        query_starts[:] = torch.tensor(starts + starts[-1:] * (rows + 1 - len(starts)))
+        batch.positions.zero_()
+        batch.kv_slots.fill_(-1)
+        batch.positions[:count] = torch.tensor([before + at for before, each in kinds for at in range(each)], dtype=torch.int64)
+        batch.kv_slots[:count] = 1
+        out = backend.plan(batch).forward(query, cache, up=up, scale=0.2)
+        assert not out[count:].any()
+        if kinds:
+            expected = SdpaLatentBackend().plan(now).forward(query[:count], cache, up=up, scale=0.2)
+            torch.testing.assert_close(out[:count], expected, rtol=1e-4, atol=1e-4)
+    assert launched == [("decode", tokens)] * 5  # lengths are computed behind what runs before
 
 
 def test_which_back_end_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ captured forward is replayed with whatever values the tensors of its batch then 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal, cast
 
@@ -45,6 +46,10 @@ class TritonBackend:
     def plan(self, batch: Batch) -> TritonPlan:
         """For one forward; of a fixed batch, before the first kernel of that forward."""
         return TritonPlan(self, batch)
+
+    def max_prefill_pairs(self) -> float:
+        """As GraphSupport: one kernel takes them, captured or not."""
+        return math.inf
 
     def short_kv_limit(self, rows: int) -> int:
         """As GraphSupport."""

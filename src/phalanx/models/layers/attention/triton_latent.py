@@ -4,10 +4,14 @@ latents are expanded into keys and values, as many heads at a time as memory all
 reads a cache.
 
 The decode kernel reads lengths and block tables on the device, so that a captured forward is replayed with whatever values the
-tensors of its batch then hold.
+tensors of its batch then hold. Where such a batch has prefill rows, each of their tokens is a decode row, whose KV length is its
+position: how many pages the rows would expand, the host does not know.
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +28,7 @@ from phalanx.models.layers.attention.sdpa_latent import (
     absorbed_query,
 )
 from phalanx.models.layers.attention.triton import without_rows
+from phalanx.plan.graphs import max_absorbed_pairs
 
 HEADS_OF_GROUP = 8
 """Heads of a group, at most. Of a context longer than the largest step, one group after the other is expanded, so that memory does
@@ -104,7 +109,7 @@ class TritonLatentBackend:
     """own_prefill: expanded rows run in our prefill kernel, else in torch's scaled_dot_product_attention. most_tokens: of a step;
     as many tokens of all groups of heads as the largest step has of one are expanded together."""
 
-    captures_prefill = False
+    captures_prefill = True
 
     def __init__(self, device: torch.device, *, own_prefill: bool, most_tokens: int) -> None:
         self.name = "triton latent" if own_prefill else "triton latent+sdpa"
@@ -122,18 +127,56 @@ class TritonLatentBackend:
         """For one forward; of a fixed batch, before the first kernel of that forward."""
         return TritonLatentPlan(self, batch)
 
+    def max_prefill_pairs(self) -> float:
+        """As GraphSupport."""
+        return min((max_absorbed_pairs(spec.heads, spec.width) for spec in self.layer_specs), default=math.inf)
+
     def short_kv_limit(self, rows: int) -> int:
         """As GraphSupport: there is no other way for short rows."""
         return 0
 
 
+class DecodeRows(NamedTuple):
+    """Rows of one token, row r with token r, as the decode kernel takes them. tables [rows or more, W], or of all slots with
+    table_rows [rows]; lengths [rows]."""
+
+    tables: Tensor
+    table_rows: Tensor | None
+    lengths: Tensor
+
+    @classmethod
+    def leading(cls, batch: Batch, count: int) -> DecodeRows:
+        """The first rows of a batch, which are decode rows."""
+        tables, rows = batch.block_tables, batch.table_rows
+        if rows is None:
+            return cls(tables[:count], None, batch.kv_lengths[:count])
+        return cls(tables, rows[:count], batch.kv_lengths[:count])
+
+    @classmethod
+    def of_all_tokens(cls, batch: Batch) -> DecodeRows:
+        """Each token of a fixed batch as a row, whose length ends with it; 0 where a token is absent."""
+        assert batch.table_rows is not None
+        starts = batch.query_starts
+        tokens = torch.arange(len(batch.token_ids), dtype=starts.dtype, device=starts.device)
+        rows = torch.searchsorted(starts[1:-1], tokens, right=True)  # an absent one is behind all: of the last row
+        lengths = torch.where(batch.kv_slots < 0, 0, batch.positions + 1).to(batch.kv_lengths.dtype)
+        return cls(batch.block_tables, batch.table_rows[rows], lengths)
+
+
 class TritonLatentPlan:
-    """One batch: rows 0 .. decodes-1 are decode rows, row r with token r; the others prefill rows."""
+    """One batch: rows 0 .. decodes-1 are decode rows, row r with token r; the others prefill rows. Of a fixed batch with prefill
+    rows all tokens are decode rows."""
 
     def __init__(self, backend: TritonLatentBackend, batch: Batch) -> None:
         self._batch, self._backend = batch, backend
         self._decodes = batch.decodes if batch.fixed else count_leading_decodes(batch.query_starts_cpu)
         self._prefills = len(batch.kv_lengths_cpu) - self._decodes
+        # Lengths of a decode graph are copied to the device before it runs; those of tokens a kernel of the graph computes.
+        self._early = batch.fixed and not self._prefills
+        if batch.fixed and self._prefills:
+            self._decodes, self._prefills, self._rows = len(batch.token_ids), 0, DecodeRows.of_all_tokens(batch)
+        else:
+            self._rows = DecodeRows.leading(batch, self._decodes)
         # As in `TritonPlan`: of a fixed batch, planned before the first kernel, and read early.
         planned = backend.layer_specs if batch.fixed and self._decodes else ()
         self._splits = {spec: self._plan_splits(spec) for spec in planned}
@@ -146,16 +189,17 @@ class TritonLatentPlan:
         nope = query.shape[2] - (cache.key.shape[3] - up.shape[2])
         out = query.new_empty(query.shape[0], query.shape[1], up.shape[1] - nope)
         if count:
-            spec, early = kernels.LatentSpec.of(query.shape[1], cache.key), batch.fixed
-            if spec not in self._splits:
+            spec = kernels.LatentSpec.of(query.shape[1], cache.key)
+            planned = spec in self._splits
+            if not planned:
                 self._splits[spec] = self._plan_splits(spec)
-                early &= self._splits[spec] is None  # else a kernel that still runs plans them
+            splits = self._splits[spec]
             backend.layer_specs.add(spec)
-            tables, rows = batch.block_tables, batch.table_rows
+            # Not early where a kernel that still runs has planned the splits, or computed the lengths.
             mixed = kernels.latent_decode_attention(
-                absorbed_query(query[:count], up, nope), query[:count, :, nope:], cache.key,
-                tables if rows is not None else tables[:count], None if rows is None else rows[:count], batch.kv_lengths[:count],
-                scale=scale, workspace=backend.workspace, splits=self._splits[spec], early_lengths=early,
+                absorbed_query(query[:count], up, nope), query[:count, :, nope:], cache.key, *self._rows, scale=scale,
+                workspace=backend.workspace, splits=splits,
+                early_lengths=self._early if splits is None else batch.fixed and planned,
             )  # fmt: skip
             absorbed_output(mixed, up, nope, out[:count])
         if self._prefills and backend.own_prefill:
@@ -169,6 +213,4 @@ class TritonLatentPlan:
         return out
 
     def _plan_splits(self, spec: kernels.LatentSpec) -> Tensor | None:
-        rows = self._batch.table_rows
-        lengths = self._batch.kv_lengths[: self._decodes]
-        return kernels.plan_latent_splits(lengths, None if rows is None else rows[: self._decodes], spec, self._backend.workspace)
+        return kernels.plan_latent_splits(self._rows.lengths, self._rows.table_rows, spec, self._backend.workspace)
