@@ -9,9 +9,11 @@ import math
 import threading
 import time
 from itertools import pairwise
+from subprocess import CalledProcessError
 
 import pytest
 
+from benchmarks.serve import closed_loop
 from phalanx.bench import load, report, shapes
 from phalanx.bench.load import Load
 from phalanx.bench.streaming_client import Sample
@@ -68,6 +70,41 @@ def test_the_servers_words_are_kept_once():
     assert figures["said"] == {"status 400": "7 tokens are too many"}
 
 
+def test_requests_that_come_first_count_for_throughput_alone():
+    samples = [Sample(10.0, [14.0, 16.0], 16.0, 3), Sample(10.0, [10.5, 10.7], 10.7, 3), Sample(10.7, [10.9], 11.0, 0, "timed out")]
+    figures = load.summary(samples, skip=1)
+    assert (figures["completed"], figures["failed"], figures["output_tokens"], figures["seconds"]) == (2, 1, 6, 6.0)
+    assert figures["ttft_ms"]["max"] == pytest.approx(500)
+    assert figures["tpot_ms"]["max"] == pytest.approx(100)
+    assert load.summary(samples, skip=2)["ttft_ms"] is None
+
+
+def test_lengths_of_a_range():
+    varied = Load(300, 100, 50, concurrency=2, length_range=0.8)
+    prompts, outputs = [len(prompt) for prompt in varied.prompts()], varied.output_lens()
+    assert (min(prompts), max(prompts), min(outputs), max(outputs)) == (80, 100, 40, 50)
+    assert sum(prompts) / 300 == pytest.approx(90, abs=1.5)
+    assert len(set(zip(prompts, outputs, strict=True))) > 150  # drawn apart
+    assert outputs == varied.output_lens()
+    fixed = Load(3, 100, 50, concurrency=2)
+    assert [len(prompt) for prompt in fixed.prompts()] == [100] * 3
+    assert fixed.output_lens() == [50] * 3
+    assert fixed.prompts()[0][:80] == varied.prompts()[0][:80]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length_range": 0.0}, "not above 0"),
+        ({"length_range": 1.1}, "at most 1"),
+        ({"skip_first": 4}, "leaves none of 4 requests"),
+    ],
+)
+def test_impossible_lengths_and_first_requests(options, message):
+    with pytest.raises(OptionError, match=message):
+        Load(4, 10, 10, concurrency=2, **options)
+
+
 @pytest.mark.parametrize("options", [{}, {"rate": 1.0, "concurrency": 2}, {"rate": 0.0}, {"rate": math.nan}])
 def test_a_rate_or_a_concurrency(options):
     with pytest.raises(OptionError, match="rate"):
@@ -90,18 +127,21 @@ def test_closed_loop_keeps_so_many_open():
         nonlocal open_now, most
         open_now += 1
         most = max(most, open_now)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05 if number == 0 else 0.001)
         open_now -= 1
-        return Sample(due)
+        return Sample(due, completion_tokens=number)
 
-    assert len(asyncio.run(load.closed_loop(one, 20, 3))) == 20
+    samples = asyncio.run(load.closed_loop(one, 20, 3))
+    assert [sample.completion_tokens for sample in samples] == list(range(20))  # as sent, not as ended
     assert most == 3
 
 
 def test_a_concurrency_on_a_real_server(served, capsys):
-    document = load.run(served.url, None, Load(8, 16, 12, concurrency=4))
+    document = load.run(served.url, None, Load(8, 16, 12, concurrency=4, length_range=0.5, skip_first=4))
     figures = document["results"]
-    assert (figures["completed"], figures["failed"], figures["output_tokens"]) == (8, 0, 96)
+    lengths = Load(8, 16, 12, concurrency=4, length_range=0.5).output_lens()
+    assert (figures["completed"], figures["failed"], figures["output_tokens"]) == (8, 0, sum(lengths))
+    assert document["asked"]["length_range"] == 0.5
     assert figures["itl_ms"]["p50"] > 5  # ranks take 10 ms a step
     assert figures["ttft_ms"]["p50"] < figures["e2e_ms"]["p50"]
     assert document["asked"]["model"] == "tiny"
@@ -109,7 +149,17 @@ def test_a_concurrency_on_a_real_server(served, capsys):
     report.show(load.table(document))
     shown = capsys.readouterr().out
     assert "4 streams" in shown
+    assert "8 x 16 in / 12 out, each 50% to 100% of that, latencies without the first 4" in " ".join(shown.split())
     assert "roofline: unknown over HTTP" in shown
+
+
+def test_closed_loops_of_a_benchmark(served):
+    loop = closed_loop.summary(closed_loop.measured(served.url, concurrency=3, rounds=4, tokens=20))
+    assert (loop["requests"], loop["completed"], loop["skip_first"], loop["input_len"]) == (12, 12, 3, 20)
+    assert loop["ttft_ms"]["p50"] > 5
+    assert "url" not in loop
+    with pytest.raises(CalledProcessError, match="status 429"):  # 4 run and 4 wait
+        closed_loop.measured(served.url, concurrency=20, rounds=1, tokens=20)
 
 
 def test_a_rate_that_is_too_much(served, capsys):
@@ -180,6 +230,8 @@ def test_against_the_offline_figure(served, tmp_path):
     assert figures["fraction_of_roof"] == pytest.approx(figures["output_tok_s"] / 1000)
     with pytest.raises(OptionError, match=r"it has no batch-9x16x8; make one"):
         load.offline_row(file, Load(9, 16, 8, concurrency=4))
+    with pytest.raises(OptionError, match="all have as many tokens"):
+        load.offline_row(file, Load(8, 16, 12, concurrency=4, length_range=0.8))
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]", '{"results": {"completed": 1}}', '{"results": [{"a": 1}]}'])

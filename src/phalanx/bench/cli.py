@@ -193,7 +193,13 @@ def serve(
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 256,
     input_len: Annotated[int, typer.Option("--input_len", min=1, help="Tokens of each prompt.")] = 128,
     output_len: Annotated[int, typer.Option("--output_len", min=1, help="New tokens of each request.")] = 128,
-    seed: Annotated[int, typer.Option(help="Seed of arrival times and prompts.")] = 0,
+    length_range: Annotated[
+        float, typer.Option("--length_range", min=0.0, max=1.0, help="Least length of a prompt and an output, as a part of these.")
+    ] = 1.0,
+    skip_first: Annotated[
+        int, typer.Option("--skip_first", min=0, help="Number of requests that are sent first and whose latencies do not count.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of arrival times, lengths and prompts.")] = 0,
     vocab_size: Annotated[int, typer.Option("--vocab_size", help="Prompts are random token ids below this number.")] = 256,
     warmup: Annotated[int, typer.Option(min=0, help="Short requests before the measurement.")] = 1,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
@@ -210,8 +216,9 @@ def serve(
     from phalanx.bench import load, report
 
     wanted = load.Load(
-        requests=requests, input_len=input_len, output_len=output_len, rate=rate, concurrency=concurrency, seed=seed,
-        vocab_size=vocab_size, warmup=warmup, timeout=timeout, model=model,
+        requests=requests, input_len=input_len, output_len=output_len, rate=rate, concurrency=concurrency,
+        length_range=length_range, skip_first=skip_first, seed=seed, vocab_size=vocab_size, warmup=warmup, timeout=timeout,
+        model=model,
     )  # fmt: skip
     report.json_path(json)
     document = load.run(url, api_key, wanted, offline, commit)

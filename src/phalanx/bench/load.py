@@ -42,8 +42,11 @@ SendOne = Callable[[int, float], Awaitable[Sample]]
 class Load:
     """The load. rate: requests per second, inf for all at once. concurrency: streams. Exactly one of them is given.
 
-    vocab_size: prompts are random token ids from 3 up to it; every server's vocabulary has a few hundred. timeout: seconds of one
-    request. model: by the server's name for it; None: the server's first model.
+    length_range: prompts and outputs have a random number of tokens each, uniform from this part of input_len and output_len up to
+    all of it; 1: all have as many. skip_first: requests that are sent first and count for throughput only: in a closed loop streams
+    begin together, and come out of step by and by. vocab_size: prompts are random token ids from 3 up to it; every server's
+    vocabulary has a few hundred. timeout: seconds of one request. model: by the server's name for it; None: the server's first
+    model.
     """
 
     requests: int
@@ -51,6 +54,8 @@ class Load:
     output_len: int
     rate: float | None = None
     concurrency: int | None = None
+    length_range: float = 1.0
+    skip_first: int = 0
     seed: int = 0
     vocab_size: int = 256
     warmup: int = 1
@@ -65,12 +70,26 @@ class Load:
             )  # fmt: skip
         if self.rate is not None and not self.rate > 0:
             raise OptionError(f"rate={self.rate} is not above 0", next="give requests per second, or inf")
+        if not 0 < self.length_range <= 1:
+            raise OptionError(f"length_range={self.length_range} is not above 0 and at most 1", next="0.8: from 80 to 100 percent")
+        if self.skip_first >= self.requests:
+            raise OptionError(
+                f"skip_first={self.skip_first} leaves none of {self.requests} requests to measure", next="send more requests"
+            )  # fmt: skip
         if self.vocab_size <= _FIRST_ID:
             raise OptionError(f"vocab_size={self.vocab_size} leaves no token ids", why=f"ids below {_FIRST_ID} are not used")
 
     def prompts(self) -> list[list[int]]:
         rng = random.Random(self.seed)
-        return [[rng.randrange(_FIRST_ID, self.vocab_size) for _ in range(self.input_len)] for _ in range(self.requests)]
+        lengths = self._lengths(self.input_len, "prompts")
+        return [[rng.randrange(_FIRST_ID, self.vocab_size) for _ in range(length)] for length in lengths]
+
+    def output_lens(self) -> list[int]:
+        return self._lengths(self.output_len, "outputs")
+
+    def _lengths(self, most: int, what: str) -> list[int]:
+        rng = random.Random(f"{self.seed} {what}")
+        return [rng.randint(max(1, round(self.length_range * most)), most) for _ in range(self.requests)]
 
 
 def arrival_times(rate: float, count: int, seed: int) -> list[float]:
@@ -95,7 +114,7 @@ def run(url: str, key: str | None, load: Load, offline_file: Path | None = None,
     offline = None if offline_file is None else offline_row(offline_file, load)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         model, samples = runner.run(_drive(endpoint, load))
-    figures = summary(samples)
+    figures = summary(samples, load.skip_first)
     if not figures["completed"]:
         messages = {error: f": {message}" for error, message in figures["said"].items()}
         errors = ", ".join(f"{error} ({count}){messages.get(error, '')}" for error, count in figures["errors"].items())
@@ -117,6 +136,8 @@ def offline_row(path: Path, load: Load) -> dict[str, Any]:
     """The row of an offline report with the same work. Raises OptionError."""
     workload = f"batch-{load.requests}x{load.input_len}x{load.output_len}"
     failure = f"the offline report {path} cannot be used"
+    if load.length_range < 1:
+        raise OptionError(failure, why="its requests all have as many tokens", next="leave out --offline or --length_range")
     cure = f"make one with `phalanx bench throughput --workload {workload} --json FILE`"
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["results"]
@@ -147,14 +168,15 @@ def relative_throughput(rate: float, offline: dict[str, Any] | None) -> dict[str
 
 async def _drive(endpoint: ApiEndpoint, load: Load) -> tuple[str, list[Sample]]:
     model = load.model or await _model_of(endpoint)
-    prompts = load.prompts()
+    prompts, output_lens = load.prompts(), load.output_lens()
 
-    async def one(number: int, due: float, tokens: int = load.output_len) -> Sample:
+    async def one(number: int, due: float, most: int = load.output_len) -> Sample:
+        tokens = min(most, output_lens[number])
         body = body_of(model, prompts[number], tokens)
         return await send(endpoint, body, due=due, expected=tokens, timeout=load.timeout)
 
     warm = range(min(load.warmup, load.requests))
-    await asyncio.gather(*(one(number, time.perf_counter(), min(_WARM_TOKENS, load.output_len)) for number in warm))
+    await asyncio.gather(*(one(number, time.perf_counter(), _WARM_TOKENS) for number in warm))
     if load.rate is not None:
         return model, await open_loop(one, arrival_times(load.rate, load.requests, load.seed))
     assert load.concurrency is not None
@@ -172,14 +194,15 @@ async def open_loop(one: SendOne, due: Sequence[float]) -> list[Sample]:
 
 
 async def closed_loop(one: SendOne, requests: int, concurrency: int) -> list[Sample]:
-    numbers, samples = iter(range(requests)), []
+    """The samples in the order in which requests were sent."""
+    numbers, samples = iter(range(requests)), dict[int, Sample]()
 
     async def stream() -> None:
         for number in numbers:
-            samples.append(await one(number, time.perf_counter()))
+            samples[number] = await one(number, time.perf_counter())
 
     await asyncio.gather(*(stream() for _ in range(concurrency)))
-    return samples
+    return [samples[number] for number in range(requests)]
 
 
 async def _model_of(endpoint: ApiEndpoint) -> str:
@@ -212,8 +235,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def summary(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Percentiles over the requests that were answered completely; the others are counted by error.
+def summary(samples: Sequence[Sample], skip: int = 0) -> dict[str, Any]:
+    """Percentiles over the requests that were answered completely, without the first `skip`; the others are counted by error.
 
     ttft: due to first event. itl: between events of one stream, over all streams. tpot: per request, last event less first, over
     the tokens after the first. e2e: due to end. All in ms. output_tok_s: tokens of complete answers, over first due to last end.
@@ -224,15 +247,16 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
     messages = {str(sample.error): sample.message for sample in reversed(samples) if sample.message}
     span = max((s.end for s in samples), default=0.0) - min((s.begin for s in samples), default=0.0)
     tokens = sum(sample.completion_tokens for sample in good)
+    timed = [sample for sample in samples[skip:] if sample.ok and sample.arrivals]
     times = {
-        "ttft_ms": [sample.arrivals[0] - sample.begin for sample in good],
-        "itl_ms": [later - earlier for sample in good for earlier, later in pairwise(sample.arrivals)],
+        "ttft_ms": [sample.arrivals[0] - sample.begin for sample in timed],
+        "itl_ms": [later - earlier for sample in timed for earlier, later in pairwise(sample.arrivals)],
         "tpot_ms": [
             (sample.arrivals[-1] - sample.arrivals[0]) / (sample.completion_tokens - 1)
-            for sample in good
+            for sample in timed
             if sample.completion_tokens > 1
         ],
-        "e2e_ms": [sample.end - sample.begin for sample in good],
+        "e2e_ms": [sample.end - sample.begin for sample in timed],
     }
     return {
         "completed": len(good), "failed": len(samples) - len(good), "errors": dict(errors.most_common()),
@@ -262,7 +286,10 @@ def table(document: report.Document) -> Any:
         [text, *(f"{figures[name][column]:.2f}" if figures[name] else "-" for column in names)] for name, text in titles.items()
     ]  # fmt: skip
     how = f"{load['rate']} requests/s" if load.get("rate") is not None else f"{load['concurrency']} streams"
-    work = f"{load['requests']} x {load['input_len']} in / {load['output_len']} out"
+    part = load.get("length_range", 1.0)
+    lengths = "" if part == 1 else f", each {part:.0%} to 100% of that"
+    skipped = f", latencies without the first {load['skip_first']}" if load.get("skip_first") else ""
+    work = f"{load['requests']} x {load['input_len']} in / {load['output_len']} out{lengths}{skipped}"
     errors = "".join(f"; {count} x {error}" for error, count in figures["errors"].items())
     messages = "".join(f"\n{error}: {message}" for error, message in figures["said"].items())
     fractions = [figures["fraction_of_offline"], figures["fraction_of_roof"]]
