@@ -158,6 +158,10 @@ def test_closed_loops_of_a_benchmark(served):
     assert (loop["requests"], loop["completed"], loop["skip_first"], loop["input_len"]) == (12, 12, 3, 20)
     assert loop["ttft_ms"]["p50"] > 5
     assert "url" not in loop
+    replica = closed_loop.replica_of("H200", "llama-3-8b", ["--dtype", "bf16", "--kv_cache_dtype", "fp8", "--max_seq_len", "4096"])
+    few, many = (closed_loop.predicted(replica, closed_loop.closed_loop_of(count, 3, 64)) for count in (2, 32))
+    assert few["requests"] == 6
+    assert few["tpot_ms"]["p50"] < many["tpot_ms"]["p50"]
     with pytest.raises(CalledProcessError, match="status 429"):  # 4 run and 4 wait
         closed_loop.measured(served.url, concurrency=20, rounds=1, tokens=20)
 
