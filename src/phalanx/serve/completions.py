@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From one prompt to the text of its n completions: the step between the engine's token ids and offline use or the HTTP API.
 
-Completion i of request "id" is the engine's request "id-i" with seed + i. Stop strings are found here, because the engine has no
-text.
+Completion i of request "id" is the engine's request "id-i" with seed + i. A stop string ends a completion here: `detokenize` finds
+it, because the engine has no text.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 Where graphs are captured, the smallest that holds the step runs its forward: a decode graph where every row is a decode row that
 samples, else a mixed graph. A step that no graph holds runs eagerly.
 
-Nothing here waits for the device: tokens stay there, in the slots, where the next step finds them. `StepOutput.results` waits.
+Nothing here waits for the device's work: tokens stay there, in the slots, where the next step finds them. `StepOutput.results`
+waits for them, and `Upload` for the copy of some steps before.
 """
 
 from __future__ import annotations

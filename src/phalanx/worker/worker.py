@@ -131,7 +131,7 @@ class Worker:
         with self._phase("form groups"):
             groups = self._form(device, folder)
         with self._phase("make the all-reduce"):
-            groups = self._groups = self._tune(groups, shape, device)
+            groups = self._groups = self._with_table(groups, shape, device)
         with self._phase("build"):
             model, layers = self._build(shape, device)
             self._prepare_experts(model, device)
@@ -190,7 +190,7 @@ class Worker:
             self.rank, world, self._layout, store, device, peer=self._config["peer"], timeout=collective_timeout
         )  # fmt: skip
 
-    def _tune(self, groups: Groups, shape: ModelShape, device: torch.device) -> Groups:
+    def _with_table(self, groups: Groups, shape: ModelShape, device: torch.device) -> Groups:
         """The groups; the all-reduce of the tensor-parallel one follows the machine's table."""
         from phalanx.comm.tuned_group import tuned
         from phalanx.kernels.dtypes import TORCH_DTYPES

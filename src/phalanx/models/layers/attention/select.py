@@ -17,9 +17,9 @@ def select_backend(
     cache_dtype: torch.dtype | None = None, block_size: int = 16, sinks: bool = False, windows: bool = True,
     most_tokens: int = 8192,
 ) -> AttentionBackend:  # fmt: skip
-    """On CUDA: our kernel for decode rows. Prefill rows use our kernels too over a cache in FP8 or int8, with sinks, where our
-    warp-specialized kernel runs for all layers, and where FlashInfer is missing or does not support dtype and head_dim; and
-    otherwise FlashInfer. Without kernels of ours, torch's scaled_dot_product_attention.
+    """On CUDA: our kernel for decode rows. Prefill rows use our kernels too in captured steps, over a cache in FP8 or int8, with
+    sinks, where our warp-specialized kernel runs for all layers, and where FlashInfer is missing or does not support dtype and
+    head_dim; and otherwise FlashInfer. Without kernels of ours, torch's scaled_dot_product_attention.
 
     latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s. cache_dtype, block_size, sinks: of all
     layers; windows: whether any layer has one; most_tokens: of a step. Where they leave nothing to FlashInfer, it is not imported,
