@@ -45,6 +45,9 @@ class Case(NamedTuple):
     warps: int = 2
     cooperative: bool = False
     sinks: float | None = None
+    merge_heads: int = 0
+    merge_splits: int = 0
+    chunk: int = 40
 
 
 class Inputs(NamedTuple):
@@ -106,7 +109,10 @@ def check(case: Case, workspace: Any = None, seed: int = 0) -> None:
     rest["sinks"] = sinks_of(inputs.query.shape[1], case.dtype, case.sinks)
     wanted = reference.decode_attention(*inputs[:6], **rest)
     workspace = workspace or SplitKvWorkspace(CPU)
-    tiling = DecodeTiling(case.extra_splits, 40, case.tile, case.warps, 2, 255, case.cooperative)
+    tiling = DecodeTiling(
+        case.extra_splits, case.chunk, case.tile, case.warps, 2, 255, case.cooperative, merge_heads=case.merge_heads,
+        merge_splits=case.merge_splits,
+    )  # fmt: skip
     out = decode_attention(*inputs[:6], **rest, workspace=workspace, tiling=tiling)
     assert not wanted.isnan().any()
     step = torch.finfo(case.dtype).eps
@@ -177,6 +183,7 @@ def check_launches_share_a_workspace() -> None:
     workspace = SplitKvWorkspace(CPU)
     for seed, lengths in enumerate(([200, 3], [1, 1], [90, 201], [41, 700], [200] * 7, [3, 200])):
         check(Case(lengths, 2, 3, 32, extra_splits=6 * len(lengths)), workspace, seed)
+        check(Case(lengths, 2, 3, 32, extra_splits=6 * len(lengths), merge_heads=2, merge_splits=4), workspace, seed)
     assert len(workspace._buffers) == 2
 
 
@@ -337,7 +344,9 @@ def test_compiles(variant: tuple[int, str, str, int, bool], arch: int) -> None:
     assert ptx.count("cp.async.cg.shared.global") >= vectors * (tiling.stages - 1), "keys or values are not read by 16 bytes"
     if kv == "int8":  # two bf16 for a token, also under way
         assert ptx.count("cp.async.ca.shared.global") >= max(tiling.tile // (32 * tiling.warps), 1) * (tiling.stages - 1)
-    assert ("atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx) == (tiling.extra_splits > 0)
+    assert ("atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx) == (
+        tiling.extra_splits > 0 and not tiling.merge_heads
+    )
 
 
 @pytest.mark.parametrize(
@@ -371,11 +380,12 @@ def compiled_kernel(tiling: DecodeTiling, dtype: str, *, kv: str, group: int, he
     heads, lanes = 8 if group <= 8 else 16, next_power_of_2(group)
     constants = {
         "GROUP": group, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": next_power_of_2(head_dim), "HEADS": heads, "LANES": lanes,
-        "BLOCK_SIZE": 16, "AT_ONCE": min(16, max(1, 16 * tiling.warps // lanes)),
-        "TILE": tiling.tile,
+        "BLOCK_SIZE": 16, "AT_ONCE": tiling.merge_splits or min(16, max(1, 16 * tiling.warps // lanes)),
+        "BLOCK": tiling.merge_splits > 0, "PREFETCH": tiling.prefetch, "TILE": tiling.tile,
         "APART": 1 if tiling.cooperative else tiling.warps, "STAGES": tiling.stages, "INDIRECT": not tiling.extra_splits,
         "WINDOWED": head_dim == 64, "EARLY": early, "SM": arch, **({} if tiling.extra_splits else {"splits": None}),
         **({} if head_dim == 64 else {"sinks": None}), **({} if kv == "int8" else {"token_scales": None}),
+        **({"arrivals": None} if tiling.merge_heads else {}),
     }  # fmt: skip
     kinds = {}
     for name in decode._decode.arg_names:
@@ -441,6 +451,7 @@ def test_each_value_in_int8_is_exact_on_a_gpu() -> None:
         Case([1, 33, 700, 2000], 8, 4, 128), Case([1, 90, 1200], 2, 7, 64, window=300, fp8=True),
         Case([5] * 40 + [3000] + [60] * 40, 8, 4, 128, fp8=True), Case([5] * 40 + [3000] + [60] * 40, 8, 4, 128, int8=True),
         Case([1, 90, 1200], 2, 7, 64, window=300, int8=True), Case([1, 33, 700, 2000], 8, 8, 64, sinks=3.0, int8=True),
+        Case([1, 9000], 8, 8, 64, sinks=3.0), Case([1, 33, 700, 9000], 4, 8, 128, fp8=True),
         Case([1, 700, 2000], 2, 4, 128, int8=True, dtype=torch.float16), Case([1, 700], 2, 4, 128, int8=True, dtype=torch.float32),
     ], ids=lambda case: f"{len(case.lengths)} rows",
 )  # fmt: skip

@@ -201,9 +201,12 @@ def test_compiles(variant: tuple[int, bool, int], arch: int) -> None:
 def test_the_merging_kernel_compiles(arch: int) -> None:
     from phalanx.kernels.attention import split_reduce
 
-    constants = {"DIM": 512, "WIDTH": 512, "HEADS": 16, "LANES": 2, "AT_ONCE": 8, "SM": arch}
+    constants = {
+        "GROUP": 128, "KV_HEADS": 1, "DIM": 512, "WIDTH": 512, "HEADS": 16, "LANES": 2, "AT_ONCE": 8, "BLOCK": False,
+        "EARLY": True, "SM": arch, "sinks": None,
+    }  # fmt: skip
     kernel = split_reduce.split_merge
-    kinds = {name: {**SIGNATURE, "members": "i32"}.get(name, "*bf16") for name in kernel.arg_names}
+    kinds = {name: {**SIGNATURE, "items": "i32", "value_scale": "fp32"}.get(name, "*bf16") for name in kernel.arg_names}
     compiled = compiled_as(kernel, kinds, constants, arch, aligned=[name for name, kind in kinds.items() if kind[0] == "*"])
     assert spilled(compiled) == 0
     assert "ld.global.cg.v4" in compiled.asm["ptx"]

@@ -51,6 +51,8 @@ def check(
     assert len(fields) <= len(splits)
     assert splits[: len(fields), :7].tolist() == fields
     assert (splits[len(fields) :, 6] == -1).all(), "there is a split that belongs to no row"
+    firsts = [next(at for at, each in enumerate(fields) if each[0] == row) for row in range(len(lengths))]
+    assert splits[: len(lengths), 7].tolist() == firsts
 
 
 def check_rows_of_any_lengths() -> None:

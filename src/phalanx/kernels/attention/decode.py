@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
 # ruff: noqa: RUF005 (Triton's lists grow by +)
-"""Decode attention over the paged KV cache with split-KV (flash-decoding), in one launch that nobody plans on the host.
+"""Decode attention over the paged KV cache with split-KV (flash-decoding), in one launch or two that nobody plans on the host.
 
     out[r, h] = softmax(scale * query[r, h] . keys[begin:length]) @ values[begin:length]        see `reference.decode_attention`
 
@@ -15,8 +15,9 @@ Keys in int8 are multiplied as they are, by two digits of the queries in int8. V
 128, which is taken off each tile's sums in fp32. So they take fewer instructions than e4m3, which is widened to fp16.
 
 How many programs share a row is decided on the device, from all rows' lengths (`split_kv`). Where several do, each leaves its
-partial result in a workspace and counts itself; the last one to arrive adds all up in the order of the tokens (`split_reduce`), so
-that the result does not depend on which is last, and sets the count back to 0 for the next launch."""
+partial result in a workspace. Either it also counts itself, and the last one to arrive merges all (`split_reduce`), in an order
+that does not depend on which is last, and sets the count back to 0 for the next launch; or a second kernel merges them
+(`split_reduce.split_merge`)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.attention.heuristics import DecodeTiling, SplitKvWorkspace
 from phalanx.kernels.attention.split_kv import load_split, plan, visible_range
-from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, split_reduce
+from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, merge_apart, split_reduce
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import largest_along, nearest
@@ -355,6 +356,33 @@ def _part(
     return _joined(top, total, out, odd, APART, PAIRS)
 
 
+@triton.jit
+def _prefetch(
+    key_cache, value_cache, table, begin, end, head, DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    RUN: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Ask for the first TILES tiles of a split to be in the L2 cache, while the kernel before may still write the newest tokens and
+    blocks: nothing that is read here is used. A table's old entries name blocks of the cache, too."""
+    LINE: tl.constexpr = 128 * 8 // key_cache.dtype.element_ty.primitive_bitwidth  # elements of a line of the cache
+    LINES: tl.constexpr = (DIM + LINE - 1) // LINE
+    line = tl.arange(0, triton.next_power_of_2(LINES))[None, :]
+    for at in range(begin, tl.minimum(end, begin + TILES * TILE), TILE):
+        first = at + tl.arange(0, TILE // RUN) * RUN
+        # Not into the L1 cache, where it would be found again when the newest blocks are in the table.
+        block = tl.load(table + first.to(tl.uint32) // BLOCK_SIZE, first < end, 0, cache_modifier=".cg")
+        place = _places(block, at, head, 1, TILE, RUN, BLOCK_SIZE, DIM, KV_HEADS * DIM)
+        there = place[:, None] + tl.minimum(line, LINES - 1) * LINE
+        _prefetch_lines(key_cache + there)
+        _prefetch_lines(value_cache + there)
+
+
+@triton.jit
+def _prefetch_lines(pointers):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "window"],
     do_not_specialize_on_alignment=["tables", "table_rows", "lengths"],
@@ -363,12 +391,12 @@ def _decode(
     query, key_cache, value_cache, token_scales, tables, table_rows, lengths, splits, sinks, out, split_max, totals, outs, arrivals,
     table_stride, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, PREFETCH: tl.constexpr, TILE: tl.constexpr,
     APART: tl.constexpr, STAGES: tl.constexpr, INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
     SM: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head and band of HEADS of its query heads, split, or row where splits is None). EARLY: see
-    early_lengths."""
+    early_lengths; PREFETCH: tiles; AT_ONCE, BLOCK: see `split_reduce`."""
     if SM >= 90:
         gdc_launch_dependents()
         if not EARLY:
@@ -387,10 +415,12 @@ def _decode(
             table_row = tl.load(table_rows + row, cache_modifier=".cg")
     if table_row < 0:  # no split
         return
+    table = tables + table_row.to(tl.int64) * table_stride
+    if SM >= 90 and EARLY and PREFETCH > 0:
+        _prefetch(key_cache, value_cache, table, begin, end, kv_head, DIM, KV_HEADS, BLOCK_SIZE, RUN, TILE, PREFETCH)
     # Every row has a first split, which waits: so a kernel that waits for this one has waited for those before it, too.
     if SM >= 90 and EARLY:
         gdc_wait()
-    table = tables + table_row.to(tl.int64) * table_stride
     block = _blocks(table, begin, end, TILE, RUN, BLOCK_SIZE)
 
     first_head, members = kv_head * GROUP + band * HEADS, GROUP - band * HEADS
@@ -407,7 +437,7 @@ def _decode(
     )  # fmt: skip
     split_reduce(
         out, sinks, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total,
-        tl.trans(transposed), own, value_scale, KV_HEADS * GROUP, DIM, LANES, AT_ONCE, SM,
+        tl.trans(transposed), own, value_scale, KV_HEADS * GROUP, DIM, LANES, AT_ONCE, BLOCK, SM,
     )  # fmt: skip
 
 
@@ -435,13 +465,22 @@ def decode_attention(
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
     words = None if token_scales is None else token_scales.view(torch.int32)
+    apart = splits is not None and tiling.merge_heads > 0
     _decode[(programs, rows if splits is None else len(splits))](
         query, *caches, words, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, splits, sinks, out,
-        split_max, totals, outs, arrivals, block_tables.stride(0), window or 0, scale * key_scale * LOG2_E, value_scale,
-        GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, HEADS=heads, LANES=lanes, BLOCK_SIZE=block_size,
-        AT_ONCE=min(16, max(1, 16 * tiling.warps // lanes)), TILE=tiling.tile,
+        split_max, totals, outs, None if apart else arrivals, block_tables.stride(0), window or 0, scale * key_scale * LOG2_E,
+        value_scale, GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, HEADS=heads, LANES=lanes,
+        BLOCK_SIZE=block_size,
+        AT_ONCE=tiling.merge_splits or min(16, max(1, 16 * tiling.warps // lanes)), BLOCK=tiling.merge_splits > 0,
+        PREFETCH=tiling.prefetch, TILE=tiling.tile,
         APART=1 if tiling.cooperative else tiling.warps, STAGES=tiling.stages, INDIRECT=splits is None and table_rows is not None,
         WINDOWED=window is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, maxnreg=tiling.registers,
         launch_pdl=sm >= 90,
     )  # fmt: skip
+    if splits is not None and apart:
+        merge_apart(
+            splits, out, sinks, split_max, totals, outs, kv_heads=kv_heads, heads=heads, width=width,
+            lanes=min(tiling.merge_heads, lanes), at_once=tiling.merge_splits or 8, block=tiling.merge_splits > 0,
+            value_scale=value_scale, early_lengths=early_lengths, sm=sm,
+        )  # fmt: skip
     return out

@@ -38,7 +38,12 @@ class DecodeTiling(NamedTuple):
     be any number of them. chunk: tokens of a row for each of its splits, at least, unless the row is shorter. tile: tokens that a
     program computes at a time, divided among its warps, 16 or more each. stages: as Triton's num_stages: tiles that are computed or
     loaded. registers: of a thread, at most, so that as many programs fit on a multiprocessor as it allows. cooperative: a program's
-    warps work on the same scores, rather than each on its own. max_splits: of a row."""
+    warps work on the same scores, rather than each on its own. max_splits: of a row.
+
+    Merging the splits of a row: merge_heads: heads of each program of a kernel of its own that does it, a power of two; 0: the last
+    split to arrive does it. merge_splits: splits that are read as one block, a power of two; 0: one behind the other, as many at
+    once as registers hold. prefetch: tiles that each split asks the L2 cache for while the kernel before still runs, where lengths
+    are read early."""
 
     extra_splits: int
     chunk: int
@@ -48,6 +53,9 @@ class DecodeTiling(NamedTuple):
     registers: int
     cooperative: bool = False
     max_splits: int = MAX_SPLITS_PER_ROW
+    merge_heads: int = 0
+    merge_splits: int = 0
+    prefetch: int = 0
 
 
 def select_decode(
@@ -76,12 +84,27 @@ def select_decode(
     return DecodeTiling(extra_splits, 512, tile, warps=1, stages=stages, registers=168, max_splits=MAX_SMALL_SPLITS)
 
 
+FEW_ROWS_MERGE = (1, 32)
+"""merge_heads and merge_splits of few rows, see `DecodeTiling`; (0, 0): the last split to arrive merges them in order.
+
+A long row has 16 to 64 splits then, and each costs the last to arrive some 0.2 us on an H200: with four KV heads in e4m3, one row
+of 16,384 tokens (32 splits) takes 5 us more than one of 1,500 (12 splits), beyond what its bytes take
+(benchmarks/results/kernels_attention_batches.json)."""
+
+FEW_ROWS_PREFETCH = 0
+"""The same of prefetch."""
+
+
 def _one_wave(rows: int, programs: int, token_bytes: int, num_sms: int) -> DecodeTiling:
     """Where `programs`, one per row and KV head, are at most twice the multiprocessors: splits so many that the GPU runs all at
     once, and loads as much at a time as its memory delivers. token_bytes: of a key."""
     each = 32 if token_bytes <= 128 else 16  # tokens of a warp
     if 8 * programs <= num_sms:  # all splits are of a few rows: the fewer, the sooner they are merged
-        return DecodeTiling(num_sms // programs * rows, 128, tile=4 * each, warps=4, stages=4, registers=168)
+        merge_heads, merge_splits = FEW_ROWS_MERGE
+        return DecodeTiling(
+            num_sms // programs * rows, 128, tile=4 * each, warps=4, stages=4, registers=168, merge_heads=merge_heads,
+            merge_splits=merge_splits, prefetch=FEW_ROWS_PREFETCH,
+        )  # fmt: skip
     if programs > num_sms:
         return DecodeTiling(rows, 128, tile=4 * each, warps=4, stages=4, registers=168)
     per_row = (4 * num_sms + programs) // (2 * programs)  # of programs of two warps, two on a multiprocessor, rounded

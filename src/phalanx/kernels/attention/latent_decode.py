@@ -11,7 +11,7 @@ All heads of a rank attend to the same latents, so the heads are the rows of the
 heads of one row, and some of its tokens. A tile of latents is read once, and is both keys and values.
 
 Rows are split as in `decode`: on the device, by all rows' lengths. The results of a split are WIDTH * HEADS numbers in fp32: where
-rows have many splits, a second kernel merges them (`split_merge`), else the last split to arrive."""
+rows have many splits, a second kernel merges them (`split_reduce.split_merge`), else the last split to arrive."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.kernels.attention.decode import _blocks, _dot, _in_fp16
 from phalanx.kernels.attention.heuristics import LatentTiling, SplitKvWorkspace
 from phalanx.kernels.attention.split_kv import load_split, plan
-from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, split_merge, split_reduce
+from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, merge_apart, split_reduce
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
 
 MERGED_HEADS = 2
-"""Heads of a program of `split_merge`."""
+"""Heads of a program of `split_reduce.split_merge`."""
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _latent_decode(
     )  # fmt: skip
     split_reduce(
         out, None, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total, mixed, own, 1.0,
-        MEMBERS, RANK, HEADS, 1, SM,
+        MEMBERS, RANK, HEADS, 1, False, SM,
     )  # fmt: skip
 
 
@@ -191,8 +191,8 @@ def latent_decode_attention(
         INDIRECT=splits is None and table_rows is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, launch_pdl=sm >= 90,
     )  # fmt: skip
     if merged_apart is not None:
-        split_merge[(triton.cdiv(members, MERGED_HEADS), len(merged_apart))](
-            merged_apart, out, split_max, totals, outs, members,
-            DIM=rank, WIDTH=width, HEADS=heads, LANES=MERGED_HEADS, AT_ONCE=8, SM=sm, num_warps=4, launch_pdl=sm >= 90,
+        merge_apart(
+            merged_apart, out, None, split_max, totals, outs, kv_heads=1, heads=heads, width=width, lanes=MERGED_HEADS, at_once=8,
+            block=False, value_scale=1.0, early_lengths=early_lengths, sm=sm,
         )  # fmt: skip
     return out

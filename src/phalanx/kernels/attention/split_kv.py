@@ -18,8 +18,8 @@ from phalanx.kernels.attention.heuristics import DecodeTiling, row_class
 
 FIELDS = tl.constexpr(8)
 """Of a split, int32: its row; the index of the row's first split; the row's number of splits; its first token, and the one behind
-its last; the row's first visible token; the row of its block table, or -1 where there is no split; and an unused one, so that a
-split lies within 32 bytes."""
+its last; the row's first visible token; the row of its block table, or -1 where there is no split; and in split r, which need not
+be one of row r, the index of row r's first split."""
 SPLITS_PER_PROGRAM = 32
 """Splits that one program of the planning kernel writes."""
 
@@ -45,6 +45,12 @@ def load_split(splits, item):
     return row, first, count, begin, end, low, table_row
 
 
+@triton.jit
+def load_first_split(splits, row):
+    """The index of the row's first split."""
+    return tl.load(splits + row * FIELDS + 7, cache_modifier=".cg")
+
+
 @triton.jit(
     do_not_specialize=["rows", "extra_splits", "min_tiles", "window"], do_not_specialize_on_alignment=["lengths", "table_rows"]
 )
@@ -61,7 +67,8 @@ def _plan(
     tiles = tl.cdiv(end - begin, TILE)
     size = tl.maximum(tl.cdiv(tl.sum(tiles, 0), extra_splits), tl.cdiv(tl.max(tiles, 0), MOST))
     size = tl.maximum(size, min_tiles)
-    ends = tl.cumsum(tl.where(row < rows, tl.maximum(tl.cdiv(tiles, size), 1), 0), 0)
+    counts = tl.where(row < rows, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+    ends = tl.cumsum(counts, 0)
 
     item = tl.program_id(0) * SPLITS_PER_PROGRAM + tl.arange(0, SPLITS_PER_PROGRAM)
     before = ends[None, :] <= item[:, None]
@@ -85,6 +92,7 @@ def _plan(
     if table_rows is not None:
         table_row = tl.load(table_rows + item_row, valid, -1).to(tl.int32)
     tl.store(place + 6, tl.where(valid, table_row, -1), inside)
+    tl.store(place + 7, tl.sum(tl.where(row[None, :] < item[:, None], counts[None, :], 0), 1), inside)
 
 
 def plan(kv_lengths: Tensor, table_rows: Tensor | None, tiling: DecodeTiling, *, window: int | None, block_size: int) -> Tensor:
