@@ -418,6 +418,10 @@ def test_how_rows_are_split() -> None:
         tiling = select_decode(rows, kv_heads, 4, 128, 1, 132)
         size = -(-rows * 1024 // tiling.extra_splits)
         assert splits <= rows * kv_heads * -(-1024 // size) <= 1.25 * splits
+    merged_apart = [(rows, kv_heads) for rows in (1, 8, 15, 16, 64) for kv_heads in (1, 2, 4, 8) if (
+        select_decode(rows, kv_heads, 4, 128, 1, 132).merge_heads
+    )]  # fmt: skip
+    assert merged_apart == [(1, 1), (1, 2), (1, 4), (1, 8), (8, 1), (8, 2), (15, 1)]
     assert select_decode(512, 8, 4, 128, 2, 132).extra_splits == 512
     assert select_decode(ROW_CLASSES[-1], 8, 4, 128, 2, 132).extra_splits > 0
     assert select_decode(ROW_CLASSES[-1] + 1, 8, 4, 128, 2, 132).extra_splits == 0

@@ -84,15 +84,19 @@ def select_decode(
     return DecodeTiling(extra_splits, 512, tile, warps=1, stages=stages, registers=168, max_splits=MAX_SMALL_SPLITS)
 
 
+FEW_ROWS = 16
+"""The next two are of launches of fewer rows, a power of two for the sake of `warmup_token_counts`, where all splits are of a few
+rows (see `_one_wave`)."""
+
 FEW_ROWS_MERGE = (1, 32)
-"""merge_heads and merge_splits of few rows, see `DecodeTiling`; (0, 0): the last split to arrive merges them in order.
+"""merge_heads and merge_splits, see `DecodeTiling`; (0, 0): the last split to arrive merges them in order.
 
 A long row has 16 to 64 splits then, and each costs the last to arrive some 0.2 us on an H200: with four KV heads in e4m3, one row
 of 16,384 tokens (32 splits) takes 5 us more than one of 1,500 (12 splits), beyond what its bytes take
 (benchmarks/results/kernels_attention_batches.json)."""
 
 FEW_ROWS_PREFETCH = 0
-"""The same of prefetch."""
+"""prefetch, see `DecodeTiling`."""
 
 
 def _one_wave(rows: int, programs: int, token_bytes: int, num_sms: int) -> DecodeTiling:
@@ -100,11 +104,11 @@ def _one_wave(rows: int, programs: int, token_bytes: int, num_sms: int) -> Decod
     once, and loads as much at a time as its memory delivers. token_bytes: of a key."""
     each = 32 if token_bytes <= 128 else 16  # tokens of a warp
     if 8 * programs <= num_sms:  # all splits are of a few rows: the fewer, the sooner they are merged
+        tiling = DecodeTiling(num_sms // programs * rows, 128, tile=4 * each, warps=4, stages=4, registers=168)
+        if rows >= FEW_ROWS:
+            return tiling
         merge_heads, merge_splits = FEW_ROWS_MERGE
-        return DecodeTiling(
-            num_sms // programs * rows, 128, tile=4 * each, warps=4, stages=4, registers=168, merge_heads=merge_heads,
-            merge_splits=merge_splits, prefetch=FEW_ROWS_PREFETCH,
-        )  # fmt: skip
+        return tiling._replace(merge_heads=merge_heads, merge_splits=merge_splits, prefetch=FEW_ROWS_PREFETCH)
     if programs > num_sms:
         return DecodeTiling(rows, 128, tile=4 * each, warps=4, stages=4, registers=168)
     per_row = (4 * num_sms + programs) // (2 * programs)  # of programs of two warps, two on a multiprocessor, rounded
