@@ -222,10 +222,10 @@ def measure(job: Job, workspace: SplitKvWorkspace, layers: Layers) -> dict[str, 
         token_scales=next(iter(token_scales), None),
     ).float()  # fmt: skip
     chosen = usual(layout, rows, workspace.num_sms, short=short)
-    result: dict[str, Any] = {}
     tilings = dict(variants(layout, rows, workspace.num_sms, short=short))
     if chosen not in tilings.values():
         tilings["as chosen"] = chosen
+    result: dict[str, Any] = {"tilings": {label: list(tiling) for label, tiling in tilings.items()}}
     for label, tiling in tilings.items():
         attend = attention(job, tiling, workspace)
         try:

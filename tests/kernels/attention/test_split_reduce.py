@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import DecodeTiling
-from tests.kernels.attention.test_decode import SIGNATURE, Case, Inputs, check, compiled_kernel, inputs_of, options_of
 from tests.support.kernels_attention import sinks_of
 from tests.support.kernels_compiled import compiled_as, spilled
+from tests.support.kernels_decode import SIGNATURE, Case, Inputs, check, compiled_kernel, inputs_of, options_of
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
@@ -87,8 +87,7 @@ def test_the_merging_kernel_compiles(group: int, early: bool, arch: int) -> None
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("kind", [{"fp8": True}, {"int8": True, "window": 3000}, {"sinks": 3.0}], ids=["fp8", "int8", "sinks"])
-@pytest.mark.parametrize("merge", [(0, 0), *MERGES, (1, 32)], ids=str)
-@pytest.mark.parametrize("prefetch", [0, 4])
+@pytest.mark.parametrize(("merge", "prefetch"), [((0, 0), 4), ((0, 8), 0), ((1, 4), 0), ((2, 0), 4), ((1, 32), 4)], ids=str)
 def test_splits_merged_in_each_way_on_a_gpu(merge: tuple[int, int], kind: dict[str, Any], prefetch: int) -> None:
     """Three layers of a captured graph, each of which attends with what the one before gave, over splits that are read early: each
     time the same bits, as far from the reference as each layer rounds."""

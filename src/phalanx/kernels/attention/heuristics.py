@@ -68,7 +68,8 @@ def select_decode(
     programs, concurrent = rows * kv_heads * -(-group // 16), PROGRAMS_PER_SM * num_sms
     few = 2 * programs <= num_sms
     if few and short and _short_row_bytes(group, head_dim, itemsize) <= shared_memory:  # latency of one row is what counts
-        return DecodeTiling(0, SHORT_KV, tile=SHORT_KV, warps=8, stages=2, registers=255, cooperative=True)
+        tiling = DecodeTiling(0, SHORT_KV, tile=SHORT_KV, warps=8, stages=2, registers=255, cooperative=True)
+        return tiling._replace(prefetch=SHORT_ROWS_PREFETCH)
     if fp32 or head_dim * itemsize > 256:  # GEMMs in fp32 do not run on tensor cores
         per_row = min(max(concurrent // (2 * programs), 1), MAX_SMALL_SPLITS) if rows <= ROW_CLASSES[-1] else 0
         return DecodeTiling(per_row * rows, 128, tile=32, warps=2, stages=2, registers=255, max_splits=MAX_SMALL_SPLITS)
@@ -97,6 +98,9 @@ of 16,384 tokens (32 splits) takes 5 us more than one of 1,500 (12 splits), beyo
 
 FEW_ROWS_PREFETCH = 0
 """prefetch, see `DecodeTiling`."""
+
+SHORT_ROWS_PREFETCH = 0
+"""The same of few rows that are short."""
 
 
 def _one_wave(rows: int, programs: int, token_bytes: int, num_sms: int) -> DecodeTiling:
