@@ -65,11 +65,17 @@ def select_decode(
     """For `rows` decode rows of any length, or (short) of up to SHORT_KV tokens each. group: query heads per KV head; itemsize:
     bytes of a cached element; num_sms: the GPU's; fp32: queries are, and what is cached becomes; shared_memory: bytes that a
     program may use. As measured on H200."""
+    shape = rows, kv_heads, group, head_dim, itemsize, num_sms
+    return _select_decode(*shape, short=short, fp32=fp32, shared_memory=shared_memory)._replace(prefetch=PREFETCH)
+
+
+def _select_decode(
+    rows: int, kv_heads: int, group: int, head_dim: int, itemsize: int, num_sms: int, *, short: bool, fp32: bool, shared_memory: int
+) -> DecodeTiling:
     programs, concurrent = rows * kv_heads * -(-group // 16), PROGRAMS_PER_SM * num_sms
     few = 2 * programs <= num_sms
     if few and short and _short_row_bytes(group, head_dim, itemsize) <= shared_memory:  # latency of one row is what counts
-        tiling = DecodeTiling(0, SHORT_KV, tile=SHORT_KV, warps=8, stages=2, registers=255, cooperative=True)
-        return tiling._replace(prefetch=SHORT_ROWS_PREFETCH)
+        return DecodeTiling(0, SHORT_KV, tile=SHORT_KV, warps=8, stages=2, registers=255, cooperative=True)
     if fp32 or head_dim * itemsize > 256:  # GEMMs in fp32 do not run on tensor cores
         per_row = min(max(concurrent // (2 * programs), 1), MAX_SMALL_SPLITS) if rows <= ROW_CLASSES[-1] else 0
         return DecodeTiling(per_row * rows, 128, tile=32, warps=2, stages=2, registers=255, max_splits=MAX_SMALL_SPLITS)
@@ -85,22 +91,14 @@ def select_decode(
     return DecodeTiling(extra_splits, 512, tile, warps=1, stages=stages, registers=168, max_splits=MAX_SMALL_SPLITS)
 
 
+PREFETCH = 1
+"""Of every tiling: see `DecodeTiling`."""
+
 FEW_ROWS = 16
-"""The next two are of launches of fewer rows, a power of two for the sake of `warmup_token_counts`, where all splits are of a few
-rows (see `_one_wave`)."""
-
-FEW_ROWS_MERGE = (1, 32)
-"""merge_heads and merge_splits, see `DecodeTiling`; (0, 0): the last split to arrive merges them in order.
-
-A long row has 16 to 64 splits then, and each costs the last to arrive some 0.2 us on an H200: with four KV heads in e4m3, one row
-of 16,384 tokens (32 splits) takes 5 us more than one of 1,500 (12 splits), beyond what its bytes take
-(benchmarks/results/kernels_attention_batches.json)."""
-
-FEW_ROWS_PREFETCH = 0
-"""prefetch, see `DecodeTiling`."""
-
-SHORT_ROWS_PREFETCH = 0
-"""The same of few rows that are short."""
+"""Launches of fewer rows, a power of two for the sake of `warmup_token_counts`, where all splits are of a few rows, have small
+programs, twice as many, and a kernel that merges their splits, one head a program: in a layer, one row of 2,048 tokens takes 2 us
+less than with a merge by the last split to arrive, and one of 16,384 tokens 2.5 (benchmarks/results/kernels_attention_merge.json,
+which also has what prefetching gains)."""
 
 
 def _one_wave(rows: int, programs: int, token_bytes: int, num_sms: int) -> DecodeTiling:
@@ -108,11 +106,11 @@ def _one_wave(rows: int, programs: int, token_bytes: int, num_sms: int) -> Decod
     once, and loads as much at a time as its memory delivers. token_bytes: of a key."""
     each = 32 if token_bytes <= 128 else 16  # tokens of a warp
     if 8 * programs <= num_sms:  # all splits are of a few rows: the fewer, the sooner they are merged
-        tiling = DecodeTiling(num_sms // programs * rows, 128, tile=4 * each, warps=4, stages=4, registers=168)
+        splits = num_sms // programs * rows
         if rows >= FEW_ROWS:
-            return tiling
-        merge_heads, merge_splits = FEW_ROWS_MERGE
-        return tiling._replace(merge_heads=merge_heads, merge_splits=merge_splits, prefetch=FEW_ROWS_PREFETCH)
+            return DecodeTiling(splits, 128, tile=4 * each, warps=4, stages=4, registers=168)
+        small = DecodeTiling(2 * splits, 64, tile=2 * each, warps=2, stages=4, registers=168)
+        return small._replace(merge_heads=1, merge_splits=32)
     if programs > num_sms:
         return DecodeTiling(rows, 128, tile=4 * each, warps=4, stages=4, registers=168)
     per_row = (4 * num_sms + programs) // (2 * programs)  # of programs of two warps, two on a multiprocessor, rounded
