@@ -159,7 +159,10 @@ def usual(layout: Layout, rows: int, num_sms: int, *, short: bool) -> DecodeTili
 def variants(layout: Layout, rows: int, num_sms: int, *, short: bool) -> Iterator[tuple[str, DecodeTiling]]:
     """ "last" first, whose splits are merged in order by the last to arrive. "apart": by a kernel of its own, heads of a program x
     splits of a block."""
-    last = usual(layout, rows, num_sms, short=short)._replace(merge_heads=0, merge_splits=0, prefetch=0)
+    chosen = usual(layout, rows, num_sms, short=short)
+    last = chosen._replace(merge_heads=0, merge_splits=0, prefetch=0)
+    if chosen.merge_heads:  # its programs are small, and twice as many
+        last = last._replace(extra_splits=last.extra_splits // 2, chunk=128, tile=2 * last.tile, warps=4)
     yield "last", last
     yield "last, prefetch 1", last._replace(prefetch=1)
     if not last.extra_splits:
@@ -181,7 +184,9 @@ def variants(layout: Layout, rows: int, num_sms: int, *, short: bool) -> Iterato
     yield "apart, twice the splits", apart._replace(extra_splits=2 * last.extra_splits, chunk=64)
     small = apart._replace(tile=last.tile // 2, warps=2)
     yield "apart, 2 warps", small._replace(chunk=64)
-    yield "apart, 2 warps, twice the splits", small._replace(chunk=64, extra_splits=2 * last.extra_splits)
+    for prefetch in (0, 1, 2, 4):
+        name = f"apart, 2 warps, twice the splits, prefetch {prefetch}"
+        yield name, small._replace(chunk=64, extra_splits=2 * last.extra_splits, prefetch=prefetch)
     yield "apart, 2 stages", apart._replace(stages=2)
     yield "apart, 8 warps", apart._replace(tile=2 * last.tile, warps=8, stages=2)
     yield "apart, 2 stages, prefetch 4", apart._replace(stages=2, prefetch=4)

@@ -7,6 +7,9 @@ none is in a cache: median of 4 replays, per launch. TB/s are of the latents, re
 FlashInfer's schedule are planned before. Heads are those of one rank: 16 of DeepSeek-V2-Lite or of V3 on 8, 64 of V2 on two, 128.
 
     python -m benchmarks.kernels.latent --out DIR [--heads 16,64,128] [--kv bf16,e4m3] [--batches 1x1024,64x1500] [--variants none]
+
+Candidates: the Triton kernel's tilings; "hopper", the warp-specialized kernel, with its extra splits and the least tokens of one;
+"chosen", what a model gets.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from benchmarks import harness
 from benchmarks.kernels.attention import batch_lengths
 from benchmarks.kernels.attention_launches import BLOCK, PEER_BYTES, WRONG, Candidate, seconds
 from phalanx.kernels import reference
-from phalanx.kernels.attention.heuristics import LatentTiling, SplitKvWorkspace, select_latent_decode
+from phalanx.kernels.attention import dispatch
+from phalanx.kernels.attention.heuristics import LATENT_BAND, LatentTiling, SplitKvWorkspace, select_latent_bands
 from phalanx.kernels.attention.latent_decode import latent_decode_attention
 from phalanx.kernels.attention.split_kv import plan
 
@@ -46,6 +50,8 @@ MERGED = [(128, False), (128, True), (64, True)]
 """(chunk, apart): tokens of a split, at least; whether a kernel of its own merges the splits."""
 WAVES = (1, 2)
 """Programs of a launch, in multiples of the GPU's multiprocessors."""
+CHUNKS = (64, 128, 256)
+"""Least tokens of a split of the warp-specialized kernel."""
 
 
 class Job(NamedTuple):
@@ -66,11 +72,11 @@ def main() -> int:
     parser.add_argument("--kv", default="bf16,e4m3", help="of bf16,e4m3")
     parser.add_argument("--batches", default="1x200,1x1024,1x16384,8x1500,64x200,64x1500,256x1500", help="rows x tokens")
     parser.add_argument("--peers", default="fa3,fa2", help="FlashInfer's back ends, or none")
-    parser.add_argument("--variants", default="all", help="or none: only what is chosen")
+    parser.add_argument("--variants", default="all", help="or hopper: of the warp-specialized kernel; or none: only what is chosen")
     arguments = parser.parse_args()
     workspace = SplitKvWorkspace(torch.device("cuda"))
     heads = [int(each) for each in arguments.heads.split(",")]
-    harness.compile_ahead(launches(heads, arguments.kv.split(","), workspace))
+    harness.compile_ahead(launches(heads, arguments.kv.split(","), arguments.variants, workspace))
     figures: dict[str, Any] = {}
     for kv in arguments.kv.split(","):
         memory = torch.empty(6 << 30, dtype=torch.bfloat16, device="cuda").normal_()[: (6 << 30) // 2].to(KINDS[kv])
@@ -113,13 +119,34 @@ def variants(kv: str, rows: int, heads: int, num_sms: int) -> Iterator[LatentTil
                 yield LatentTiling(band, extra_splits, tile, warps, stages, chunk, apart)
 
 
-def launches(heads: list[int], kinds: list[str], workspace: SplitKvWorkspace) -> Iterator[Callable[[], Any]]:
+def bands(job: Job, num_sms: int) -> Iterator[LatentTiling]:
+    """Of the warp-specialized kernel, where it runs: extra splits that give a multiprocessor one program or two, and the fewest."""
+    rows, heads, _ = job.query.shape
+    if not dispatch.supports_warp_specialized_latent(job.query.device, rows, spec_of(job)):
+        return
+    extra = {max(waves * num_sms // -(-heads // LATENT_BAND) - rows, 1) for waves in (0, *WAVES)}
+    for extra_splits in sorted(extra | {select_latent_bands(rows, heads, num_sms).extra_splits}):
+        for chunk in CHUNKS if extra_splits > 1 else CHUNKS[:1]:
+            yield select_latent_bands(rows, heads, num_sms)._replace(extra_splits=extra_splits, chunk=chunk)
+
+
+def spec_of(job: Job) -> dispatch.LatentSpec:
+    return dispatch.LatentSpec.of(job.query.shape[1], job.copies[0][0])
+
+
+def launches(heads: list[int], kinds: list[str], which: str, workspace: SplitKvWorkspace) -> Iterator[Callable[[], Any]]:
     """One of each kernel that is timed, with and without splits."""
     tables, slots, lengths = (torch.zeros(64, dtype=kind, device="cuda") for kind in (torch.int32, torch.int64, torch.int32))
     for kv in kinds:
         cache = torch.zeros(1, BLOCK, 1, RANK + ROPE, device="cuda").to(KINDS[kv])
         for count in heads:
             query = torch.zeros(1, count, RANK + ROPE, dtype=torch.bfloat16, device="cuda")
+            yield partial(
+                dispatch.latent_decode_attention, query[..., :RANK], query[..., RANK:], cache, tables.view(1, -1), slots[:1],
+                lengths[:1], scale=SCALE, workspace=workspace,
+            )  # fmt: skip
+            if which != "all":
+                continue
             for extra, apart in ((0, False), (8, False), (8, True)):
                 for tiling in TILINGS[kv]:
                     yield partial(
@@ -138,10 +165,15 @@ def measure(job: Job, workspace: SplitKvWorkspace, arguments: argparse.Namespace
     wanted = reference.latent_decode_attention(
         job.query[sample], job.rotated[sample], cache, job.tables, job.slots[sample], job.lengths[sample], scale=SCALE
     ).float()
-    usual = select_latent_decode(rows, heads, RANK + ROPE, cache.element_size(), workspace.num_sms)
-    candidates: dict[str, Candidate] = {"chosen": ours(job, usual, workspace)}
+    candidates: dict[str, Candidate] = {"chosen": chosen(job, workspace)}
     if arguments.variants == "all":
         candidates |= {str(tuple(each)): ours(job, each, workspace) for each in variants(kv, rows, heads, workspace.num_sms)}
+    if arguments.variants != "none":
+        candidates |= {
+            f"hopper {each.extra_splits} {each.chunk}": ours(job, each, workspace, hopper=True)
+            for each in bands(job, workspace.num_sms)
+        }  # fmt: skip
+    usual = dispatch._latent_tiling(job.query.device, rows, spec_of(job), workspace)
     row: dict[str, Any] = {"chosen tiling": str(tuple(usual))}
     for peer in arguments.peers.split(",") if kv == "bf16" and arguments.peers != "none" else ():
         try:
@@ -164,11 +196,23 @@ def measure(job: Job, workspace: SplitKvWorkspace, arguments: argparse.Namespace
     return row
 
 
-def ours(job: Job, tiling: LatentTiling, workspace: SplitKvWorkspace) -> Candidate:
+def chosen(job: Job, workspace: SplitKvWorkspace) -> Candidate:
+    splits = dispatch.plan_latent_splits(job.lengths, job.slots, spec_of(job), workspace)
+    return lambda cache: dispatch.latent_decode_attention(
+        job.query, job.rotated, cache, job.tables, job.slots, job.lengths, scale=SCALE, workspace=workspace, splits=splits,
+        early_lengths=True,
+    )  # fmt: skip
+
+
+def ours(job: Job, tiling: LatentTiling, workspace: SplitKvWorkspace, *, hopper: bool = False) -> Candidate:
+    """The Triton kernel or the warp-specialized one."""
+    kernel = latent_decode_attention
+    if hopper:
+        from phalanx.kernels.attention.latent_decode_hopper import latent_decode_attention as kernel
     splits = None  # planned once for all layers
     if tiling.extra_splits:
         splits = plan(job.lengths, job.slots, tiling.split, window=None, block_size=BLOCK)
-    return lambda cache: latent_decode_attention(
+    return lambda cache: kernel(
         job.query, job.rotated, cache, job.tables, job.slots, job.lengths, scale=SCALE, workspace=workspace, tiling=tiling,
         splits=splits, early_lengths=True,
     )  # fmt: skip
@@ -196,8 +240,9 @@ def flashinfers(job: Job, backend: str) -> Candidate:
 def line(result: dict[str, Any]) -> str:
     timed = {label: row for label, row in result.items() if isinstance(row, list)}
     tilings = {label: row for label, row in timed.items() if label.startswith("(")}
-    best = min(tilings, key=lambda label: tilings[label][0], default="-")
-    shown = [(best, tilings.get(best)), *((label, timed.get(label)) for label in ("chosen", "fa3", "fa2"))]
+    banded = {label: row for label, row in timed.items() if label.startswith("hopper")}
+    fastest = [(label, row) for kind in (tilings, banded) for label, row in sorted(kind.items(), key=lambda each: each[1][0])[:1]]
+    shown = [*fastest, *((label, timed.get(label)) for label in ("chosen", "fa3", "fa2"))]
     text = "   ".join(f"{label} {row[0]:.2f} us {row[1]:.2f} TB/s {row[2]:.0f} TFLOP/s" for label, row in shown if row)
     faults = [f"\n    {label}: {row}" for label, row in result.items() if not isinstance(row, list) and label != "chosen tiling"]
     return text + "".join(faults)

@@ -37,6 +37,10 @@ def latent_variants(rows: int) -> list[Hashable]:
         split = tiling.extra_splits > 0
         constants.append((tiling.heads, tiling.tile, tiling.warps, tiling.stages, split, tiling.apart))
         constants.append((tiling.tile, tiling.split.max_splits, attention.row_class(rows)) if split else None)
+        if rows <= attention.ROW_CLASSES[-1]:
+            tiling = attention.select_latent_bands(rows, heads, num_sms)
+            constants.append((tiling.tile, tiling.split.max_splits, attention.row_class(rows), tiling.extra_splits > 0))
+        constants.append(attention.select_latent_merge(rows))
     return constants
 
 

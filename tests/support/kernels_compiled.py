@@ -58,6 +58,19 @@ def compiled_as(
     return triton.compile(make(kernel, signature, constants, attributes), target=GPUTarget("cuda", arch, 32), options=options)
 
 
+def ordered(ptx: str) -> str:
+    """The steps of a kernel with wgmma: W a GEMM's instruction, 0 and 1 a wait until so many GEMMs are under way, ? a wait at a
+    barrier, a an arrival, e an exponential (those that follow one another as one)."""
+    signs = {"wgmma.mma_async": "W", "wgmma.wait_group": "", "try_wait": "?", "mbarrier.arrive": "a", "ex2.approx": "e"}
+    steps = ""
+    for line in ptx.splitlines():
+        for text, sign in signs.items():
+            if text in line:
+                step = sign or line.split()[-1].rstrip(";")
+                steps += "" if step == "e" == steps[-1:] else step
+    return steps
+
+
 def spilled(kernel: Any) -> int:
     """Bytes of local memory of each thread of a compiled kernel."""
     import triton.backends.nvidia

@@ -78,7 +78,7 @@ def recorded() -> Iterator[set[Variant]]:
     from phalanx.kernels.sampling import sampling
 
     for module in pkgutil.walk_packages(kernels.__path__, "phalanx.kernels."):
-        if has_gluon() or not module.name.endswith((".fp8_skinny", ".prefill_hopper")):
+        if has_gluon() or not module.name.endswith((".fp8_skinny", ".prefill_hopper", ".latent_decode_hopper")):
             import_module(module.name)  # before tensors seem to be on a GPU
     variants: set[Variant] = set()
 

@@ -283,9 +283,9 @@ def test_how_rows_are_split() -> None:
         assert (tiling.extra_splits == 0) == tiling.cooperative
     assert select_decode(1, 8, 4, 128, 2, 132).extra_splits > 8
     for rows, kv_heads, splits in (
-        (1, 8, 128),
-        (1, 1, 128),
-        (1, 4, 128),
+        (1, 8, 256),
+        (1, 1, 256),
+        (1, 4, 256),
         (8, 8, 256),
         (32, 8, 256),
     ):  # of rows that are alike, long

@@ -5,74 +5,21 @@ GPUs."""
 from __future__ import annotations
 
 import itertools
-import random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import LatentTiling
 from tests.support.kernels_compiled import by_generation, compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+from tests.support.kernels_latent import SIGNATURE, Case, Inputs, inputs_of
 
 pytest.importorskip("triton")
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
 CPU = torch.device("cpu")
-
-
-class Case(NamedTuple):
-    """Rows of these lengths; the queries of `heads` heads."""
-
-    lengths: list[int]
-    heads: int = 4
-    rank: int = 32
-    rope: int = 16
-    block_size: int = 16
-    dtype: torch.dtype = torch.bfloat16
-    fp8: bool = False
-    indirect: bool = True
-    band: int = 16
-    extra_splits: int = 8
-    tile: int = 32
-    chunk: int = 128
-    apart: bool = False
-
-
-class Inputs(NamedTuple):
-    query: Tensor
-    rotated: Tensor
-    cache: Tensor
-    tables: Tensor
-    rows: Tensor | None
-    lengths: Tensor
-
-
-def inputs_of(case: Case, seed: int = 0) -> Inputs:
-    """Blocks in random order; whatever no row attends to is NaN, as stale memory may be. Both parts of a query lie in other
-    tensors, as they do in a model."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, width = len(case.lengths), -(-max(case.lengths) // case.block_size) + 2
-    used = [-(-length // case.block_size) for length in case.lengths]
-    blocks = list(range(1, sum(used) + 1))
-    random.Random(seed).shuffle(blocks)
-    cached = case.rank + case.rope
-    cache = torch.full((len(blocks) + 1, case.block_size, 1, cached), float("nan"))
-    slots = random.Random(seed).sample(range(rows + 2), rows) if case.indirect else list(range(rows))
-    tables = torch.zeros(rows + 2, width + 1, dtype=torch.int32)[:, :width]  # rows lie apart
-    for row, length in enumerate(case.lengths):
-        for at in range(used[row]):
-            tables[slots[row], at] = blocks.pop()
-        for at in range(length):
-            cache[int(tables[slots[row], at // case.block_size]), at % case.block_size] = torch.randn(cached, generator=generator)
-    query = (torch.randn(case.heads, rows, case.rank, generator=generator) * 3).transpose(0, 1)
-    rotated = torch.randn(rows, case.heads, 24 + case.rope, generator=generator)[..., 24:] * 3
-    stored = cache.to(torch.float8_e4m3fn if case.fp8 else case.dtype)
-    lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    both = query.to(case.dtype), rotated.to(case.dtype)
-    return Inputs(*both, stored, tables, torch.tensor(slots) if case.indirect else None, lengths)
 
 
 def check(case: Case, workspace: Any = None, seed: int = 0) -> None:
@@ -115,10 +62,15 @@ def check_lengths_about_the_edges() -> None:
 
 def check_splits_merged_apart() -> None:
     """Rows of no, one, a few and many splits, in bands of heads that the last one does not fill."""
+    from phalanx.kernels.attention.heuristics import SplitKvWorkspace
+
     lengths = [0, 1, 31, 33, 330, 1100]
     for heads, band, fp8 in ((1, 16, False), (5, 16, True), (37, 32, False)):
         check(Case(lengths, heads, rank=24, rope=8, extra_splits=45, chunk=32, apart=True, band=band, fp8=fp8, indirect=fp8))
     check(Case([2] * 3, extra_splits=6, apart=True))
+    workspace = SplitKvWorkspace(CPU)
+    workspace.num_sms = 132  # each program merges some dims of one head, and many splits at once
+    check(Case(lengths, 3, rank=256, rope=16, extra_splits=70, tile=16, chunk=16, apart=True), workspace)
 
 
 def check_block_sizes() -> None:
@@ -166,11 +118,6 @@ def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.attention.test_latent_decode").split() == [check.__name__ for check in CHECKS]
 
 
-SIGNATURE = {
-    "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals", "splits"), "*i32"),
-    **dict.fromkeys(("split_max", "totals", "outs"), "*fp32"), "score_scale": "fp32",
-    **dict.fromkeys(("table_stride", "row_stride", "head_stride", "rotated_row_stride", "rotated_head_stride"), "i32"),
-}  # fmt: skip
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
@@ -197,12 +144,14 @@ def test_compiles(variant: tuple[int, bool, int], arch: int) -> None:
         assert spilled(compiled) == 0
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_the_merging_kernel_compiles(arch: int) -> None:
+@pytest.mark.parametrize(("rows", "arch"), [(1, 80), (1, 90), (64, 90), (64, 100)])
+def test_the_merging_kernel_compiles(rows: int, arch: int) -> None:
     from phalanx.kernels.attention import split_reduce
+    from phalanx.kernels.attention.heuristics import select_latent_merge
 
+    lanes, at_once, block = select_latent_merge(rows)
     constants = {
-        "GROUP": 128, "KV_HEADS": 1, "DIM": 512, "WIDTH": 512, "HEADS": 16, "LANES": 2, "AT_ONCE": 8, "BLOCK": False,
+        "GROUP": 128, "KV_HEADS": 1, "DIM": 512, "WIDTH": 512, "HEADS": 64, "LANES": lanes, "AT_ONCE": at_once, "BLOCK": block,
         "EARLY": True, "SM": arch, "sinks": None,
     }  # fmt: skip
     kernel = split_reduce.split_merge

@@ -11,7 +11,7 @@ import torch
 
 from phalanx.kernels.attention.heuristics import count_prefill_tiles, tile_tokens
 from phalanx.kernels.capabilities import has_gluon
-from tests.support.kernels_compiled import compiled_as, spilled
+from tests.support.kernels_compiled import compiled_as, ordered, spilled
 from tests.support.kernels_prefill import KEPT, SIGNATURE, Case, Inputs, assert_near, inputs_of, options
 
 pytestmark = [
@@ -34,19 +34,6 @@ def test_compiles(dtype: str, kv: str, head_dim: int, block_size: int) -> None:
     assert compiled.metadata.shared <= 227 << 10
     gemms = "W" * (head_dim // 16) + "?" + "W" * 8 + "1a"  # scores, the values' barrier, output; then only scores are awaited
     assert steps.count(gemms) == steps.count("e0a") == 2, steps  # output is awaited behind the exponentials
-
-
-def ordered(ptx: str) -> str:
-    """The kernel's steps: W a GEMM's instruction, 0 and 1 a wait until so many GEMMs are under way, ? a wait at a barrier, a an
-    arrival, e an exponential (those that follow one another as one)."""
-    signs = {"wgmma.mma_async": "W", "wgmma.wait_group": "", "try_wait": "?", "mbarrier.arrive": "a", "ex2.approx": "e"}
-    steps = ""
-    for line in ptx.splitlines():
-        for text, sign in signs.items():
-            if text in line:
-                step = sign or line.split()[-1].rstrip(";")
-                steps += "" if step == "e" == steps[-1:] else step
-    return steps
 
 
 def compiled_kernel(dtype: str, kv: str, head_dim: int, block_size: int) -> Any:

@@ -11,13 +11,19 @@ from torch import Tensor
 
 from phalanx.config.latent import Latent
 from phalanx.kernels.attention.heuristics import (
+    LATENT_BAND_LEAST,
+    LATENT_RANK,
+    LATENT_ROPE,
+    LATENT_TILE,
     LONG_KV,
     MAX_LONG_ROWS,
+    ROW_CLASSES,
     SHORT_KV,
     DecodeTiling,
     LatentTiling,
     SplitKvWorkspace,
     select_decode,
+    select_latent_bands,
     select_latent_decode,
     select_prefill,
 )
@@ -135,11 +141,19 @@ def supports_latent(device: torch.device, dtype: torch.dtype, latent: Latent) ->
     return device.type == "cuda" and known and fits and latent.cached % 16 == 0 and has_triton()
 
 
+def supports_warp_specialized_latent(device: torch.device, rows: int, spec: LatentSpec) -> bool:
+    """Whether `latent_decode_attention`, which supports these layers, runs the warp-specialized kernel for so many rows: on Hopper,
+    for many heads, over a cache in 16 bit of the widest latents that are supported, whose blocks TMA copies whole."""
+    fits = spec.width == LATENT_RANK + LATENT_ROPE and spec.itemsize == 2 and spec.heads >= LATENT_BAND_LEAST
+    copied = spec.block_size in (16, 32) or spec.block_size % LATENT_TILE == 0
+    return fits and copied and rows <= ROW_CLASSES[-1] and sm_arch(device) == 90 and has_gluon()
+
+
 def plan_latent_splits(
     kv_lengths: Tensor, table_rows: Tensor | None, spec: LatentSpec, workspace: SplitKvWorkspace
 ) -> Tensor | None:  # fmt: skip
     """As `plan_splits`, of `latent_decode_attention`."""
-    tiling = _latent_tiling(len(kv_lengths), spec, workspace)
+    tiling = _latent_tiling(kv_lengths.device, len(kv_lengths), spec, workspace)
     if not tiling.extra_splits or not len(kv_lengths) or not kv_lengths.is_cuda:
         return None
     from phalanx.kernels.attention.split_kv import plan
@@ -154,18 +168,26 @@ def latent_decode_attention(
     """See `reference.latent_decode_attention`. The cache is contiguous, and the last dims of query and rotated. workspace, splits,
     early_lengths: as of `decode_attention`. Nothing is read by the host: the launch may be captured, and replayed with other
     lengths."""
+    rows, spec = len(query), LatentSpec.of(query.shape[1], cache)
+    arguments = query, rotated, cache, block_tables, table_rows, kv_lengths
+    options: dict[str, Any] = {
+        "scale": scale, "workspace": workspace, "splits": splits, "early_lengths": early_lengths,
+        "tiling": _latent_tiling(query.device, rows, spec, workspace),
+    }  # fmt: skip
+    if supports_warp_specialized_latent(query.device, rows, spec):
+        from phalanx.kernels.attention.latent_decode_hopper import latent_decode_attention as warp_specialized
+
+        return warp_specialized(*arguments, **options)
     from phalanx.kernels.attention.latent_decode import latent_decode_attention as kernel
 
-    tiling = _latent_tiling(len(query), LatentSpec.of(query.shape[1], cache), workspace)
-    return kernel(
-        query, rotated, cache, block_tables, table_rows, kv_lengths, scale=scale, workspace=workspace, tiling=tiling, splits=splits,
-        early_lengths=early_lengths,
-    )  # fmt: skip
+    return kernel(*arguments, **options)
 
 
-def _latent_tiling(rows: int, spec: LatentSpec, workspace: SplitKvWorkspace) -> LatentTiling:
-    sizes = spec.heads, spec.width, spec.itemsize
-    return select_latent_decode(max(rows, 1), *sizes, workspace.num_sms, shared_memory=workspace.shared_memory)
+def _latent_tiling(device: torch.device, rows: int, spec: LatentSpec, workspace: SplitKvWorkspace) -> LatentTiling:
+    rows, num_sms = max(rows, 1), workspace.num_sms
+    if supports_warp_specialized_latent(device, rows, spec):
+        return select_latent_bands(rows, spec.heads, num_sms)
+    return select_latent_decode(rows, spec.heads, spec.width, spec.itemsize, num_sms, shared_memory=workspace.shared_memory)
 
 
 def supports_prefill(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

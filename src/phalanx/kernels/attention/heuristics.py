@@ -184,6 +184,30 @@ def select_latent_decode(
     return LatentTiling(band, extra_splits, tile, warps, stages, 64 if apart else 128, apart)
 
 
+LATENT_RANK, LATENT_ROPE = 512, 64
+"""Of the latents to which the warp-specialized kernel for latent decode attention attends (DeepSeek's and Kimi's)."""
+
+LATENT_BAND, LATENT_TILE = 64, 64
+"""Heads of a program of that kernel, and tokens that it computes at a time."""
+
+LATENT_BAND_LEAST = 33
+"""Heads of a rank from which on that kernel is used: a band of fewer would be empty by half."""
+
+
+def select_latent_bands(rows: int, heads: int, num_sms: int) -> LatentTiling:
+    """As `select_latent_decode`, of the warp-specialized kernel, for up to ROW_CLASSES[-1] rows. A program of it takes a whole
+    multiprocessor: splits are so many that each has one, and some for a row that is much longer than the others. A kernel of its
+    own merges them."""
+    bands = -(-heads // LATENT_BAND)
+    extra_splits = max(num_sms // bands - rows, num_sms // (2 * bands), 1)
+    return LatentTiling(LATENT_BAND, extra_splits, LATENT_TILE, warps=4, stages=2, chunk=LATENT_TILE, apart=True)
+
+
+def select_latent_merge(rows: int) -> tuple[int, int, bool]:
+    """lanes, at_once and block of `split_reduce.merge_apart`. Of few rows each may have many splits."""
+    return (1, 16, True) if rows < FEW_ROWS else (2, 8, False)
+
+
 def _latent_tilings(band: int, width: int, itemsize: int, shared_memory: int) -> list[tuple[int, int, int]]:
     """Those of LATENT_TILINGS that fit."""
     tilings = LATENT_TILINGS.get((band, itemsize), ())

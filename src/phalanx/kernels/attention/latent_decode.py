@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.attention.decode import _blocks, _dot, _in_fp16
-from phalanx.kernels.attention.heuristics import LatentTiling, SplitKvWorkspace
+from phalanx.kernels.attention.heuristics import LatentTiling, SplitKvWorkspace, select_latent_merge
 from phalanx.kernels.attention.split_kv import load_split, plan
 from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, merge_apart, split_reduce
 from phalanx.kernels.capabilities import sm_arch
@@ -191,8 +191,9 @@ def latent_decode_attention(
         INDIRECT=splits is None and table_rows is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, launch_pdl=sm >= 90,
     )  # fmt: skip
     if merged_apart is not None:
+        lanes, at_once, block = select_latent_merge(rows)
         merge_apart(
-            merged_apart, out, None, split_max, totals, outs, kv_heads=1, heads=heads, width=width, lanes=MERGED_HEADS, at_once=8,
-            block=False, value_scale=1.0, early_lengths=early_lengths, sm=sm,
+            merged_apart, out, None, split_max, totals, outs, kv_heads=1, heads=heads, width=width, lanes=lanes, at_once=at_once,
+            block=block, value_scale=1.0, early_lengths=early_lengths, sm=sm,
         )  # fmt: skip
     return out
