@@ -117,9 +117,13 @@ def _one_wave(rows: int, programs: int, token_bytes: int, num_sms: int) -> Decod
     return DecodeTiling(per_row * rows, 128, tile=2 * each, warps=2, stages=3, registers=168)
 
 
+MAX_MERGED_SPLITS = 128
+"""Splits of a row, at most, where a kernel of its own merges them."""
+
+
 class LatentTiling(NamedTuple):
     """Of latent decode attention. heads: rows of a program's tiles of scores, 16 or more; apart: a kernel of its own merges the
-    splits; its other fields as of `DecodeTiling`."""
+    splits, at most `most_merged` of a row; its other fields as of `DecodeTiling`."""
 
     heads: int
     extra_splits: int
@@ -128,16 +132,13 @@ class LatentTiling(NamedTuple):
     stages: int
     chunk: int = 128
     apart: bool = False
+    most_merged: int = MAX_MERGED_SPLITS
 
     @property
     def split(self) -> DecodeTiling:
         """As `split_kv.plan` takes it."""
-        most = MAX_MERGED_SPLITS if self.apart else MAX_SMALL_SPLITS
+        most = self.most_merged if self.apart else MAX_SMALL_SPLITS
         return DecodeTiling(self.extra_splits, self.chunk, self.tile, self.warps, self.stages, 255, max_splits=most)
-
-
-MAX_MERGED_SPLITS = 128
-"""Splits of a row, at most, where a kernel of its own merges them."""
 
 
 LATENT_TILINGS = {
@@ -190,6 +191,10 @@ LATENT_RANK, LATENT_ROPE = 512, 64
 LATENT_BAND, LATENT_TILE = 64, 64
 """Heads of a program of that kernel, and tokens that it computes at a time."""
 
+LATENT_BAND_SPLITS = 64
+"""Splits of a row, at most, in that kernel, each of which leaves 128 KiB: one row of 16,384 tokens takes twice as long with 128
+(benchmarks/results/kernels_latent.json)."""
+
 LATENT_BAND_LEAST = 33
 """Heads of a rank from which on that kernel is used: a band of fewer would be empty by half."""
 
@@ -200,7 +205,8 @@ def select_latent_bands(rows: int, heads: int, num_sms: int) -> LatentTiling:
     own merges them."""
     bands = -(-heads // LATENT_BAND)
     extra_splits = max(num_sms // bands - rows, num_sms // (2 * bands), 1)
-    return LatentTiling(LATENT_BAND, extra_splits, LATENT_TILE, warps=4, stages=2, chunk=LATENT_TILE, apart=True)
+    tiling = LatentTiling(LATENT_BAND, extra_splits, LATENT_TILE, warps=4, stages=2, chunk=LATENT_TILE, apart=True)
+    return tiling._replace(most_merged=LATENT_BAND_SPLITS)
 
 
 def select_latent_merge(rows: int) -> tuple[int, int, bool]:
