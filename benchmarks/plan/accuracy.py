@@ -34,11 +34,11 @@ GATES = {
     "throughput rows over 0.05, part": 0.18,
     "KV tokens below the least start": 0.01,
     "KV tokens of mixtures below the least start": 0.02,
-    "KV tokens of H100 below the least start": 0.02,
+    "KV tokens of H100 below the least start": 0.025,
     "KV tokens above a start": 0.0,
 }
 """The goals, as parts of the measured figure; but for decode rows (0.1 for the worst: gpt-oss-120b with one request misses it),
-throughput rows (0.05 for each: 5 of 40 miss it) and KV tokens (never above: one start gave 0.12 percent less)."""
+throughput rows (0.05 for each: 9 of 62 miss it) and KV tokens (never above: one start gave 0.12 percent less)."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,9 @@ def figures(decode_lines: Sequence[Line], batch_lines: Sequence[Line], kv_lines:
         "throughput rows, worst": max(batch),
         "throughput rows over 0.05, part": sum(each > 0.05 for each in batch) / len(batch),
         "KV tokens below the least start": kv_shortfall([each for each in kv_lines if not (_of_mixture(each) or _on_h100(each))]),
-        "KV tokens of mixtures below the least start": kv_shortfall([line for line in kv_lines if _of_mixture(line)]),
+        "KV tokens of mixtures below the least start": kv_shortfall(
+            [line for line in kv_lines if _of_mixture(line) and not _on_h100(line)]
+        ),
         "KV tokens of H100 below the least start": kv_shortfall([line for line in kv_lines if _on_h100(line)]),
         "KV tokens above a start": max(0.0, *(line.error for line in kv_lines)),
     }

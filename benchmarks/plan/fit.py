@@ -173,16 +173,18 @@ def prompt_attention(file: str, kernel: str) -> tuple[float, float]:
 
 
 def row_slopes() -> tuple[float, float]:
-    """Nanoseconds of one row's attention for each token of its context, up to LONG_ROW and beyond: medians over heads and dtypes
-    of the cells of one request."""
-    document = json.loads((RESULTS / "kernels_attention_batches.json").read_text(encoding="utf-8"))
+    """Nanoseconds of one row's attention for each token of its context, up to LONG_ROW and beyond, in the chain of a layer: the
+    median over heads and dtypes, and the least, as bytes, which take longer with more heads, are priced apart."""
+    document = json.loads((RESULTS / "kernels_attention_merge.json").read_text(encoding="utf-8"))
     short, long = [], []
-    for name, cell in document.items():
-        if name.endswith("R=1 T=1500"):
-            heads = name.removesuffix("R=1 T=1500")
-            short.append((cell["chosen"][0] - document[f"{heads}R=1 T=200"]["chosen"][0]) * 1e3 / 1300)
-            long.append((document[f"{heads}1x32768"]["chosen"][0] - cell["chosen"][0]) * 1e3 / (32768 - 1500))
-    return float(np.median(short)), float(np.median(long))
+    for name in document:
+        heads, _, tokens = name.rpartition(" 1x")
+        if tokens == "2048":
+            cells = [document[f"{heads} 1x{context}"] for context in (200, 2048, 32768)]
+            least, middle, most = (cell[cell["chosen"]][1] for cell in cells)
+            short.append((middle - least) * 1e3 / 1848)
+            long.append((most - middle) * 1e3 / (32768 - 2048))
+    return float(np.median(short)), min(long)
 
 
 def far_attention(kind: str) -> float:
@@ -198,15 +200,14 @@ def far_attention(kind: str) -> float:
     return float(np.median(reached)) * 1e12 / catalogue.gpu("H200").memory_bandwidth
 
 
-def latent_attention(band: int) -> float:
-    """The part of the peak in 16 bit that absorbed attention over latents reaches in programs of `band` heads each: with 256 rows
-    of 1,500 tokens and 64 heads, in the fastest of these tilings, which is the one that is chosen now."""
+def latent_attention(heads: int) -> float:
+    """The part of the peak in 16 bit that absorbed attention over latents reaches with so many heads, and 256 rows of 1,500
+    tokens."""
     document = json.loads((RESULTS / "kernels_latent.json").read_text(encoding="utf-8"))
-    cell = document["bf16 64 heads 256x1500"]
-    us = min(times[0] for name, times in cell.items() if name.startswith(f"({band}, 0, "))
+    us, *_ = document[f"bf16 {heads} heads 256x1500"]["chosen"]
     latent = shape_named("deepseek-v2").latent
     assert latent is not None
-    flops = 2.0 * 64 * (latent.cached + latent.kv_rank) * 256 * 1500
+    flops = 2.0 * heads * (latent.cached + latent.kv_rank) * 256 * 1500
     return float(flops / (us * 1e-6) / catalogue.gpu("H200").flops("bf16"))
 
 

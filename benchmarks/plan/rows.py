@@ -30,6 +30,7 @@ REFERENCE_GBPS = 4380.0
 HELD_OUT = frozenset({
     "llama-3.1-8b_long_row_kv_fp8", "llama-3.1-8b_8x32768x512_kv_fp8", "llama-3.1-70b_fp8_tp2_contexts_kv_fp8",
     "llama-3.1-8b_long_prompts", "llama-3.1-8b_long_prompts_kv_fp8", "llama-3.1-70b_fp8_tp2_long_prompts_kv_fp8",
+    "llama-3.1-70b_fp8_tp2_few_rows_kv_fp8",
 })  # fmt: skip
 """Files that no coefficient may be fitted to: decode rows of the present attention kernel at contexts of up to 32,768 tokens."""
 
@@ -60,7 +61,6 @@ def beside_prompts(work: Workload) -> bool:
 WITHOUT_ROUTER = {
     "mixtral-8x7b", "mixtral-8x7b_ep2_kv_fp8", "mixtral-8x7b_ep2_one_sided_kv_fp8", "mixtral-8x7b_ep2_a2a_kv_fp8",
     "mixtral-8x7b_replicas2_kv_fp8", "mixtral-8x7b_tp2_1024_decodes_kv_fp8", "qwen3-30b-a3b", "deepseek-v3_4_layers_tp2",
-    "deepseek-v3_16_layers_tp2_moe_ep2", "deepseek-v3_16_layers_ep2",
 }  # fmt: skip
 """Files of before d4c3aa7, whose layers drew their experts and left the router's GEMM out."""
 
@@ -103,8 +103,11 @@ class Row:
             return "most tokens are decoded beside the prompts of other requests"
         if self.file.startswith("llama-3.1-8b_contexts") and self.workload.input_len >= 8192:
             return "decode attention of long rows is faster since 3a955f5"
-        if self.kind == "batch" and self.model.startswith("deepseek") and self.date <= "2026-11-27":
+        if self.kind == "batch" and self.model.startswith("deepseek") and self.commit != "6c20f35" and self.date <= "2026-11-27":
             return "prompts of latent attention were expanded for eight heads at a time then"
+        long_row = self.workload.requests == 1 and self.workload.input_len >= 2048 and self.kind == "decode"
+        if long_row and self.file != "llama-3.1-70b_fp8_tp2_few_rows_kv_fp8":
+            return "the splits of one long row have small programs, and a kernel that merges them, since b7c2001"
         split = self.moe_ep > 1 and self.commit == "87975dc"
         if split and self.workload.requests == 1:
             return "a token alone made each rank read an expert for each of its pairs then, also for those of other ranks"

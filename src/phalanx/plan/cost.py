@@ -48,8 +48,8 @@ HOPPER = 90
 LONG_PROMPT_HEAD_DIMS = (64, 128)
 """Of models whose long prompts have a kernel of their own on GPUs of that SM."""
 
-LATENT_HEADS = 64
-"""Heads of a rank from which on programs of latent attention have 64 each."""
+LATENT_HEADS = 33
+"""Heads of a rank from which on latent attention has a kernel of its own on Hopper (kernels/attention/heuristics.py)."""
 
 LONG_STEP = 2048
 """Tokens from which on row-parallel GEMMs write to the ranks that own the rows."""

@@ -206,6 +206,8 @@ def graph_bytes(shape: Shape, dtype: str, split: Split, max_batch_size: int, max
     FEW_GRAPH_TOKENS tokens: those of fewer are in the constant of `OVERHEADS`, which was fitted with all their sizes."""
     rows, tokens = -(-max_batch_size // split.pp), min(max_num_tokens, max_graph_tokens(shape, dtype, split))
     captured = GRAPH_BYTES * sum(map(len, graph_sizes(rows, max(tokens, min(max_num_tokens, FEW_GRAPH_TOKENS)))))
+    if shape.latent is not None:  # each head's query over latents, and what it attended to
+        captured += 2 * tokens * -(-shape.num_heads // split.tp) * shape.latent.kv_rank * itemsize(dtype)
     if tokens <= FEW_GRAPH_TOKENS:
         return captured
     pairs = 0 if shape.experts is None else tokens * shape.experts.per_token  # of a token and an expert, each with an output

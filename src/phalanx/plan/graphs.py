@@ -23,7 +23,7 @@ four times the work of keys and values that are expanded once: for short prompts
 ABSORBED_SECONDS, ABSORBED_FLOPS = 1e-3, 80e12
 """How long absorbed attention of prompts may take in a layer, so that a graph of a step with them gains, where the host takes
 HOST_SECONDS_OF_EXPERTS or more; and what it reaches at least, of one number of heads or another, in 16 bit
-(benchmarks/results/kernels_latent.json)."""
+(benchmarks/results/kernels_latent{,_before}.json)."""
 
 MAX_PREFILL_ROWS, TOKENS_PER_PREFILL_ROW, TOKENS_PER_MORE_ROWS = 64, 4, 64
 """Prefill rows in one mixed graph: MAX_PREFILL_ROWS, or one for each TOKENS_PER_MORE_ROWS tokens where that is more, unless each

@@ -150,7 +150,7 @@ LATENT_TILINGS = {
     (16, 4): ((16, 4, 2),),
 }
 """Heads of a program and bytes of a cached element -> (tile, warps, stages), the fastest on an H200 first
-(benchmarks/results/kernels_latent.json); the others are for GPUs with less shared memory."""
+(benchmarks/results/kernels_latent_before.json); the others are for GPUs with less shared memory."""
 
 
 def select_latent_decode(
