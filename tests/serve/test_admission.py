@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door counts what is inside, and gives every place back."""
+"""Admission control counts what is inside, and gives every place back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that speaks the engine's messages and misbehaves as told: the `model` option names the way.
 
-Answers an Add with two tokens a message, in frames of one multipart message, until max_tokens. Token 13 is answered as said.
+Answers an AddRequest with two tokens a message, in frames of one multipart message, until max_tokens. Token 13 is answered as said.
 """
 
 from __future__ import annotations

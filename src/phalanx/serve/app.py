@@ -31,8 +31,8 @@ from phalanx.metrics import Metrics
 from phalanx.plan.auto import planned
 from phalanx.serve.admission import AdmissionControl
 from phalanx.serve.client import EngineClient
-from phalanx.serve.connections.door import install_door
 from phalanx.serve.connections.listen import bind
+from phalanx.serve.connections.middleware import install_middleware
 from phalanx.serve.lifecycle import Lifecycle
 from phalanx.serve.openai import chat, completions, experts, status, tokenize
 from phalanx.serve.openai.api_errors import ApiError
@@ -136,7 +136,7 @@ def make_app(service: Service, serving: ServeOptions, *, api_keys: Sequence[str]
 
     for kind in (ApiError, PhalanxError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, error_response)
-    install_door(app, api_keys=api_keys, open_metrics=serving.open_metrics, cors_origins=serving.read_cors_origins())
+    install_middleware(app, api_keys=api_keys, open_metrics=serving.open_metrics, cors_origins=serving.read_cors_origins())
     install_openapi(app, model_name=service.model_name, with_key=bool(api_keys), open_metrics=serving.open_metrics)
     return app
 

@@ -71,7 +71,7 @@ def test_equals_the_oracle_in_the_interpreter() -> None:
     assert not {case: apart for case, apart in results.items() if any(apart)}
 
 
-def test_the_door_takes_the_reference_off_a_gpu() -> None:
+def test_the_public_function_takes_the_reference_off_a_gpu() -> None:
     x, residual, weight = inputs(2, 64, torch.bfloat16)
     ours = kernels.residual_rms_norm_quant(x, residual, weight, 1e-5)
     for left, right in zip(ours, reference.residual_rms_norm(x, residual, weight, 1e-5), strict=True):

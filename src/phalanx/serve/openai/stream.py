@@ -28,7 +28,7 @@ Event = bytes | list[bytes | memoryview]
 
 DONE = b"data: [DONE]\n\n"
 SHORT_SEND = "phalanx.short_send"
-"""The extension of the ASGI scope with a `send` that fewer layers wrap (`connections.door`), for a response that has begun."""
+"""The extension of the ASGI scope with a `send` that fewer layers wrap (`connections.middleware`), for a response that began."""
 _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),

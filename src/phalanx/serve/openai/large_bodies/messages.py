@@ -2,7 +2,8 @@
 """What a server and the processes that read its large bodies say to each other, over a Unix socket: frames of a length and bytes.
 
 The server begins with `Setup`. Then it sends a `Job` and, as a frame of its own, a body; the process may ask for what is stored
-(`WantedItem`, `WantedConversation`), each answered by a `TextCount` and its texts, and ends with `Prepared`, `Answer` or `Refused`.
+(`WantedItem`, `WantedConversation`), each answered by a `TextCount` and its texts, and ends with `Prepared`, `ResponseBody` or
+`ApiErrorMessage`.
 
 What may have megabytes is a frame of its own, or a view into the frame it came in: a copy would take the server's interpreter lock
 for as long as it takes.
@@ -60,7 +61,7 @@ class WantedConversation(msgspec.Struct, tag=True):
     response_id: str
 
 
-class Refused(msgspec.Struct, tag=True):
+class ApiErrorMessage(msgspec.Struct, tag=True):
     """The request is answered with an error: the fields of an ApiError (kind: its type)."""
 
     status: int
@@ -71,7 +72,7 @@ class Refused(msgspec.Struct, tag=True):
     headers: dict[str, str]
 
     @classmethod
-    def of(cls, error: ApiError) -> Refused:
+    def of(cls, error: ApiError) -> ApiErrorMessage:
         return cls(error.status, error.message, error.type, error.param, error.code, error.headers)
 
     def error(self) -> ApiError:
@@ -83,17 +84,17 @@ class Stored:
     """The JSON of an item, or of the lists of items of a conversation, the first ones first; or why there is none."""
 
     texts: Sequence[bytes | memoryview]
-    refused: Refused | None = None
+    refused: ApiErrorMessage | None = None
 
 
 class TextCount(msgspec.Struct):
     """So many texts follow, each as a frame; or why there are none."""
 
     count: int
-    refused: Refused | None = None
+    refused: ApiErrorMessage | None = None
 
 
-class Answer(msgspec.Struct, tag=True):
+class ResponseBody(msgspec.Struct, tag=True):
     """The body of the answer. accepted: the fields of the request that had no effect."""
 
     content: memoryview
@@ -115,7 +116,7 @@ class Prepared(msgspec.Struct, tag=True):
     items: EncodedItems | None = None
 
 
-Reply = WantedItem | WantedConversation | Refused | Answer | Prepared
+Reply = WantedItem | WantedConversation | ApiErrorMessage | ResponseBody | Prepared
 
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode

@@ -27,10 +27,10 @@ from phalanx.log import get_logger
 from phalanx.serve.openai.body import parse
 from phalanx.serve.openai.large_bodies import messages
 from phalanx.serve.openai.large_bodies.messages import (
-    Answer,
+    ApiErrorMessage,
     Job,
     Prepared,
-    Refused,
+    ResponseBody,
     Setup,
     Stored,
     TextCount,
@@ -110,7 +110,7 @@ class LargeBodies:
             process.end()
 
     async def _run(
-        self, route: str, body: Sequence[bytes], convert: Callable[[Answer | Prepared], T], lookup: StoredLookup | None = None
+        self, route: str, body: Sequence[bytes], convert: Callable[[ResponseBody | Prepared], T], lookup: StoredLookup | None = None
     ) -> T:  # fmt: skip
         loop = asyncio.get_running_loop()
 
@@ -131,7 +131,7 @@ class LargeBodies:
         return result
 
     def _read(
-        self, route: str, body: Sequence[bytes], convert: Callable[[Answer | Prepared], T], ask: StoredLookup
+        self, route: str, body: Sequence[bytes], convert: Callable[[ResponseBody | Prepared], T], ask: StoredLookup
     ) -> tuple[list[str], T]:  # fmt: skip
         process = self._process()
         with self._lock:
@@ -148,7 +148,7 @@ class LargeBodies:
             with self._lock:
                 self._busy.discard(process)
         self._keep(process)
-        if isinstance(reply, Refused):
+        if isinstance(reply, ApiErrorMessage):
             raise reply.error()
         return reply.accepted, convert(reply)
 
@@ -208,7 +208,7 @@ class _ReaderProcess:
     def alive(self) -> bool:
         return self._child.alive
 
-    def read(self, route: str, body: Sequence[bytes], ask: StoredLookup) -> Answer | Prepared | Refused:
+    def read(self, route: str, body: Sequence[bytes], ask: StoredLookup) -> ResponseBody | Prepared | ApiErrorMessage:
         """What it makes of a body. Raises EngineError if it ends, or takes too long; then it must be ended."""
         problem = "failed"
         try:
@@ -263,13 +263,13 @@ def response_of(reply: Prepared) -> PreparedResponse:
     return PreparedResponse(parse(reply.request, ResponsesRequest), reply.items, chat_of(reply, reply.chat))
 
 
-def _prepared(reply: Answer | Prepared) -> Prepared:
+def _prepared(reply: ResponseBody | Prepared) -> Prepared:
     assert isinstance(reply, Prepared)
     return reply
 
 
-def _content(reply: Answer | Prepared) -> memoryview:
-    assert isinstance(reply, Answer)
+def _content(reply: ResponseBody | Prepared) -> memoryview:
+    assert isinstance(reply, ResponseBody)
     return reply.content
 
 

@@ -23,7 +23,14 @@ from phalanx.serve.engine_requests import build_request, check_request
 from phalanx.serve.openai.api_errors import api_error_of, bad_request
 from phalanx.serve.openai.body import check_counts, parse
 from phalanx.serve.openai.large_bodies import messages
-from phalanx.serve.openai.large_bodies.messages import Answer, Prepared, Refused, Setup, WantedConversation, WantedItem
+from phalanx.serve.openai.large_bodies.messages import (
+    ApiErrorMessage,
+    Prepared,
+    ResponseBody,
+    Setup,
+    WantedConversation,
+    WantedItem,
+)
 from phalanx.serve.openai.prepare import PreparedChat, prepare_chat, prepare_completion, prepare_response
 from phalanx.serve.openai.prompt_context import PromptContextCopy
 from phalanx.serve.openai.prompts import encode_chat, encode_prompts
@@ -68,7 +75,7 @@ class Reader:
     def __init__(self, connection: socket.socket, setup: Setup) -> None:
         self._connection, self._names = connection, setup.names
         self._engine = engine_of(setup)
-        self._routes: dict[str, Callable[[bytes, set[str]], Answer | Prepared]] = {
+        self._routes: dict[str, Callable[[bytes, set[str]], ResponseBody | Prepared]] = {
             "completion": self._completion,
             "chat": self._chat,
             "response": self._response,
@@ -89,12 +96,12 @@ class Reader:
             if self._trim is not None:
                 self._trim(0)
 
-    def _reply(self, route: str, body: bytes) -> Answer | Prepared | Refused:
+    def _reply(self, route: str, body: bytes) -> ResponseBody | Prepared | ApiErrorMessage:
         try:
             check_counts(body)
             return self._routes[route](body, set())
         except Exception as error:
-            return Refused.of(api_error_of(error))
+            return ApiErrorMessage.of(api_error_of(error))
 
     def _read(self, body: bytes, model: type[Model], accepted: set[str]) -> Model:
         request = parse(body, model, accepted)
@@ -149,13 +156,13 @@ class Reader:
         reply.request = _remaining(request, {"input"}, b'"input":""')
         return reply
 
-    def _tokenize(self, body: bytes, accepted: set[str]) -> Answer:
+    def _tokenize(self, body: bytes, accepted: set[str]) -> ResponseBody:
         request = self._read(body, TokenizeRequest, accepted)
-        return Answer(memoryview(tokenized(request, self._engine)), sorted(accepted))
+        return ResponseBody(memoryview(tokenized(request, self._engine)), sorted(accepted))
 
-    def _detokenize(self, body: bytes, accepted: set[str]) -> Answer:
+    def _detokenize(self, body: bytes, accepted: set[str]) -> ResponseBody:
         request = self._read(body, DetokenizeRequest, accepted)
-        return Answer(memoryview(detokenized(request, self._engine)), sorted(accepted))
+        return ResponseBody(memoryview(detokenized(request, self._engine)), sorted(accepted))
 
     # ---- Items: what the server stores ---------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import msgspec
 
 from phalanx.serve.openai.api_errors import ApiError, bad_request
 from phalanx.serve.openai.body import LARGE_BYTES, MAX_BODY_BYTES
-from phalanx.serve.openai.large_bodies.messages import Refused, Stored, WantedConversation, WantedItem
+from phalanx.serve.openai.large_bodies.messages import ApiErrorMessage, Stored, WantedConversation, WantedItem
 from phalanx.serve.openai.responses.conversation import MAX_REFERENCES
 from phalanx.serve.openai.responses.store import Item, ResponseStore, StoredResponse, decode_items
 from phalanx.serve.openai.schema.responses_request import ItemReference, ResponsesRequest
@@ -50,7 +50,7 @@ class StoredItems:
                 return Stored([] if text is None else [text])
             return Stored([items.text for items in previous_response(self._store, wanted.response_id).conversation])
         except ApiError as error:
-            return Stored([], Refused.of(error))
+            return Stored([], ApiErrorMessage.of(error))
 
     def are_large(self, request: ResponsesRequest) -> bool:
         """Whether the items that a request goes on after or refers to must not be decoded on the event loop."""

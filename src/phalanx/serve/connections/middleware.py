@@ -18,7 +18,7 @@ PREFLIGHT_SECONDS = 600
 """How long a browser may keep the answer to a preflight request."""
 
 
-def install_door(app: FastAPI, *, api_keys: Sequence[str], open_metrics: bool, cors_origins: Sequence[str]) -> None:
+def install_middleware(app: FastAPI, *, api_keys: Sequence[str], open_metrics: bool, cors_origins: Sequence[str]) -> None:
     """Add the middleware. A preflight request carries no key, so cross-origin requests are judged first."""
     app.add_middleware(ShortSend)
     app.add_middleware(HeadAsGet)
