@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decode step of Llama-3-8B shapes in bf16 on one GPU, eager and from graphs: same tokens, time per token, kernels by time.
 
-0. products: one row times each of the model's matrices by the kernels that there are, over copies that no cache holds.
+0. gemms: one row times each of the model's matrices by the kernels that there are, over copies that no cache holds.
 1. tokens: a small checkpoint decodes greedily in batches of several sizes; graphs and eager steps must give the same tokens.
 2. tpot: through the total engine, (t(129 tokens) - t(1 token)) / 128 at input 128, best of 2, as the peers were measured.
 3. prompts: steps of one prompt, which the first token waits for, from graphs and eager: milliseconds by the wall clock, of the host
@@ -9,7 +9,7 @@
 4. steps: the runner alone, one step ahead as the engine keeps it, milliseconds per step by the wall clock; and the kernels of one
    replayed step by time (torch's profiler), with the bytes that the step must read over the time.
 
-    python -m benchmarks.engine.decode_step --out DIR [--parts products,tokens,prompts,steps,tpot] [--requests 1,64]
+    python -m benchmarks.engine.decode_step --out DIR [--parts gemms,tokens,prompts,steps,tpot] [--requests 1,64]
         [--prompts 16,128,256]
 """
 
@@ -50,7 +50,7 @@ PROMPT, STEPS = 128, 64
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    parser.add_argument("--parts", default="products,tokens,steps,tpot")
+    parser.add_argument("--parts", default="gemms,tokens,steps,tpot")
     parser.add_argument("--requests", default="1,64")
     parser.add_argument("--prompts", default="16,128,256", help="tokens of each prompt of the part `prompts`")
     parser.add_argument("--modes", default="graphs,eager")
@@ -64,7 +64,7 @@ def main() -> int:
     requests = [int(count) for count in args.requests.split(",")]
     figures: dict[str, Any] = {}
     for part, measure in (
-        ("products", products),
+        ("gemms", gemms),
         ("tokens", tokens),
         ("prompts", lambda: prompts_of(args)),
         ("steps", lambda: steps(args)),
@@ -138,7 +138,7 @@ VARIANTS = [
 """(rows, block, warps) of `gemv`."""
 
 
-def products() -> dict[str, Any]:
+def gemms() -> dict[str, Any]:
     """Microseconds and TB/s."""
     from functools import partial
 

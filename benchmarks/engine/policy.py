@@ -2,7 +2,7 @@
 """The real scheduler on a simulated clock: what its policy costs on the throughput workload, without a GPU.
 
 A step takes token * (tokens computed), or base if that is longer, + key * (KV tokens read) + eager with a prompt's chunk (ms).
-The constants of each machine are estimates from the targets' floors: they serve to compare policies.
+The constants of each machine are estimates from the targets' lower bounds: they serve to compare policies.
 """
 
 from __future__ import annotations

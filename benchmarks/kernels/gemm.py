@@ -111,10 +111,10 @@ def one(shapes: list[str], _: list[int]) -> Iterator[tuple[str, Case]]:
     for shape in shapes:
         for name, size in SHAPES[shape].items():
             p = make(shape != "8b", 1, size)
-            yield f"{shape} {name} {size}", Case(p.weights, p.weights[0].nbytes / 1e6, dict(of_one_token(p)))
+            yield f"{shape} {name} {size}", Case(p.weights, p.weights[0].nbytes / 1e6, dict(gemv_candidates(p)))
 
 
-def of_one_token(p: Gemm) -> Iterator[tuple[str, Candidate]]:
+def gemv_candidates(p: Gemm) -> Iterator[tuple[str, Candidate]]:
     if p.x.dtype == BF16:
         yield "torch", Candidate(lambda w: F.linear(p.x, w), p.wanted)
         for tiling in GEMV:

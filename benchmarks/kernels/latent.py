@@ -3,7 +3,7 @@
 on one GPU: rank 512, rope 64, KV blocks of 16, latents in bf16 and in e4m3 (which FlashInfer does not read).
 
 Each tiling is verified against the reference on some of the rows, then timed in a CUDA graph over enough copies of the latents that
-none is in a cache: median of 4 replays, per launch. TB/s are of the latents, read once; TFLOP/s are of both products. Splits and
+none is in a cache: median of 4 replays, per launch. TB/s are of the latents, read once; TFLOP/s are of both GEMMs. Splits and
 FlashInfer's schedule are planned before. Heads are those of one rank: 16 of DeepSeek-V2-Lite or of V3 on 8, 64 of V2 on two, 128.
 
     python -m benchmarks.kernels.latent --out DIR [--heads 16,64,128] [--kv bf16,e4m3] [--batches 1x1024,64x1500] [--variants none]

@@ -4,7 +4,7 @@
 
 32/8 are the layers of Llama-3-8B, 16/2 those of one rank of four of Llama-3-70B without its all-reduces, in FP8, from a CUDA graph:
 so attention has before it and behind it what it has in an engine, which it overlaps. Figures are microseconds a layer: medians of
-replays that stand back to back, behind as many that are not counted, so that the clock has settled. Rows are alike (200 or 1,500
+replays that stand back to back, behind as many that are not counted, so that the clock is steady. Rows are alike (200 or 1,500
 tokens), mixed (1 to 2,999, by chance) or skewed (200, and one of 16,384).
 
 To compare two states of the tree, run it in turn with the other's `src` in PYTHONPATH and `--label`.

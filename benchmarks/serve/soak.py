@@ -212,7 +212,7 @@ async def drive(url: str, mix: Mix, count: int, *, clients: int) -> Counter[str]
     return wrong
 
 
-def settled(url: str, seconds: float = 30.0) -> bool:
+def becomes_idle(url: str, seconds: float = 30.0) -> bool:
     """Whether soon nothing runs, waits or is queued, and no KV block is in use."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -273,7 +273,7 @@ def soak(url: str, server: psutil.Process, mix: Mix, *, requests: int, every: in
     state, begin = Soak(), time.monotonic()
     for _ in range(0, requests, every):
         state.wrong += asyncio.run(drive(url, mix, every, clients=clients))
-        state.idle = settled(url) and state.idle
+        state.idle = becomes_idle(url) and state.idle
         state.seconds.append(round(time.monotonic() - begin, 1))
         state.samples.append(rested(server, state.samples[-1]) if len(state.samples) > warm_up else resident(server))
         yield state

@@ -125,12 +125,12 @@ def test_a_rebalance_under_load_loses_nothing(server: Any, skewed: Skewed, capsy
         assert failures == []
         # What ranks count for the same requests, before and after.
         before = [imbalance(row["rank_tokens"]) for row in default_loads(skewed, experts(client))]
-        settled = until(lambda: steady(client), 20.0)
+        start = until(lambda: steady(client), 20.0)
         assert [complete(client, skewed, number) for number in range(len(expected))] == expected
         pairs = sum(skewed.counts[0])
-        moved = counts(client, sum(settled["layers"][0]["tokens"]) + pairs)
+        moved = counts(client, sum(start["layers"][0]["tokens"]) + pairs)
         after = []
-        for old, new in zip(settled["layers"], moved["layers"], strict=True):
+        for old, new in zip(start["layers"], moved["layers"], strict=True):
             assert [b - a for a, b in zip(old["tokens"], new["tokens"], strict=True)] == skewed.counts[new["layer"]]
             after.append(imbalance([b - a for a, b in zip(old["rank_tokens"], new["rank_tokens"], strict=True)]))
         print(f"imbalance before {before}, after {after}; longest move {moved['longest_move_seconds'] * 1e3:.1f} ms")

@@ -78,11 +78,11 @@ def test_a_path_that_rounds_otherwise_holds(setting: Setting) -> None:
     assert (path.logprobs != setting.plain.logprobs).double().mean() > 0.9
 
 
-@pytest.mark.parametrize("product", GEMMS)
-def test_a_scale_that_is_off_is_found_and_named(setting: Setting, product: str) -> None:
-    by = {"down": 1.04}.get(product, 1.02)
-    faults = setting.faults(scaled(product, by))
-    assert any(f"the fast path's {product} seems scaled by 1.0" in fault for fault in faults), faults
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_a_scale_that_is_off_is_found_and_named(setting: Setting, gemm: str) -> None:
+    by = {"down": 1.04}.get(gemm, 1.02)
+    faults = setting.faults(scaled(gemm, by))
+    assert any(f"the fast path's {gemm} seems scaled by 1.0" in fault for fault in faults), faults
 
 
 @pytest.mark.parametrize("change", [without_a_residual, with_other_tokens_scales])

@@ -141,7 +141,7 @@ with torch.inference_mode():
     call = second_call(tuned(group, message_bytes=1 << 20, strategy="TWOSHOT", tables=folder / "none"), torch.device("cpu"))
     with traced() as files:
         call()
-found["files"] = files
+results["files"] = files
 """
     for rank in comm_cpu_ranks.run(2, body, tmp_path):
         assert {"models/layers/linear.py", "comm/shared_memory.py"} <= rank["files"]

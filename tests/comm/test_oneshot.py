@@ -47,40 +47,40 @@ def test_rows_are_covered(rows: int, pitch: int, world: int, whole_rows: bool) -
         assert launch.loop == (launch.programs < rows)
 
 
-@pytest.mark.parametrize(("capability", "world"), [*LAYOUTS, (90, 8)])
-def test_kernels_compile(capability: int, world: int) -> None:
+@pytest.mark.parametrize(("sm", "world"), [*LAYOUTS, (90, 8)])
+def test_kernels_compile(sm: int, world: int) -> None:
     pytest.importorskip("triton")
     from tests.support import comm_compiled
 
     one = torch.ones(())
     norms = [(3, "none", None), (3, "fp8", None), (3, "fp8", one), (3, "nvfp4", one)]
-    launches = comm_compiled.launches(oneshot, world, capability, [(1, 8), (3, 1008), (700, 8192)], norms)
+    launches = comm_compiled.launches(oneshot, world, sm, [(1, 8), (3, 1008), (700, 8192)], norms)
     names = [name for name, _, _ in launches]
     assert names[:3] == ["oneshot"] * 3
     assert set(names[3:]) == ({"oneshot_norm"} if world == 2 else {"oneshot_norm", "oneshot_norm_split"})
     for name, _, kernel in launches:
-        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)
-        assert ("e4m3x2" in kernel.asm["ptx"]) == (name != "oneshot" and capability >= 90 and "fp8" in str(kernel.src.constants))
+        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (sm >= 90)
+        assert ("e4m3x2" in kernel.asm["ptx"]) == (name != "oneshot" and sm >= 90 and "fp8" in str(kernel.src.constants))
         assert "local" not in kernel.asm["ptx"].split(".reg")[0]
 
 
-@pytest.mark.parametrize(("capability", "world"), LAYOUTS)
-def test_kernels_that_apply_scales_compile(capability: int, world: int) -> None:
+@pytest.mark.parametrize(("sm", "world"), LAYOUTS)
+def test_kernels_that_apply_scales_compile(sm: int, world: int) -> None:
     """Loads of a vector of 16-bit values bring two vectors of scales along; the rest is as without."""
     pytest.importorskip("triton")
     from tests.support import comm_compiled
 
     sums, norms = [(3, 1008), (700, 8192)], [(3, "none", None), (3, "fp8", None), (600, "none", None)]
-    plain = comm_compiled.launches(oneshot, world, capability, sums, norms)
-    with_scales = comm_compiled.launches(oneshot, world, capability, sums, norms, scales=True)
-    loads = 2 if comm_compiled.DTYPES[capability].itemsize == 2 else 1
+    plain = comm_compiled.launches(oneshot, world, sm, sums, norms)
+    with_scales = comm_compiled.launches(oneshot, world, sm, sums, norms, scales=True)
+    loads = 2 if comm_compiled.DTYPES[sm].itemsize == 2 else 1
     for left, right in zip(plain, with_scales, strict=True):
         assert left[:2] == right[:2]
         more = right[2].asm["ptx"].count("ld.global.v4.b32") - left[2].asm["ptx"].count("ld.global.v4.b32")
         assert more > 0
         assert more % loads == 0
         assert comm_compiled.fused(right) == comm_compiled.fused(left), "a part is rounded before it is added up"
-        if capability >= 90:  # a row's scale is written by a kernel before, a column's by none
+        if sm >= 90:  # a row's scale is written by a kernel before, a column's by none
             early, late = right[2].asm["ptx"].split("griddepcontrol.wait")
             assert ("ld.global.b32" in early, "ld.global.b32" in late) == (False, True)
 

@@ -36,14 +36,14 @@ assert not isinstance(memory, str), memory
 for shape, dtype in itertools.product(SHAPES, DTYPES):
     for name in ("oneshot", "twoshot"):
         for _ in range(3):
-            found[name, shape, dtype] = getattr(memory, name)(part(rank, shape, dtype))
+            results[name, shape, dtype] = getattr(memory, name)(part(rank, shape, dtype))
 for (quant, scale, keep), shape in itertools.product(QUANTS, SHAPES):
     if quant == "nvfp4" and shape[1] % 16:
         continue
     residual, weight = residual_of(shape, torch.bfloat16)
     fusion = ResidualRmsNorm(residual, weight, 1e-5, quant, None if scale is None else torch.tensor(scale), keep)
     for name in ("oneshot_norm", "twoshot_norm"):
-        found[name, quant, scale, shape] = getattr(memory, name)(part(rank, shape, torch.bfloat16), fusion)
+        results[name, quant, scale, shape] = getattr(memory, name)(part(rank, shape, torch.bfloat16), fusion)
 """
 
 
@@ -86,8 +86,8 @@ def test_the_file_is_gone_once_all_have_mapped_it(tmp_path: Path) -> None:
 from phalanx.comm import shared_memory
 memory = shared_memory.form(group, 1 << 16, folder=folder)
 group.barrier()  # the rank that made the file removes it before it gets here
-found["files"] = [path.name for path in folder.glob("phalanx-*")]
-found["sum"] = memory.oneshot(torch.ones(1, 8))
+results["files"] = [path.name for path in folder.glob("phalanx-*")]
+results["sum"] = memory.oneshot(torch.ones(1, 8))
 """
     for rank in comm_cpu_ranks.run(2, body, tmp_path):
         assert rank["files"] == []
@@ -106,7 +106,7 @@ if rank == 0:
 group.barrier()
 shared_memory.form(group, 1 << 16, folder=folder)
 group.barrier()
-found["files"] = [path.name for path in folder.glob("phalanx-*")]
+results["files"] = [path.name for path in folder.glob("phalanx-*")]
 """
     for rank in comm_cpu_ranks.run(2, body, tmp_path):
         assert rank["files"] == ["phalanx-used"]
@@ -117,7 +117,7 @@ def test_all_ranks_refuse_when_one_host_has_no_room(tmp_path: Path) -> None:
 from phalanx.comm import shared_memory
 if rank == 1:
     shared_memory.refusal = lambda *_: "64 MiB free, and 100 MiB are needed"
-found["why"] = shared_memory.form(group, 1 << 20)
+results["why"] = shared_memory.form(group, 1 << 20)
 """
     assert {rank["why"] for rank in comm_cpu_ranks.run(2, body, tmp_path)} == {"rank 1: 64 MiB free, and 100 MiB are needed"}
 
@@ -136,7 +136,7 @@ for cores in (2, 3):
     yields.clear()
     time.sleep(0.5 * rank)
     memory.oneshot(torch.ones(1, 8))
-    found[cores] = len(yields)
+    results[cores] = len(yields)
 """
     first, _ = comm_cpu_ranks.run(2, body, tmp_path)
     assert first[2] <= 50 < first[3]
@@ -154,7 +154,7 @@ for name, call in (("ours", memory.oneshot), ("gloo", group.all_reduce)) * 6:  #
         begin = time.perf_counter()
         call(x.clone())
         times.append(time.perf_counter() - begin)
-    found[name] = min(statistics.median(times), found.get(name, 1.0))
+    results[name] = min(statistics.median(times), results.get(name, 1.0))
 """
     ranks = comm_cpu_ranks.run(2, body, tmp_path)
     assert max(rank["ours"] for rank in ranks) < max(rank["gloo"] for rank in ranks)

@@ -11,7 +11,7 @@ RANK = "tests.support.comm_allreduce_rank"
 
 CHECKS = (
     "sums", "strange_values", "fusions", "large_fusion", "graph", "two_groups", "pairs", "picked", "unscaled",
-    "unscaled_from_products",
+    "unscaled_from_gemm",
 )  # fmt: skip
 
 

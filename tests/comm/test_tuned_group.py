@@ -34,7 +34,7 @@ def mine(*shape, dtype=torch.bfloat16):
 for strategy in ("AUTO", "NCCL", "ONESHOT", "TWOSHOT"):
     group_of = tuned(group, message_bytes=1 << 20, strategy=strategy, tables=empty)
     fusion = ResidualRmsNorm(torch.ones(5, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16), 1e-5)
-    found[strategy] = {
+    results[strategy] = {
         "sum": group_of.all_reduce(mine(5, 64)),
         "fused": group_of.all_reduce(mine(5, 64), fusion),
         "strided": group_of.all_reduce(mine(64, 5).t()),
@@ -101,7 +101,7 @@ from phalanx.errors import EngineError
 try:
     tuned(group, message_bytes=8, strategy="ONESHOT" if rank else "AUTO", tables=folder / "none")
 except EngineError as error:
-    found["error"] = str(error)
+    results["error"] = str(error)
 """
     for rank in comm_cpu_ranks.run(2, body, tmp_path):
         assert "rank 1: ONESHOT" in rank["error"]
@@ -114,8 +114,8 @@ from phalanx.comm.tuned_group import tuned
 from phalanx.tables.message import Fusion
 shared_memory.refusal = lambda *_: "no room in /dev/shm"
 made = tuned(group, message_bytes=1 << 20, strategy="ONESHOT", tables=folder / "none")
-found["sum"] = made.all_reduce(torch.ones(1, 8))
-found["calls"], found["reason"] = made.calls, made.decide(1, 8, "fp32", Fusion.NONE).reason
+results["sum"] = made.all_reduce(torch.ones(1, 8))
+results["calls"], results["reason"] = made.calls, made.decide(1, 8, "fp32", Fusion.NONE).reason
 """
     for rank in comm_cpu_ranks.run(2, body, tmp_path):
         assert torch.equal(rank["sum"], torch.full((1, 8), 2.0))
@@ -135,7 +135,7 @@ def empty(count, *, dtype, device):
         raise RuntimeError("CUDA out of memory.\\nTried to allocate")
     return torch.empty(count, dtype=dtype)
 memory.empty, memory.rendezvous = empty, lambda *_: time.sleep(600)
-found["why"] = _on_gpu(group, torch.device("cpu"), 1 << 20, gemm_rs=True)
+results["why"] = _on_gpu(group, torch.device("cpu"), 1 << 20, gemm_rs=True)
 """
     for rank in comm_cpu_ranks.run(2, body, tmp_path, timeout=60):
         assert rank["why"] == "symmetric memory: rank 1 has no room for 3 MiB of it: CUDA out of memory."
@@ -161,7 +161,7 @@ ones = torch.ones(5, 64, dtype=torch.bfloat16)
 fusion = ResidualRmsNorm(ones, ones[0], 1e-5)
 for name in ("NCCL", "ONESHOT", "TWOSHOT", "base"):
     each = group if name == "base" else tuned(group, message_bytes=1 << 20, strategy=name, tables=folder / "none")
-    found[name] = [
+    results[name] = [
         (each.all_reduce(output), each.all_reduce(finished.clone())),
         *zip(each.all_reduce(output, fusion), each.all_reduce(finished.clone(), fusion), strict=True),
     ]

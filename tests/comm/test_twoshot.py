@@ -39,14 +39,14 @@ def test_rows_are_covered(rows: int, pitch: int, world: int) -> None:
     assert launch.block >= pitch
 
 
-@pytest.mark.parametrize(("capability", "world"), [*LAYOUTS, (90, 8)])
-def test_kernels_compile(capability: int, world: int) -> None:
+@pytest.mark.parametrize(("sm", "world"), [*LAYOUTS, (90, 8)])
+def test_kernels_compile(sm: int, world: int) -> None:
     pytest.importorskip("triton")
     from tests.support import comm_compiled
 
     one = torch.ones(())
     norms = [(3, "none", None), (3, "fp8", None), (40, "fp8", one), (1100, "nvfp4", one)]
-    launches = comm_compiled.launches(twoshot, world, capability, [(1, 8), (3, 1008), (2048, 8192)], norms)
+    launches = comm_compiled.launches(twoshot, world, sm, [(1, 8), (3, 1008), (2048, 8192)], norms)
     assert {name for name, _, _ in launches} == {"twoshot", "twoshot_norm"}
     for _, grid, kernel in launches:
         per_sm = -(-grid[0] // NUM_SMS)
@@ -56,16 +56,16 @@ def test_kernels_compile(capability: int, world: int) -> None:
             assert f".maxnreg {metadata.maxnreg}" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize(("capability", "world"), LAYOUTS)
-def test_kernels_that_apply_scales_compile(capability: int, world: int) -> None:
+@pytest.mark.parametrize(("sm", "world"), LAYOUTS)
+def test_kernels_that_apply_scales_compile(sm: int, world: int) -> None:
     """Each load of values brings its loads of scales along; the rest is as without."""
     pytest.importorskip("triton")
     from tests.support import comm_compiled
 
     sums, norms = [(3, 1008), (900, 8192)], [(3, "none", None), (40, "fp8", torch.ones(())), (300, "fp8", None)]
-    plain = comm_compiled.launches(twoshot, world, capability, sums, norms)
-    with_scales = comm_compiled.launches(twoshot, world, capability, sums, norms, scales=True)
-    loads = 2 if comm_compiled.DTYPES[capability].itemsize == 2 else 1
+    plain = comm_compiled.launches(twoshot, world, sm, sums, norms)
+    with_scales = comm_compiled.launches(twoshot, world, sm, sums, norms, scales=True)
+    loads = 2 if comm_compiled.DTYPES[sm].itemsize == 2 else 1
     for left, right in zip(plain, with_scales, strict=True):
         assert left[:2] == right[:2]
         more = right[2].asm["ptx"].count("ld.global.v4.b32") - left[2].asm["ptx"].count("ld.global.v4.b32")

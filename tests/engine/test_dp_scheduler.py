@@ -41,7 +41,7 @@ class Ranks:
         self.results.append(StepResult(step.number, [each.run(Step(step.number, [batch])).batches[0] for each, batch in parts]))
         return step
 
-    def settle(self) -> None:
+    def process_result(self) -> None:
         for update in self.scheduler.process_result(self.results.popleft()):
             assert isinstance(update, RequestUpdate)
             self.tokens.setdefault(update.request_id, []).extend(update.tokens)
@@ -50,7 +50,7 @@ class Ranks:
         steps = []
         while not self.scheduler.idle:
             steps.append(self.step())
-            self.settle()
+            self.process_result()
         assert self.scheduler.schedule() is None
         self.scheduler.check()
         return steps
@@ -74,11 +74,11 @@ def test_requests_go_where_least_is_to_be_done() -> None:
     stats = ranks.scheduler.stats()
     assert (stats.dp_running, stats.dp_blocks_referenced) == ([1, 3], [5, 6])
     assert stats.running == 4
-    ranks.settle()
+    ranks.process_result()
     decode = ranks.step()
     assert decode.extent is not None
     assert (decode.extent.tokens, decode.extent.decode_rows, decode.extent.decodes) == ([1, 3], 3, True)
-    ranks.settle()
+    ranks.process_result()
     ranks.finish()
     assert ranks.scheduler.stats().generation_tokens == 20
 
@@ -99,13 +99,13 @@ def test_a_prompt_goes_to_the_index_that_has_its_beginning() -> None:
     ranks.add("first", [*shared, 8])
     step = ranks.step()
     assert rows_of(step) == [1, 1]  # "first" runs on index 1
-    ranks.settle()
+    ranks.process_result()
     ranks.finish()
     ranks.add("busy", [9] * 6, max_tokens=20)  # on index 0
     ranks.add("again", [*shared, 9, 9])
     step = ranks.step()
     assert [[row.start for row in batch.rows] for batch in step.batches] == [[0], [16]]
-    ranks.settle()
+    ranks.process_result()
     ranks.finish()
     assert ranks.scheduler.stats().prefix_hits == 16
 
@@ -116,9 +116,9 @@ def test_a_request_waits_for_the_first_index_that_has_room() -> None:
     for number in range(9):
         ranks.add(f"r{number}", [1 + number] * 3, max_tokens=2 if number == 5 else 9)
     while sum(rows_of(ranks.step())) < 8:
-        ranks.settle()
+        ranks.process_result()
     assert (ranks.scheduler.stats().running, ranks.scheduler.stats().waiting) == (8, 1)
-    ranks.settle()
+    ranks.process_result()
     ranks.finish()
     assert {name: len(tokens) for name, tokens in ranks.tokens.items()} == {f"r{n}": 2 if n == 5 else 9 for n in range(9)}
 
@@ -141,7 +141,7 @@ def test_abort_before_and_after_it_has_an_index() -> None:
     for name in ("a", "b", "never"):
         ranks.scheduler.abort(name)
     assert ranks.scheduler.open_ids == []
-    ranks.settle()
+    ranks.process_result()
     assert ranks.tokens == {}
     assert ranks.scheduler.idle
 

@@ -121,21 +121,21 @@ def test_a_damaged_file_is_refused(tmp_path):
 
 
 def test_the_cache_is_bounded_by_bytes(tmp_path):
-    guides = []
+    grammars = []
     for number in range(6):
         (tmp_path / str(number)).mkdir()
-        guides.append(write(tmp_path / str(number), f"[ab]{{{20 + number}}}"))
+        grammars.append(write(tmp_path / str(number), f"[ab]{{{20 + number}}}"))
     size = len((tmp_path / "0" / "grammar.json").read_text())
     cache = GrammarCache(max_bytes=4 * size)
-    first = cache.read(guides[0])
-    for guide in guides[1:3]:
-        cache.read(guide)
-    assert cache.read(guides[0]) is first
-    for guide in guides[3:]:
-        cache.read(guide)
+    first = cache.read(grammars[0])
+    for each in grammars[1:3]:
+        cache.read(each)
+    assert cache.read(grammars[0]) is first
+    for each in grammars[3:]:
+        cache.read(each)
     assert 2 <= len(cache) <= 4
-    assert cache.read(guides[1]) is not first
+    assert cache.read(grammars[1]) is not first
     small = GrammarCache(max_bytes=1)
-    assert small.read(guides[0]) is small.read(guides[0])  # one stays, whatever its size
-    small.read(guides[1])
+    assert small.read(grammars[0]) is small.read(grammars[0])  # one stays, whatever its size
+    small.read(grammars[1])
     assert len(small) == 1

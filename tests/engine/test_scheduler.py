@@ -61,7 +61,7 @@ class Ranks:
         while self.submit():
             pass
 
-    def settle(self) -> None:
+    def process_result(self) -> None:
         for update in self.scheduler.process_result(self.results.popleft()):
             if isinstance(update, RequestRejected):
                 self.refused[update.request_id] = update
@@ -75,7 +75,7 @@ class Ranks:
             if not self.results:
                 assert not self.scheduler.open_ids, f"nothing moves, and {self.scheduler.open_ids} are open"
                 return
-            self.settle()
+            self.process_result()
         raise AssertionError(f"{limit} steps were not enough")
 
     def tokens(self, name: str) -> list[int]:
@@ -134,7 +134,7 @@ def test_every_request_gets_its_own_tokens_whatever_happens_around_it(
     aborted: set[str] = set()
     for number in range(requests):
         for _ in range(chance.randrange(4)):
-            (ranks.submit if chance.random() < 0.6 or not ranks.results else ranks.settle)()
+            (ranks.submit if chance.random() < 0.6 or not ranks.results else ranks.process_result)()
         name = f"r{number}"
         prompt = chance.choice(roots)[: chance.randrange(1, options.max_seq_len)] + [
             chance.randrange(VOCAB) for _ in range(chance.randrange(3))
@@ -184,7 +184,7 @@ def test_every_request_gets_its_own_tokens_whatever_happens_around_it(
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_as_many_steps_are_in_flight_as_there_are_stages(stages: int) -> None:
-    """The house rule of pipelines: with at least as many requests as stages, no stage waits for the whole batch."""
+    """The rule of pipelines: with at least as many requests as stages, no stage waits for the whole batch."""
     ranks = Ranks(replace(ROOMY, pipeline_stages=stages, depth=max(stages, 2)))
     chance = random.Random(7)
     for number in range(stages + 3):
@@ -192,7 +192,7 @@ def test_as_many_steps_are_in_flight_as_there_are_stages(stages: int) -> None:
     for _ in range(40):
         ranks.fill()
         assert ranks.scheduler.steps_in_flight >= stages
-        ranks.settle()
+        ranks.process_result()
     ranks.finish()
 
 
@@ -202,7 +202,7 @@ def test_stages_get_even_shares_of_the_decodes() -> None:
         ranks.add(f"r{number}", [number], max_tokens=60)
     for _ in range(30):
         ranks.fill()
-        ranks.settle()
+        ranks.process_result()
     assert sorted(len(step.batches[0].rows) for step in ranks.steps[-4:]) == [3, 3, 3, 4]
 
 
@@ -232,7 +232,7 @@ def test_a_stage_that_loses_its_requests_gets_others() -> None:
         if request.slot in first:
             ranks.scheduler.abort(request.id)
     for _ in range(6):
-        ranks.settle()
+        ranks.process_result()
         ranks.fill()
     assert [len(step.batches[0].rows) for step in ranks.steps[-2:]] == [2, 2]
 
@@ -331,7 +331,7 @@ def test_a_long_prompt_beside_decodes_never_drains_the_pipeline() -> None:
     ranks.add("b", [4, 5, 6], max_tokens=30)
     for _ in range(4):
         ranks.fill()
-        ranks.settle()
+        ranks.process_result()
     ranks.add("long", list(range(30)), max_tokens=3)
     mixed = 0
     while "long" not in ranks.updates:
@@ -340,7 +340,7 @@ def test_a_long_prompt_beside_decodes_never_drains_the_pipeline() -> None:
         rows = ranks.steps[-1].batches[0].rows
         assert [row.count for row in rows[:2]] == [1, 1], "a token for each that decodes, whatever the prompt takes"
         mixed += len(rows) == 3
-        ranks.settle()
+        ranks.process_result()
     assert mixed >= 5
     ranks.finish()
     assert [len(ranks.tokens(name)) for name in ("a", "b", "long")] == [30, 30, 3]
@@ -356,7 +356,7 @@ def test_requests_that_only_their_limit_ends_wait_for_blocks_and_never_give_way(
     while not ranks.scheduler.idle:
         ranks.fill()
         most = max(most, len(ranks.scheduler.running))
-        ranks.settle()
+        ranks.process_result()
     stats = ranks.scheduler.stats()
     assert stats.preemptions == 0
     assert most >= 3, "they do run together"
@@ -440,7 +440,7 @@ def test_a_window_gives_blocks_back_while_the_request_runs() -> None:
         most = max(most, ranks.scheduler.pool.referenced)
         if not ranks.results:
             break
-        ranks.settle()
+        ranks.process_result()
     assert len(ranks.tokens("a")) == 100
     assert most <= 5
 
@@ -460,7 +460,7 @@ def test_a_prompt_without_chunks_goes_before_decodes() -> None:
     ranks.add("a", [1], max_tokens=100)
     ranks.fill()
     ranks.add("long", [2] * 20, max_tokens=2)
-    ranks.settle()
+    ranks.process_result()
     ranks.submit()
     assert [row.count for row in ranks.steps[-1].batches[0].rows] == [20]
     ranks.finish()

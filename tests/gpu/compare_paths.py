@@ -121,7 +121,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         )
     for part, each in result["parts"].items():
         fast, plain, ratios = each["fast"], each["plain"], each["ratios"]
-        scales = ", ".join(f"{product} {100 * off:+.2f}%" for product, (off, _) in fast["scales"].items())
+        scales = ", ".join(f"{gemm} {100 * off:+.2f}%" for gemm, (off, _) in fast["scales"].items())
         text.append(
             f"    {part:8} {fast['positions']:6} positions: {fast['distance']:.4f} nats from the truth, "
             f"{ratios['fast over plain'][0]:.3f} of plain, {ratios['fast over yardstick'][0]:.3f} of rounding; other argmax "

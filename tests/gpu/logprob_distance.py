@@ -172,7 +172,7 @@ def judge(truth: Truth, plain: Observation, fast: Observation, limits: Limits) -
             faults.append(
                 f"the {name} path has {figures[name].wrong} other most likely tokens where the margin is above {sure:.2f}"
             )
-        for product, (value, unsure) in figures[name].scales.items():
+        for gemm, (value, unsure) in figures[name].scales.items():
             if len(plain.at) >= limits.positions and not abs(value) <= limits.scale + limits.surely * unsure:
-                faults.append(f"the {name} path's {product} seems scaled by {1 + value:.4f} +- {unsure:.4f}")
+                faults.append(f"the {name} path's {gemm} seems scaled by {1 + value:.4f} +- {unsure:.4f}")
     return {**{name: asdict(each) for name, each in figures.items()}, "ratios": ratios, "sure_margin": sure, "faults": faults}

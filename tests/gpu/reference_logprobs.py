@@ -85,12 +85,12 @@ def _parts(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return parts
 
 
-def scaled(product: str, by: float) -> Change:
+def scaled(gemm: str, by: float) -> Change:
     """A change that multiplies the output of one GEMM of every layer by `by`."""
 
     def change(model: registry.Model) -> None:
         for layer in model.layers:
-            linear = GEMMS[product](layer)
+            linear = GEMMS[gemm](layer)
             (linear.weight if linear.fp8 is None else linear.weight_scale).mul_(by)
 
     return change
@@ -101,8 +101,8 @@ def sensitivities(folder: Path, rows: Sequence[Sequence[int]], exact: Sequence[T
     fp32, so that the difference is smooth."""
     logprobs = torch.cat(list(exact))
     return {
-        product: torch.cat(
-            log_probabilities(folder, rows, tp=1, dtype=torch.float32, change=scaled(product, 1 + step))
+        gemm: torch.cat(
+            log_probabilities(folder, rows, tp=1, dtype=torch.float32, change=scaled(gemm, 1 + step))
         ).sub_(logprobs).div_(step)
-        for product in GEMMS
+        for gemm in GEMMS
     }  # fmt: skip

@@ -29,7 +29,7 @@ def memory(served: Served) -> int:
     return sum(psutil.Process(process.pid).memory_info().rss for process in served.tree[:2])
 
 
-def settled(served: Served) -> None:
+def wait_until_idle(served: Served) -> None:
     """Nothing runs, waits or is held any more."""
     for stem in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_requests_queued", "num_tokens_queued"):
         until(lambda stem=stem: served.metric(stem) == 0.0)
@@ -61,7 +61,7 @@ def test_two_hundred_streams(tmp_path, tiny_model):
                     assert completion.choices[0].text == streams[number][0]
 
         asyncio.run(crowd())
-        settled(served)
+        wait_until_idle(served)
         assert served.metric("generation_tokens_total") == 203 * 24
         assert served.metric("request_success_total") == 203
 
@@ -90,10 +90,10 @@ def test_five_hundred_that_leave(tmp_path, tiny_model):
                     await asyncio.gather(*(one(client) for _ in range(50)))
 
         asyncio.run(leave(100))
-        settled(served)
+        wait_until_idle(served)
         before = memory(served)
         asyncio.run(leave(500))
-        settled(served)
+        wait_until_idle(served)
         assert memory(served) - before < FLAT
         with served.http() as http:
             assert http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 2}).status_code == 200
@@ -117,7 +117,7 @@ def test_ten_times_the_capacity(tmp_path, tiny_model):
                 assert not load.without_retry_after
                 assert load.rate > 0.9 * capacity.rate
                 assert memory(served) - before < FLAT
-                settled(served)
+                wait_until_idle(served)
                 last = await open_loop(
                     client, body, rate=TIMES * capacity.rate, seconds=3.0,
                     halfway=lambda: served.process.send_signal(signal.SIGTERM),

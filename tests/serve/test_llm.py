@@ -176,10 +176,8 @@ def test_stop_strings_and_stop_tokens(llm):
 
 def test_structured_output(llm):
     schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"]}
-    guides = [StructuredOutputParams(json_schema=json.dumps(schema)), StructuredOutputParams(regex="(ab|cd){3}x")]
-    params = [
-        SamplingParams(structured_output=structured_output, max_tokens=60, temperature=1.0, seed=1) for structured_output in guides
-    ]
+    wanted = [StructuredOutputParams(json_schema=json.dumps(schema)), StructuredOutputParams(regex="(ab|cd){3}x")]
+    params = [SamplingParams(structured_output=each, max_tokens=60, temperature=1.0, seed=1) for each in wanted]
     outputs = llm.generate([PROMPTS[0]] * 2, params, use_tqdm=False)
     assert 0 <= json.loads(outputs[0].outputs[0].text)["n"] <= 99
     assert re.fullmatch("(ab|cd){3}x", outputs[1].outputs[0].text)

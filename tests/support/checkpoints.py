@@ -97,7 +97,7 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
 
 
 def scatter_weights(model: torch.nn.Module, std: float) -> None:
-    """Products normal with `std`, norms around 1, biases far from 0: nothing in the model is neutral."""
+    """Weights of linear layers normal with `std`, norms around 1, biases far from 0: nothing in the model is neutral."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(".bias"):

@@ -246,7 +246,7 @@ def picked(workspace: SymmetricWorkspace) -> None:
             raise AssertionError(f"{strategy} was counted as {group.calls}")
 
 
-def bare_sums(rank: int, tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Unscaled, torch.Tensor]:
+def unscaled_part(rank: int, tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Unscaled, torch.Tensor]:
     """What `rank` contributes without its scales, and the same with them, as the kernel for them gives it."""
     values = tensor_of(rank, tokens, hidden, dtype, 10) * 1000
     rows, columns = (tensor_of(rank, *shape, torch.float32, 11).abs() / 30 for shape in ((tokens, 1), (1, hidden)))
@@ -262,7 +262,7 @@ def unscaled(workspace: SymmetricWorkspace) -> None:
     cases = [(torch.bfloat16, tokens, hidden) for tokens in (2, 17, 64, 255, 1000) for hidden in (8192, 5120, 1000)]
     cases += [(torch.bfloat16, 3, 8), (torch.float16, 17, 8192), (torch.float32, 17, 2048)]
     for dtype, tokens, hidden in cases:
-        both = [bare_sums(r, tokens, hidden, dtype) for r in range(workspace.world)]
+        both = [unscaled_part(r, tokens, hidden, dtype) for r in range(workspace.world)]
         output, wanted = both[workspace.rank][0], reference.all_reduce([part for _, part in both])
         residual, weight = tensor_of(99, tokens, hidden, dtype, 12), 1 + 0.1 * tensor_of(98, 1, hidden, dtype, 13)[0]
         for space, where in ((workspace, "whole"), (small, "in chunks")):
@@ -292,7 +292,7 @@ def _row_launches(
     return [None, oneshot.OneshotLaunch(rows * splits, oneshot.SPLIT_VECTORS, oneshot.SPLIT_VECTORS // 32, False, splits)]
 
 
-def unscaled_from_products(workspace: SymmetricWorkspace) -> None:
+def unscaled_from_gemm(workspace: SymmetricWorkspace) -> None:
     """torch's GEMM of e4m3 straight into each strategy, eager and in a graph, against the finished output: bit for bit, but
     for what NCCL sums in a graph, where it may cut the message, and so the order of more than two parts, in another way."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -309,7 +309,7 @@ def unscaled_from_products(workspace: SymmetricWorkspace) -> None:
 
             def layer(x: torch.Tensor = x, fusion: ResidualRmsNorm = fusion, group: Group = group) -> tuple[torch.Tensor, ...]:
                 output = unscaled_mm(Quantized(*quantize_fp8(x)), stored, scale, dtype=torch.bfloat16)
-                assert isinstance(output, Unscaled), "at so many tokens sums come bare"
+                assert isinstance(output, Unscaled), "at so many tokens the output is unscaled"
                 return group.all_reduce(output, fusion)
 
             captures = [layer()]
@@ -328,7 +328,7 @@ def unscaled_from_products(workspace: SymmetricWorkspace) -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (sums, strange_values, fusions, large_fusion, graph, two_groups, pairs, picked, unscaled, unscaled_from_products)
+    for check in (sums, strange_values, fusions, large_fusion, graph, two_groups, pairs, picked, unscaled, unscaled_from_gemm)
 }
 
 

@@ -18,7 +18,7 @@ from phalanx.kernels.scaled_tensors import Unscaled
 
 NUM_SMS = 132
 DTYPES = {80: torch.float16, 90: torch.bfloat16, 100: torch.float32}
-"""One for each capability, so that each is compiled."""
+"""One for each SM, so that each dtype is compiled."""
 Launched = tuple[str, tuple[int, ...], Any]
 """Kernel, grid, compiled."""
 
@@ -26,11 +26,11 @@ Launched = tuple[str, tuple[int, ...], Any]
 class _Driver:
     """What Triton asks of a driver to compile."""
 
-    def __init__(self, capability: int, device: int) -> None:
-        self.capability, self.device = capability, device
+    def __init__(self, sm: int, device: int) -> None:
+        self.sm, self.device = sm, device
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
+        return GPUTarget("cuda", self.sm, 32)
 
     def get_current_device(self) -> int:
         return self.device
@@ -40,8 +40,8 @@ class _Driver:
 
 
 @contextmanager
-def only(capability: int, device: int | None = None) -> Iterator[list[Launched]]:
-    """Inside, launches are compiled for this capability and listed. device: Triton keeps compiled kernels by device, so that
+def only(sm: int, device: int | None = None) -> Iterator[list[Launched]]:
+    """Inside, launches are compiled for this SM and listed. device: Triton keeps compiled kernels by device, so that
     another number finds none of those that were compiled before in this process."""
     launches: list[Launched] = []
     plain = JITFunction.run
@@ -52,7 +52,7 @@ def only(capability: int, device: int | None = None) -> Iterator[list[Launched]]
         return kernel
 
     before = driver._active
-    driver.set_active(_Driver(capability, capability if device is None else device))
+    driver.set_active(_Driver(sm, sm if device is None else device))
     JITFunction.run = run
     try:
         yield launches
@@ -61,12 +61,10 @@ def only(capability: int, device: int | None = None) -> Iterator[list[Launched]]
         driver._active = before
 
 
-def workspace(world: int, capability: int, message_bytes: int = 64 << 20) -> SymmetricWorkspace:
+def workspace(world: int, sm: int, message_bytes: int = 64 << 20) -> SymmetricWorkspace:
     addresses = tuple(0x7F00_0000_0000 + rank * (1 << 32) for rank in range(world))
     epoch, board = torch.zeros(2, dtype=torch.int32), torch.zeros(BOARD_PLACES, 2, dtype=torch.int64)
-    return SymmetricWorkspace(
-        world - 1, world, addresses, half_bytes(world, message_bytes) // 16, epoch, board, NUM_SMS, capability
-    )
+    return SymmetricWorkspace(world - 1, world, addresses, half_bytes(world, message_bytes) // 16, epoch, board, NUM_SMS, sm)
 
 
 def outputs_of(dtype: torch.dtype, quant: str, scale: torch.Tensor | None, keep_norm: bool) -> list[torch.dtype]:
@@ -84,20 +82,20 @@ def fused(launch: Launched) -> int:
 def launches(
     strategy: Any,
     world: int,
-    capability: int,
+    sm: int,
     sums: list[tuple[int, int]],
     norms: list[tuple[int, str, torch.Tensor | None]],
     *,
     scales: bool = False,
 ) -> list[Launched]:
     """What a strategy's module launches for sums of [tokens, hidden], then for sums of [tokens, 4096] with a norm (tokens, quant,
-    scale). scales: of products whose scales it applies."""
-    space, dtype = workspace(world, capability), DTYPES[capability]
+    scale). scales: of GEMM outputs whose scales it applies."""
+    space, dtype = workspace(world, sm), DTYPES[sm]
 
     def as_input(x: torch.Tensor) -> torch.Tensor | Unscaled:
         return Unscaled(x, torch.ones(x.shape[0], 1), torch.ones(x.shape[1])) if scales else x
 
-    with only(capability) as launched:
+    with only(sm) as launched:
         for tokens, hidden in sums:
             x = torch.zeros(tokens, hidden, dtype=dtype)
             assert strategy.all_reduce(as_input(x), space).shape == x.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start CPU ranks over gloo that run a piece of source, and hand back what each of them found."""
+"""Start CPU ranks over gloo that run a piece of source, and hand back what each of them results."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ torch.set_num_threads(1)
 rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3])
 dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
 group = TorchGroup(dist.group.WORLD, torch.device("cpu"))
-found = {}
+results = {}
 {body}
-torch.save(found, folder / f"{rank}.pt")
+torch.save(results, folder / f"{rank}.pt")
 group.barrier()
 dist.destroy_process_group()
 sys.stderr.flush()
@@ -32,7 +32,7 @@ os._exit(0)  # an interpreter that winds down under torch's threads now and then
 
 
 def run(world: int, body: str, folder: Path, *, timeout: float = 120.0) -> list[dict[str, Any]]:
-    """`body` sees rank, world, folder, group and fills the dict `found`. Raises with the ranks' output when one fails."""
+    """`body` sees rank, world, folder, group and fills the dict `results`. Raises with the ranks' output when one fails."""
     source = _AROUND.replace("{body}", body)
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     logs = [folder / f"{rank}.log" for rank in range(world)]

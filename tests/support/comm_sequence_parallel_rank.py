@@ -69,16 +69,16 @@ def agrees(outputs: tuple[Tensor, ...], wanted: tuple[Tensor, ...], workspace: S
 
 def case(workspace: SymmetricWorkspace, tokens: int, hidden: int, dtype: torch.dtype, mode: Mode) -> tuple[Any, ...]:
     """(this rank's part, the same without its scales, the sum, a fusion)."""
-    parts, bare = [], []
+    parts, unscaled = [], []
     for rank in range(workspace.world):
         x = tensor_of(rank, tokens, hidden, dtype, 20)
         rows, columns = tensor_of(rank, tokens, 1, torch.float32, 21).abs(), tensor_of(rank, 1, hidden, torch.float32, 22)[0]
-        bare.append(Unscaled(x, rows, columns))
-        parts.append(bare[-1].to_fp32().to(dtype))
+        unscaled.append(Unscaled(x, rows, columns))
+        parts.append(unscaled[-1].to_fp32().to(dtype))
     weight = (1 + 0.1 * tensor_of(98, 1, hidden, dtype, 23)[0]).contiguous()
     scale = None if mode[1] is None else torch.tensor(mode[1], device="cuda")
     fusion = ResidualRmsNorm(tensor_of(99, tokens, hidden, dtype, 24), weight, 1e-5, mode[0], scale, mode[2])  # type: ignore[arg-type]
-    return parts[workspace.rank], bare[workspace.rank], reference.all_reduce(parts), fusion
+    return parts[workspace.rank], unscaled[workspace.rank], reference.all_reduce(parts), fusion
 
 
 def shapes(workspace: SymmetricWorkspace) -> None:
@@ -96,11 +96,11 @@ def rows_of_405b(workspace: SymmetricWorkspace) -> None:
 
 def rs_norm_ag_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype, int, int, Mode]]) -> None:
     for dtype, tokens, hidden, mode in cases:
-        part, bare, total, fusion = case(workspace, tokens, hidden, dtype, mode)
+        part, unscaled, total, fusion = case(workspace, tokens, hidden, dtype, mode)
         once = finish(total, fusion)
         twice = finish(total, replace(fusion, residual=once[-1]))
-        for x, form in ((part, "finished"), (bare, "bare sums")):
-            if form == "bare sums" and mode == MODES[1]:
+        for x, form in ((part, "finished"), (unscaled, "unscaled")):
+            if form == "unscaled" and mode == MODES[1]:
                 continue
             what = f"{dtype} {tokens}x{hidden} {mode} {form}"
             outputs = RsNormAg(workspace).all_reduce_norm(x, fusion)

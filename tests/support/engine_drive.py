@@ -22,12 +22,12 @@ BLOCK = 4
 
 def options(folder: Path, **overrides: Any) -> EngineOptions:
     """Concrete options of a tiny engine on CPU."""
-    settled: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": str(folder), "device": "cpu", "dtype": "fp32", "kv_cache_dtype": "model", "max_batch_size": 4,
         "max_num_tokens": 64, "max_seq_len": 128, "kv_block_size": BLOCK, "kv_cache_bytes": 1 << 30, "cuda_graphs": False,
         "start_timeout": 200.0, **overrides,
     }  # fmt: skip
-    return EngineOptions(**settled)
+    return EngineOptions(**fields)
 
 
 def expected(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
@@ -47,7 +47,7 @@ def await_results(collect: Callable[[], list[StepResult]], count: int, seconds: 
     deadline = time.monotonic() + seconds
     while len(results) < count:
         results += collect()
-        assert time.monotonic() < deadline, f"{len(results)} of {count} steps settled in {seconds} s"
+        assert time.monotonic() < deadline, f"{len(results)} of {count} steps ended in {seconds} s"
         time.sleep(0.001)
     return results
 

@@ -3,7 +3,7 @@
 
     stored, meant = rewrite(plain, tmp_path, "modelopt")
 
-`meant` holds the dequantized weights in fp32: what a product with 16-bit activations must give.
+`meant` holds the dequantized weights in fp32: what a GEMM with 16-bit activations must give.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _BLOCKS = {
 }  # fmt: skip
 
 FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded], str]] = {
-    # form -> its configuration, how it stores a product, and what stands before k_scale and v_scale ("-": there are none)
+    # form -> its configuration, how it stores a linear layer, and what stands before k_scale and v_scale ("-": there are none)
     "modelopt": (_MODELOPT, with_input_scale(per_tensor), "proj"),
     "modelopt in config.json": ({"quant_method": "modelopt", **_MODELOPT}, with_input_scale(per_tensor), "proj"),
     "modelopt per channel": (

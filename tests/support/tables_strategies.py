@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up tables for the tests of this room."""
+"""Made-up tables for tests."""
 
 from __future__ import annotations
 

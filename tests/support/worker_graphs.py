@@ -219,11 +219,11 @@ def serve(
     stages: Sequence[ModelRunner], arrivals: Sequence[tuple[int, AddRequest]], **overrides: Any
 ) -> tuple[dict[str, list[RequestUpdate]], Scheduler]:
     """What each request is told; the ranks have each step's results at once, and the scheduler takes them as late as it may."""
-    settled: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "num_blocks": 30, "block_size": BLOCK, "max_batch_size": SLOTS, "max_num_tokens": TOKENS, "max_seq_len": 128,
         "vocab_size": VOCAB_SIZE, "pipeline_stages": len(stages), **overrides,
     }  # fmt: skip
-    scheduler = Scheduler(SchedulerOptions(**settled))
+    scheduler = Scheduler(SchedulerOptions(**fields))
     coming, results, turn = deque(arrivals), deque[StepResult](), 0
     updates: dict[str, list[RequestUpdate]] = {add.request_id: [] for _, add in arrivals}
     while coming or not scheduler.idle:

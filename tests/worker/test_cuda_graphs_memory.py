@@ -21,7 +21,7 @@ from tests.support.engine_drive import prompts
 from tests.support.worker_graphs import TOKENS, Fixed, requests, serve
 from tests.support.worker_profiled_runner import BLOCK, LONGEST, SLOTS, made_runner
 
-KINDS = {"greedy": SamplingParams(temperature=0.0), "drawn": SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1)}
+KINDS = {"greedy": SamplingParams(temperature=0.0), "sampled": SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1)}
 
 
 def decode(runner: ModelRunner, params: SamplingParams, steps: int) -> None:
@@ -74,7 +74,7 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(tmp_path: Path) -> None
     assert before > 0, "graphs keep theirs"
     gc.disable()
     try:
-        decode(runner, KINDS["drawn"], 3)
+        decode(runner, KINDS["sampled"], 3)
         assert batches() == before
     finally:
         gc.enable()
@@ -95,7 +95,7 @@ def test_a_plan_is_gone_with_its_forward(tmp_path: Path) -> None:
         folder = write_checkpoint(tmp_path / "llama", "llama")
         runner = made_runner(folder, torch.device("cpu"), torch.float32, tokens=TOKENS, attention=Watched())
         captured = len(plans)
-        decode(runner, KINDS["drawn"], 3)
+        decode(runner, KINDS["sampled"], 3)
         assert len(plans) > captured > len(runner.graphs.sizes if runner.graphs else [])
         assert [plan() for plan in plans if plan() is not None] == []
     finally:

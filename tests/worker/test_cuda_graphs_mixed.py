@@ -169,7 +169,7 @@ def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: p
 
 
 def test_the_smallest_size_that_holds_a_step(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By tokens, and by rows of several; a step that none holds is eager, as is any once graphs are dropped."""
+    """By tokens, and by prefill rows; a step that none holds is eager, as is any once graphs are dropped."""
     monkeypatch.setattr(plan_graphs, "MAX_PREFILL_ROWS", 2)
     capturer = Steps(tokens=100)
     runner = step_runner(folders["llama"], capturer, tokens=100)
@@ -268,7 +268,7 @@ def test_memory_is_measured_by_the_largest_of_each_kind(folders: dict[str, Path]
 
 
 @pytest.mark.parametrize(("own", "tokens"), [("none", TOKENS), ("quantized", 0), ("quantized", 1)])
-def test_only_rows_of_one_token_have_graphs(folders: dict[str, Path], own: Any, tokens: int) -> None:
+def test_only_decode_rows_have_graphs(folders: dict[str, Path], own: Any, tokens: int) -> None:
     """Where there is no kernel for the others, or nobody asked."""
     capturer = Steps(tokens=0)
     runner = make_runner(folders["llama"], capturer, attention=lambda: TritonBackend(SdpaBackend(), CPU, own), tokens=tokens)

@@ -87,7 +87,7 @@ def test_no_step_of_a_scheduler_is_too_large_for_them(folder: Path, stages: int,
 
 
 def test_a_step_of_more_rows_runs_eagerly(folder: Path) -> None:
-    """Rows of one token, alone and before a prompt, of which there are more than any size has; and more prompts than that."""
+    """Decode rows, alone and before a prompt, of which there are more than any size has; and more prompts than that."""
     capturers = Counting(), Counting()
     count, sampled = 9, []
     for runners in (pipeline(folder, capturers), pipeline(folder, [None, None])):

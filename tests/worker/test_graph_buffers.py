@@ -73,7 +73,7 @@ def test_large_steps_of_large_layers_are_not_max_graph_tokens(
     assert max_graph_tokens(model) == tokens
 
 
-def test_facts_of_rows_of_one_token() -> None:
+def test_facts_of_decode_rows() -> None:
     """What is filled for a small batch after a large one ends in padding."""
     buffers = DecodeGraphBuffers(8, MODEL, first=True, last=False, dtype=torch.float32, device=CPU)
     for rows, size in ((7, 8), (3, 4), (1, 1)):

@@ -204,7 +204,7 @@ def started(case: Case, capturer: Recorded) -> ModelRunner:
 
 
 def any_step(rng: random.Random, slots_there: int, most: int) -> StepBatch:
-    """Rows of one token, then prompts and parts of them, of any number up to `most` and any length; each row's request has just
+    """Decode rows, then prompts and parts of them, of any number up to `most` and any length; each row's request has just
     come."""
     slots = rng.sample(range(slots_there), rng.choice([1, 2, rng.randint(1, most), most]))
     decodes = rng.choice([0, len(slots), rng.randint(0, len(slots))])

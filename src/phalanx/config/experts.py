@@ -19,7 +19,7 @@ class ClampedSwiGlu(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a router's logits, which are fp32 products here, choose experts: by the `function` of all of them, plus a bias where the
+    """How a router's logits, which are fp32 here, choose experts: by the `function` of all of them, plus a bias where the
     router has one, of the best `top_groups` of `groups` runs of experts. A group's score is its best expert's, or (sigmoid) the sum
     of its best two. The chosen weights have no bias; `scale` multiplies them, after they are renormalized or not."""
 

@@ -248,7 +248,7 @@ class StepRow(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepBatch(msgspec.Struct, array_like=True):
-    """One dp index's part of a step, applied in this order. Rows of one token come first."""
+    """One dp index's part of a step, applied in this order. Decode rows come first."""
 
     released: list[int] = []  # slots whose request has left
     admitted: list[SlotAssignment] = []

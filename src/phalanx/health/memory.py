@@ -72,20 +72,20 @@ def split(options: EngineOptions) -> Split:
 
 
 def budget(options: EngineOptions, shape: ModelShape, total: int = MOST_BYTES, *, on_gpu: bool) -> MemoryBudget:
-    """Of options whose "auto" is settled here, on GPUs with `total` free bytes. Raises LayoutError or OptionError for what cannot
+    """Of options whose "auto" is resolved here, on GPUs with `total` free bytes. Raises LayoutError or OptionError for what cannot
     be laid out."""
     world = options.world_size
     device = "cuda" if on_gpu else "cpu"
-    settled = resolve(options.model_copy(update={"device": device}), shape, max(-(-world // options.nnodes), 1)).options
+    resolved = resolve(options.model_copy(update={"device": device}), shape, max(-(-world // options.nnodes), 1)).options
     layout = split(options)
     require_suits(Layout(layout.pp, layout.ep, layout.tp), shape)
-    kv = footprint.kv_format(settled.kv_cache_dtype, settled.dtype)
+    kv = footprint.kv_format(resolved.kv_cache_dtype, resolved.dtype)
     sizes = Sizes(
-        settled.dtype, kv, options.index_batch_size, settled.max_num_tokens or 1, options.kv_block_size,
+        resolved.dtype, kv, options.index_batch_size, resolved.max_num_tokens or 1, options.kv_block_size,
         options.kv_cache_free_gpu_memory_fraction, options.cuda_graphs,
     )  # fmt: skip
     rank = footprint.rank_memory(Shape.of(shape), layout, total, sizes)
-    return MemoryBudget(rank, rank.block * math.ceil((settled.max_seq_len or 1) / options.kv_block_size))
+    return MemoryBudget(rank, rank.block * math.ceil((resolved.max_seq_len or 1) / options.kv_block_size))
 
 
 def remedies(options: EngineOptions, shape: ModelShape, free: int, gpus: int) -> list[Remedy]:
@@ -148,14 +148,14 @@ class CpuBudget:
 
 
 def cpu_budget(options: EngineOptions, shape: ModelShape) -> CpuBudget:
-    """Of options whose "auto" is settled here. A rank allocates no more KV cache than the requests of its dp index can use."""
-    settled = resolve(options.model_copy(update={"device": "cpu"}), shape, 0).options
+    """Of options whose "auto" is resolved here. A rank allocates no more KV cache than the requests of its dp index can use."""
+    resolved = resolve(options.model_copy(update={"device": "cpu"}), shape, 0).options
     need = budget(options, shape, on_gpu=False)
-    assert settled.kv_cache_bytes is not None
-    assert settled.max_num_tokens is not None
+    assert resolved.kv_cache_bytes is not None
+    assert resolved.max_num_tokens is not None
     block = need.rank.block
-    activations = footprint.activation_bytes(Shape.of(shape), split(options), settled.max_num_tokens, settled.dtype)
-    kv = min(settled.kv_cache_bytes // block * block, settled.index_batch_size * need.sequence)
+    activations = footprint.activation_bytes(Shape.of(shape), split(options), resolved.max_num_tokens, resolved.dtype)
+    kv = min(resolved.kv_cache_bytes // block * block, resolved.index_batch_size * need.sequence)
     return CpuBudget(need.rank.weights, activations, kv, block, need.sequence)
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 _BODY = """
 from phalanx.comm import one_sided
 from tests.support.one_sided_cases import Case, random_cases
-exchange, found["reason"] = one_sided.form(
+exchange, results["reason"] = one_sided.form(
     group, torch.device("cpu"), hidden=272, top_k=24, dtype=torch.float32, rows=4000, timeout=60
 )
 cases = random_cases(world, 24, torch.float32) + random_cases(world, 24, torch.bfloat16, most=40)

@@ -42,27 +42,27 @@ def test_without_triton_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     assert on_gpu.form(group, hidden=4096, top_k=2, dtype=torch.bfloat16, rows=8) == "Triton is not installed"
 
 
-def exchange(world: int, capability: int, hidden: int, top_k: int, itemsize: int) -> GpuOneSided:
+def exchange(world: int, sm: int, hidden: int, top_k: int, itemsize: int) -> GpuOneSided:
     addresses = tuple(0x7F00_0000_0000 + rank * (1 << 32) for rank in range(world))
-    region = SymmetricRegion(world - 1, world, addresses, torch.zeros(2, dtype=torch.int32), NUM_SMS, capability)
+    region = SymmetricRegion(world - 1, world, addresses, torch.zeros(2, dtype=torch.int32), NUM_SMS, sm)
     return GpuOneSided(region, RegionSizes.of(world, 256, hidden * itemsize, top_k))
 
 
 @pytest.mark.parametrize(
-    ("capability", "world", "dtype", "hidden", "top_k"),
+    ("sm", "world", "dtype", "hidden", "top_k"),
     [
         (80, 2, torch.float16, 4096, 2), (90, 2, torch.bfloat16, 4096, 2), (90, 4, torch.bfloat16, 2048, 8),
         (90, 8, torch.bfloat16, 7168, 8), (100, 3, torch.float32, 7168, 8),
     ],
 )  # fmt: skip
-def test_kernels_compile(capability: int, world: int, dtype: torch.dtype, hidden: int, top_k: int) -> None:
+def test_kernels_compile(sm: int, world: int, dtype: torch.dtype, hidden: int, top_k: int) -> None:
     pytest.importorskip("triton")
     from tests.support import comm_compiled
 
-    ranks, rows = exchange(world, capability, hidden, top_k, dtype.itemsize), 200
+    ranks, rows = exchange(world, sm, hidden, top_k, dtype.itemsize), 200
     x, blocks = torch.zeros(rows - 1, hidden, dtype=dtype), hidden // 128
     scales = [torch.ones(()), torch.ones(rows - 1, 1), torch.ones(blocks, rows - 1).t()]
-    with comm_compiled.only(capability) as launches:
+    with comm_compiled.only(sm) as launches:
         for count in (8, rows):
             routing = Routing(torch.ones(rows - 1, top_k), torch.zeros(rows - 1, top_k, dtype=torch.int32))
             values, received = ranks.dispatch(x, routing, rows, 256)
@@ -78,7 +78,7 @@ def test_kernels_compile(capability: int, world: int, dtype: torch.dtype, hidden
     assert {name for name, _, _ in launches} == {"dispatch", "combine"}
     for _, (programs,), kernel in launches:
         assert 0 < programs <= NUM_SMS * (2 if kernel.metadata.num_warps == 8 else 4), "all programs run at once"
-        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)
+        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (sm >= 90)
         assert "local" not in kernel.asm["ptx"].split(".reg")[0]
         # One vector to a thread, and none to two: both would read, clear and send it.
         layouts = [line for line in kernel.asm["ttgir"].splitlines() if "#ttg.blocked" in line and " = " in line]

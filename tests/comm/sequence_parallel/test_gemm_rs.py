@@ -129,15 +129,15 @@ def test_another_sharding_is_refused() -> None:
         GemmRs(space(2, 1 << 20), buffer).all_reduce_norm(ResidualRmsNorm(ShardedResidual.of(x, 3), x[0], 1e-5))
 
 
-@pytest.mark.parametrize(("capability", "world"), [(80, 2), (90, 8), (100, 3)])
-def test_kernels_compile(capability: int, world: int) -> None:
+@pytest.mark.parametrize(("sm", "world"), [(80, 2), (90, 8), (100, 3)])
+def test_kernels_compile(sm: int, world: int) -> None:
     pytest.importorskip("triton")
     from tests.support import comm_compiled
 
-    workspace, dtype = comm_compiled.workspace(world, capability), comm_compiled.DTYPES[capability]
+    workspace, dtype = comm_compiled.workspace(world, sm), comm_compiled.DTYPES[sm]
     buffer, _ = buffer_of(world - 1, world, 32 << 20)
     gemm_rs = GemmRs(workspace, buffer)
-    with comm_compiled.only(capability) as launched:
+    with comm_compiled.only(sm) as launched:
         cases = ((700, "none", None, False), (4100, "fp8", None, False), (1100, "fp8", torch.ones(()), False))
         for tokens, quant, scale, keep in (*cases, (4100, "fp8", None, True), (1100, "fp8", torch.ones(()), True)):
             x = torch.zeros(tokens, 4096, dtype=dtype)
@@ -153,4 +153,4 @@ def test_kernels_compile(capability: int, world: int) -> None:
         assert kernel.metadata.shared * per_sm <= 200 << 10
         assert per_sm == 1 or f".maxnreg {kernel.metadata.maxnreg}" in ptx
         assert ptx.count("ld.acquire.sys") == ptx.count("fence.acq_rel.sys") == world - 1
-        assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
+        assert ("griddepcontrol.wait" in ptx) == (sm >= 90)

@@ -61,8 +61,8 @@ for shape, mode, dtype in itertools.product(SHAPES, MODES, DTYPES):
             memory.oneshot(x)
         outputs.append((*made, unshard(residual, group)))
         fusion = replace(fusion, residual=residual)
-    found[shape, mode, dtype] = outputs
-    found["gemm", shape, dtype] = gemm_rs.targets(*shape, fusion) is not None
+    results[shape, mode, dtype] = outputs
+    results["gemm", shape, dtype] = gemm_rs.targets(*shape, fusion) is not None
 """
 
 
@@ -126,7 +126,7 @@ with torch.inference_mode():
             for _ in range(2):
                 out, residual = layer(x, residual, rms)
             last, residual = layer(x, residual, None)  # without a norm: a whole residual, and no sequence parallelism
-            found[name, tokens] = (out, residual, dict(tuned_group.calls))
+            results[name, tokens] = (out, residual, dict(tuned_group.calls))
 """
 
 

@@ -53,21 +53,21 @@ def test_another_sharding_is_refused() -> None:
         RsNormAg(space(2, 1 << 20)).all_reduce_norm(x, ResidualRmsNorm(ShardedResidual.of(x, 3), x[0], 1e-5))
 
 
-@pytest.mark.parametrize(("capability", "world"), [(80, 2), (90, 8), (100, 3)])
-def test_kernels_compile(capability: int, world: int) -> None:
+@pytest.mark.parametrize(("sm", "world"), [(80, 2), (90, 8), (100, 3)])
+def test_kernels_compile(sm: int, world: int) -> None:
     pytest.importorskip("triton")
     from tests.support import comm_compiled
 
-    workspace, dtype = comm_compiled.workspace(world, capability), comm_compiled.DTYPES[capability]
+    workspace, dtype = comm_compiled.workspace(world, sm), comm_compiled.DTYPES[sm]
     cases = [(3, "none", None, False, False), (700, "fp8", None, False, True), (1100, "fp8", torch.ones(()), False, True)]
     cases += [(700, "fp8", None, True, True), (1100, "fp8", torch.ones(()), True, False)]
     if dtype == torch.float32:
         cases.append((3, "none", None, False, True))
     sequence_parallel = RsNormAg(workspace)
-    with comm_compiled.only(capability) as launched:
-        for tokens, quant, scale, keep, bare in cases:
+    with comm_compiled.only(sm) as launched:
+        for tokens, quant, scale, keep, unscaled in cases:
             x = torch.zeros(tokens, 4096, dtype=dtype)
-            output = Unscaled(x, torch.ones(tokens, 1), torch.ones(4096)) if bare else x
+            output = Unscaled(x, torch.ones(tokens, 1), torch.ones(4096)) if unscaled else x
             *outputs, residual = sequence_parallel.all_reduce_norm(output, ResidualRmsNorm(x, x[0], 1e-5, quant, scale, keep))
             assert [out.dtype for out in outputs] == comm_compiled.outputs_of(dtype, quant, scale, keep)
             again = sequence_parallel.all_reduce_norm(output, ResidualRmsNorm(residual, x[0], 1e-5, quant, scale, keep))
@@ -80,4 +80,4 @@ def test_kernels_compile(capability: int, world: int) -> None:
         per_sm, ptx = -(-grid[0] // NUM_SMS), kernel.asm["ptx"]
         assert kernel.metadata.shared * per_sm <= 200 << 10
         assert per_sm == 1 or f".maxnreg {kernel.metadata.maxnreg}" in ptx
-        assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
+        assert ("griddepcontrol.wait" in ptx) == (sm >= 90)

@@ -73,7 +73,7 @@ def contributions(world: int, tokens: int, hidden: int, dtype: torch.dtype, scal
 def check(world: int, tokens: int, hidden: int, dtype: torch.dtype, num_sms: int, *, scales: bool) -> None:
     inputs, parts = contributions(world, tokens, hidden, dtype, scales)
     wanted, workspaces = reference.all_reduce(parts), ranks(world, num_sms)
-    what = f"{world} ranks {tokens}x{hidden} {dtype} {num_sms} processors, scales {scales}"
+    what = f"{world} ranks {tokens}x{hidden} {dtype} {num_sms} SMs, scales {scales}"
     fusion = ResidualRmsNorm(torch.randn(tokens, hidden).to(dtype), torch.rand(hidden).to(dtype), 1e-5)
     for strategy in (oneshot, twoshot):
         sums = by_rank(lambda space, run=strategy: run.all_reduce(inputs[space.rank], space), workspaces)

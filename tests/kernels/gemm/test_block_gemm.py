@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with weights scaled by block: in Triton's interpreter against the reference, compiled for four generations of GPUs, and
+"""GEMMs with weights scaled by block: in Triton's interpreter against the reference, compiled for four generations of GPUs, and
 on a GPU against the reference on a CPU."""
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_in_the_interpreter() -> None:
 
 
 def compiled_kernel(tiling: BlockTiling, arch: int, *, quantized: bool, full: bool = True, parts: bool = False) -> Any:
-    """The product compiled, with tensors that begin where vectors may and sizes that are multiples of 16."""
+    """The kernel compiled, with tensors that begin where vectors may and sizes that are multiples of 16."""
     from phalanx.kernels.gemm.block_scaled_gemm import _block_scaled_gemm as kernel
 
     constants: dict[str, Any] = {
@@ -195,7 +195,7 @@ def test_one_row_compiles(arch: int, x: str) -> None:
     from phalanx.kernels.gemm import block_scaled_gemv
 
     if arch == 80 and x != "widened":
-        return  # a GPU without products in e4m3 is not asked for them
+        return  # a GPU without e4m3 in its tensor cores is not asked for them
     constants: dict[str, Any] = {"COLUMNS": 2048, "SKIP": 0, "QUANTIZE": x == "bf16", "ROWS": 4, "BLOCK": 2048}
     kinds = {"x": "*u8" if x == "u8" else "*bf16", "x_scale": "*fp32", "weight": "*u8", "scale": "*fp32", "out": "*bf16"}
     if x != "u8":
@@ -318,7 +318,7 @@ def test_torchs_on_gpu(tokens: int, outputs: int, inputs: int, monkeypatch: pyte
     """Whatever of the two is chosen, within what tensor cores cut off."""
     device = torch.device("cuda")
     if not block_gemm.cublas_supports(outputs, inputs, 0, device):
-        pytest.skip("torch has no such product here")
+        pytest.skip("torch has no such GEMM here")
     x, (weight, _) = activations(tokens, inputs, torch.bfloat16), weight_of(outputs, inputs, 0)
     scale = torch.logspace(-3, -1, outputs // 128 * (inputs // 128)).view(outputs // 128, -1).repeat_interleave(128, 0)
     values, x_scale = reference.per_token_group_quant_fp8(x, 128)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with what follows them: in Triton's interpreter the same bits as by two kernels, compiled for the GPUs that run them,
+"""GEMVs with fused epilogues: in Triton's interpreter the same bits as by two kernels, compiled for the GPUs that run them,
 and on a GPU beside two kernels."""
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def needs_fp8(kind: str) -> None:
     from phalanx.kernels.capabilities import has_fp8_gemm
 
     if kind != "16" and not has_fp8_gemm(torch.device("cuda")):
-        pytest.skip("this GPU has no FP8 products")
+        pytest.skip("this GPU has no FP8 GEMM")
 
 
 @pytest.mark.gpu1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products in FP8 against the formula."""
+"""GEMMs in FP8 against the formula."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def test_on_cpu_products_come_finished() -> None:
     assert torch.equal(output, kernels.scaled_mm(x, stored, scale.flatten(), dtype=torch.bfloat16))
 
 
-def test_a_cpu_has_no_fp8_products() -> None:
+def test_a_cpu_has_no_fp8_gemm() -> None:
     assert not has_fp8_gemm(torch.device("cpu"))
 
 
 def on_gpu(tokens: int, inputs: int, out: int, *, static: bool) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x, weight, its scales, their product in fp32)."""
+    """(x, weight, its scales, the GEMM's output in fp32)."""
     device = torch.device("cuda")
     if not has_fp8_gemm(device):
-        pytest.skip("this GPU has no FP8 products")
+        pytest.skip("this GPU has no FP8 GEMM")
     x, weight = torch.randn(tokens, inputs, device=device), torch.randn(out, inputs, device=device)
     quantized = Quantized(*kernels.quantize_fp8(x, torch.tensor(0.01, device=device) if static else None))
     stored, scale = kernels.quantize_fp8(weight)
@@ -116,7 +116,7 @@ def test_pieces_on_gpu(static: bool, cuts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_readers_scale_on_gpu(static: bool, dtype: torch.dtype, tokens: int) -> None:
-    """What reads a product gives the same, of sums or of the finished product, but for roundings."""
+    """What reads a GEMM output gives the same, of the unscaled and of the finished one, but for roundings."""
     x, weight, scale, expected = on_gpu(tokens, 1024, 2560, static=static)
     gemm_output = unscaled_mm(x, weight, scale, dtype=dtype)
     here = has_fp8_kernels(torch.device("cuda")) and dtype == torch.bfloat16 and 1 < tokens <= 1024
@@ -124,7 +124,7 @@ def test_readers_scale_on_gpu(static: bool, dtype: torch.dtype, tokens: int) -> 
     finished_fp32 = gemm_output.to_fp32() if isinstance(gemm_output, Unscaled) else gemm_output.float()
     assert (finished_fp32 - expected).norm() < 5e-3 * expected.norm()
 
-    step = 3e-2  # a few roundings to bf16, which products in fp16 take too
+    step = 3e-2  # a few roundings to bf16, which GEMMs in fp16 take too
     gated = reference.silu_mul(expected)
     assert (kernels.silu_mul(gemm_output).float() - gated).norm() < step * gated.norm()
     for static_scale in (None, torch.tensor(40.0, device="cuda")):  # 40 * 448 is beyond all of these: nothing saturates
@@ -159,7 +159,7 @@ def test_quantizing_mm_is_quantize_then_product(scale: torch.Tensor | None) -> N
 def test_one_row_quantized_by_its_product_on_gpu(static: bool, inputs: int) -> None:
     device = torch.device("cuda")
     if not has_fp8_gemm(device):
-        pytest.skip("this GPU has no FP8 products")
+        pytest.skip("this GPU has no FP8 GEMM")
     torch.manual_seed(inputs)
     x = torch.randn(1, inputs, device=device, dtype=torch.bfloat16)
     stored, columns = kernels.quantize_fp8(torch.randn(2048, inputs, device=device))

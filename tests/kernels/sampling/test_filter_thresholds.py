@@ -39,7 +39,7 @@ def thresholds_of(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tenso
 
 
 def check(logits: Tensor, temperature: Tensor, filters: Tensor) -> int:
-    """The kernel's floors keep what sorting keeps; how many rows differ by what is too close."""
+    """The kernel's thresholds keep what sorting keeps; how many rows differ by what is too close."""
     threshold, width = thresholds_of(logits, temperature, filters), logits.shape[1]
     assert not threshold.isnan().any()
     sampled = (temperature > 0).nonzero()[:, 0]
@@ -210,7 +210,7 @@ def test_on_gpu(check: Callable[[], None]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_step_of_mixed_rows_on_gpu(dtype: torch.dtype) -> None:
-    """64 rows of 128,256: the tokens are those of plain torch on the same GPU, and floors too."""
+    """64 rows of 128,256: the tokens are those of plain torch on the same GPU, and thresholds too."""
     torch.manual_seed(0)
     rows, width = 64, 128_256
     logits = torch.randn(rows, width, device="cuda") * 2

@@ -69,7 +69,7 @@ def test_rows_filter_alone_whatever_the_others_ask():
 
 @pytest.mark.parametrize("at_once", [2**24, 100])
 def test_draws_of_a_step_are_those_of_each_row_alone(at_once, monkeypatch):
-    """Greedy rows, and rows with any of the filters, in one call; by floors as by what is kept."""
+    """Greedy rows, and rows with any of the filters, in one call; by thresholds as by what is kept."""
     monkeypatch.setattr(reference, "_LOGITS_AT_ONCE", at_once)
     logits, noise = logits_of(6, 50, seed=2), random_keys(6, seed=3)
     temperature = torch.tensor([0.0, 0.7, 1.0, 1.3, 0.9, 2.0])
@@ -189,7 +189,7 @@ def test_noise_is_uniform_and_tokens_keys_are_independent():
 
 
 def test_noise_near_zero_is_fine_grained():
-    """The race is decided by small u: with 2**17 tokens the winner has u of about 2**-17."""
+    """The Gumbel maximum is decided by small u: with 2**17 tokens the winner has u of about 2**-17."""
     u = reference.hashed_uniform(random_keys(64, seed=5), 2**17)
     two = u.topk(2, largest=False, sorted=True).values
     assert (two[:, 0] < two[:, 1]).all()

@@ -102,7 +102,7 @@ class SimulatedReplica:
             self.busy += max(costs)
             self.flying.append((step, begin))
 
-    def settle(self) -> float:
+    def finish_step(self) -> float:
         """The oldest step in flight has ended; when."""
         step, end = self.flying.popleft()
         results = [[_TOKEN] * len(batch.rows) for batch in step.batches]
@@ -264,7 +264,7 @@ def _open_loop(replicas: list[SimulatedReplica], arrivals: Sequence[Arrival], se
 def _next(replicas: list[SimulatedReplica], events: list[tuple[float, int]]) -> float:
     _, index = heapq.heappop(events)
     replica = replicas[index]
-    end = replica.settle()
+    end = replica.finish_step()
     replica.submit(end)
     if replica.flying:
         heapq.heappush(events, (replica.flying[0][1], index))
@@ -292,7 +292,7 @@ def _closed_loop(
             heapq.heappush(events, (replica.flying[0][1], index))
     while events:
         _, index = heapq.heappop(events)
-        clock = replicas[index].settle()
+        clock = replicas[index].finish_step()
         fill(clock)
         for other, replica in enumerate(replicas):
             idle = not replica.flying

@@ -137,7 +137,7 @@ class TritonLatentBackend:
 
 
 class DecodeRows(NamedTuple):
-    """Rows of one token, row r with token r, as the decode kernel takes them. tables [rows or more, W], or of all slots with
+    """Decode rows, row r with token r, as the decode kernel takes them. tables [rows or more, W], or of all slots with
     table_rows [rows]; lengths [rows]."""
 
     tables: Tensor
