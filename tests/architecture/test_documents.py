@@ -172,7 +172,7 @@ def test_every_flag_in_prose_exists():
     """`--flag` in a page is an option of some verb, or of a tool that the line names."""
     parameters = [parameter for verb in _verbs(command_line()) for parameter in verb.params]
     known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
-    tools = ("torchrun", "docker", "kubectl", "--ipc", "--max-restarts", "nvlink --status", "ray start")
+    tools = ("torchrun", "docker", "kubectl", "--ipc", "--max-restarts", "nvlink --status", "ray start", "grep -")
     for page in PAGES:
         for line in page.read_text(encoding="utf-8").splitlines():
             for flag in re.findall(r"(?<![\w-])(--[a-z][a-z_]+)", line):
