@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of README and docs run, on the demo model over CPU ranks; those that need GPUs or a download are only parsed."""
+"""The Python of README, the quick start and the page of the Python API runs, and so do the commands of the quick start and the
+check of an installation, on the demo model over CPU ranks. tests/architecture/test_documents.py parses all commands."""
 
 from __future__ import annotations
 

@@ -190,7 +190,8 @@ def _verbs(command: Any) -> list[Any]:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.page.name}: {c.line[:60]}")
 def test_command_is_understood(command: Command):
-    """Parsed by what would run it; what needs neither GPUs nor a network runs in tests/acceptance/test_documents.py."""
+    """Parsed by what would run it. tests/acceptance/test_documents.py runs those of the quick start and the check of an
+    installation, on the demo model."""
     program, *arguments = command.words
     checks = {
         "make": _is_a_target, "pip": _names_extras, "phalanx": require_parsed, "curl": _is_a_request, "python": _is_a_script,

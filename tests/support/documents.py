@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NO_RUN = "sh no-run"
 _BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 
 class Block(NamedTuple):
-    """A fenced block: the page, what stands behind the fence ("python", "python no-run", "" for shell), and its text."""
+    """A fenced block: the page, what stands behind the fence ("python", "python no-run", "sh no-run", "" for shell), its text."""
 
     page: Path
     kind: str
@@ -34,14 +35,22 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(page: Path) -> list[Command]:
-    """Of the page's shell blocks: those without a language. A drawing (it has box characters) is none."""
+    """Of the page's shell blocks: those without a language. A drawing (it has box characters) is none. Of blocks of "sh no-run",
+    which are for a cluster, phalanx's commands alone, up to where a pipe begins."""
     listed = []
     for block in blocks(page):
-        if block.kind or re.search("[─│└├]", block.text):
+        if block.kind not in ("", NO_RUN) or re.search("[─│└├]", block.text):
             continue
         joined = re.sub(r"\\\n\s*", " ", block.text)
-        listed += [Command(page, line, shlex.split(line, comments=True)) for line in joined.splitlines() if line.strip()]
+        lines = [Command(page, line, shlex.split(line, comments=True)) for line in joined.splitlines() if line.strip()]
+        if block.kind == NO_RUN:
+            lines = [line._replace(words=_before_pipe(line.words)) for line in lines if line.words[:1] == ["phalanx"]]
+        listed += lines
     return [command for command in listed if command.words]
+
+
+def _before_pipe(words: list[str]) -> list[str]:
+    return words[: words.index("|")] if "|" in words else words
 
 
 def printed_under(page: Path, heading: str) -> tuple[list[str], str]:
