@@ -40,17 +40,29 @@ def package_of(path: Path) -> str:
 def imports_of(path: Path) -> tuple[tuple[str, int], ...]:
     """(dotted target, line) of each import that runs, those inside functions included; type-checking-only imports are left out."""
     imports: list[tuple[str, int]] = []
+    for node in _import_statements(path):
+        parent = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        imports.extend((parent + alias.name, node.lineno) for alias in node.names)
+    return tuple(imports)
+
+
+def packages_named(path: Path) -> set[str]:
+    """`a.b` of each `from a.b import c` that `imports_of` lists."""
+    return {str(node.module) for node in _import_statements(path) if isinstance(node, ast.ImportFrom)}
+
+
+@cache
+def _import_statements(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    statements: list[ast.Import | ast.ImportFrom] = []
 
     def walk(node: ast.AST) -> None:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             return
-        if isinstance(node, ast.Import):
-            imports.extend((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            imports.extend((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            assert not getattr(node, "level", 0), f"{path}:{node.lineno}: imports are absolute"
+            statements.append(node)
         for child in ast.iter_child_nodes(node):
             walk(child)
 
     walk(tree_of(path))
-    return tuple(imports)
+    return tuple(statements)

@@ -10,7 +10,17 @@ import sys
 
 import pytest
 
-from tests.architecture.sources import ROOT, SRC, imports_of, module_name, nodes_of, package_of, python_files, tree_of
+from tests.architecture.sources import (
+    ROOT,
+    SRC,
+    imports_of,
+    module_name,
+    nodes_of,
+    package_of,
+    packages_named,
+    python_files,
+    tree_of,
+)
 
 LEVELS = [
     {"errors", "version"}, {"log", "metrics"}, {"config"}, {"hardware"}, {"tables"}, {"kernels", "plan"}, {"comm"}, {"models"},
@@ -82,13 +92,15 @@ def test_processes_meet_by_messages(path):
 
 
 def test_no_import_circle():
-    """Lazy imports and `__init__` included. A module depends on a package's `__init__` if it takes a name from the package itself,
-    not if it takes a module of it: `from phalanx.kernels import linear` depends on kernels/__init__.py, and
-    `from phalanx.kernels import reference` does not."""
+    """Lazy imports and `__init__` included. A file depends on those that it names: `from phalanx.kernels import reference` names
+    kernels/__init__.py and kernels/reference.py. `import phalanx.kernels.reference as reference` and `from
+    phalanx.kernels.reference import embed` name the latter alone, although Python runs the package's `__init__` before either: a
+    package that re-exports what its modules define is no circle by itself."""
     names = {path: module_name(path).removesuffix(".__init__") for path in python_files()}
     graph: dict[str, set[str]] = {names[path]: set() for path in python_files()}
     for path, name in names.items():
-        graph[name] = {_file_of(target, graph) for target, _ in imports_of(path) if target.startswith("phalanx")} - {"", name}
+        targets = {target for target, _ in imports_of(path)} | packages_named(path)
+        graph[name] = {_file_of(target, graph) for target in targets if target.startswith("phalanx")} - {"", name}
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import phalanx.tables.seed as seeds
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.tables import seed as seeds
 from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.seed import Seed
 from phalanx.tables.strategy import INCUMBENT

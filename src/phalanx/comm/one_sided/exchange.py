@@ -56,11 +56,11 @@ def form(
     sizes = {"hidden": hidden, "top_k": top_k, "dtype": dtype, "rows": rows}
     exchange: OneSided | str
     if device.type == "cpu":
-        from phalanx.comm.one_sided import on_cpu
+        import phalanx.comm.one_sided.on_cpu as on_cpu
 
         exchange = on_cpu.form(group, timeout=timeout, **sizes)  # type: ignore[arg-type]
     else:
-        from phalanx.comm.one_sided import on_gpu
+        import phalanx.comm.one_sided.on_gpu as on_gpu
 
         assert isinstance(group, TorchGroup)
         exchange = on_gpu.form(group, **sizes)  # type: ignore[arg-type]

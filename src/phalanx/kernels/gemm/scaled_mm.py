@@ -16,8 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+import phalanx.kernels.reference as reference
 from phalanx.errors import EngineError
-from phalanx.kernels import reference
 from phalanx.kernels.capabilities import gpu, has_fp8_kernels, has_gluon
 from phalanx.kernels.gemm import heuristics
 from phalanx.kernels.ops.dispatch import quantize_fp8

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from phalanx.kernels import reference
+import phalanx.kernels.reference as reference
 from phalanx.kernels.capabilities import has_triton
 from phalanx.kernels.ops.heuristics import MAX_QUANTIZED_COLUMNS
 from phalanx.kernels.reference import HeadNorm

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.kernels import reference
+import phalanx.kernels.reference as reference
 from phalanx.kernels.capabilities import has_triton
 
 _NEVER = float("-inf")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.plan.families import dense
+import phalanx.plan.families.dense as dense
 from phalanx.plan.families.declare import Tensor
 from phalanx.plan.shape import Shape
 

@@ -12,9 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import phalanx.plan.families.deepseek as deepseek
+import phalanx.plan.families.dense as dense
+import phalanx.plan.families.gpt_oss as gpt_oss
+import phalanx.plan.families.mixtral as mixtral
+import phalanx.plan.families.qwen3_moe as qwen3_moe
 from phalanx.config.model import FAMILIES, ModelShape
 from phalanx.errors import ModelNotFound, UnsupportedArchitecture
-from phalanx.plan.families import deepseek, dense, gpt_oss, mixtral, qwen3_moe
 from phalanx.plan.families.declare import Tensor
 from phalanx.plan.shape import Shape
 

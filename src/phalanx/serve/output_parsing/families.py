@@ -12,10 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import phalanx.serve.output_parsing.deepseek as deepseek
+import phalanx.serve.output_parsing.harmony as harmony
+import phalanx.serve.output_parsing.hermes as hermes
+import phalanx.serve.output_parsing.llama as llama
+import phalanx.serve.output_parsing.mistral as mistral
+import phalanx.serve.output_parsing.pythonic as pythonic
+import phalanx.serve.output_parsing.qwen_coder as qwen_coder
 from phalanx.config.serving import ReasoningParserName, ToolCallParserName
 from phalanx.errors import OptionError, RequestError
 from phalanx.log import get_logger
-from phalanx.serve.output_parsing import deepseek, harmony, hermes, llama, mistral, pythonic, qwen_coder
 from phalanx.serve.output_parsing.events import ContentParser, Functions, OutputParser
 from phalanx.serve.output_parsing.markers import Markers
 from phalanx.serve.output_parsing.reasoning import Begin, ReasoningParser, TagTokenCounter, TokenCounter
