@@ -6,11 +6,15 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
-from typing import NamedTuple
+import zipfile
+from typing import Any, NamedTuple
 
 import typer
+from packaging.specifiers import SpecifierSet
 
 from phalanx.cli import app
 from phalanx.config import EngineOptions
@@ -21,6 +25,8 @@ from phalanx.deploy.serve_flags import CACHE, KERNELS
 from tests.architecture.sources import ROOT
 
 KNOWN = {"FROM", "WORKDIR", "COPY", "ARG", "RUN", "ENV", "VOLUME", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
+UBUNTU_PYTHON = {"22.04": "3.10", "24.04": "3.12"}
+"""Ubuntu's release -> its package python3."""
 
 
 class Instruction(NamedTuple):
@@ -60,9 +66,18 @@ def test_instructions_are_known_and_in_order():
     assert (ROOT / "Dockerfile").read_text(encoding="utf-8").startswith("# syntax=docker/dockerfile:1\n")
 
 
-def test_what_is_copied_is_there_and_is_all_that_the_wheel_needs():
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def copied_sources() -> set[str]:
+    """What the stage of the wheel copies from the checkout."""
+    words = [[word for word in text.split() if not word.startswith("--")] for text in texts("COPY") if "--from=" not in text]
+    return {source for *sources, _ in words for source in sources}
+
+
+def test_what_is_copied_is_there():
     stages = [text.partition(" AS ")[2] for text in texts("FROM")]
-    copied: set[str] = set()
     for text in texts("COPY"):
         *sources, target = [word for word in text.split() if not word.startswith("--")]
         if stage := re.search(r"--from=(\S+)", text):
@@ -70,25 +85,48 @@ def test_what_is_copied_is_there_and_is_all_that_the_wheel_needs():
             run_words = [word for run in texts("RUN") for word in run.split()]
             assert all(source in run_words for source in sources), f"no RUN makes {sources}"
             continue
-        copied.update(sources)
         for source in sources:
             assert (ROOT / source).exists(), f"COPY {source}"
             assert sent(source), f".dockerignore leaves out {source}"
         assert target.startswith("./")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert {"pyproject.toml", project["project"]["readme"]} <= copied
-    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert all(any(package.startswith(f"{source}/") for source in copied) for package in packages)
+
+
+def test_the_wheel_is_built_from_what_is_copied(tmp_path):
+    """By the package's build back end, which needs no network, in a folder of only these files; it has all files of the package."""
+    folder, wheels = tmp_path / "src", tmp_path / "wheels"
+    folder.mkdir()
+    for source in copied_sources():
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, folder / source, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / source, folder / source)
+    assert project()["build-system"]["build-backend"] == "hatchling.build"
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(wheels)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = wheels.glob("phalanx-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = [archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA")]
+    files = {str(path.relative_to(folder / "src")) for path in (folder / "src" / "phalanx").rglob("*") if path.is_file()}
+    assert {name for name in names if ".dist-info/" not in name} == files
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert (ROOT / project()["project"]["readme"]).read_text(encoding="utf-8").strip() in metadata
 
 
 def test_the_image_runs_a_python_that_the_package_takes():
-    wheel = re.search(r"python:(\d+)\.(\d+)", texts("FROM")[0])
-    assert wheel
-    assert (int(wheel[1]), int(wheel[2])) >= (3, 11)
+    build, runtime = texts("FROM")
+    python, ubuntu = re.search(r"python:(\d+\.\d+)", build), re.search(r"-ubuntu(\d+\.\d+)$", runtime)
+    assert python
+    assert ubuntu
+    required = SpecifierSet(project()["project"]["requires-python"])
+    assert python[1] in required
+    assert UBUNTU_PYTHON[ubuntu[1]] in required
+    assert any("python3-venv" in run for run in texts("RUN")), "the distribution's Python is what the image runs"
 
 
 def test_shell_and_pip_lines_are_sound():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = project()["project"]["optional-dependencies"]
     pip = []
     for run in texts("RUN"):
         assert subprocess.run(["bash", "-n", "-c", run], capture_output=True, check=False).returncode == 0, run
