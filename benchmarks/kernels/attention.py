@@ -30,6 +30,7 @@ from benchmarks import harness
 from benchmarks.kernels.attention_launches import (
     BLOCK,
     HEAD_DIM,
+    KV_DTYPES,
     PEER_BYTES,
     SCALES,
     WRONG,
@@ -219,8 +220,7 @@ def decodes(
     for q_heads, kv_heads in pairs:
         query = torch.zeros(1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         for kv in kinds:
-            dtype = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}[kv]
-            cache = torch.zeros(1, BLOCK, kv_heads, HEAD_DIM, device="cuda").to(dtype)
+            cache = torch.zeros(1, BLOCK, kv_heads, HEAD_DIM, device="cuda").to(KV_DTYPES[kv])
             token_scales = torch.ones(1, kv_heads, BLOCK, 2, dtype=torch.bfloat16, device="cuda") if kv == "int8" else None
             for tiling in [*FEW, *(DecodeTiling(MAX_SMALL_SPLITS, 64, *tile) for tile in MANY)]:
                 yield partial(

@@ -7,11 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from benchmarks import harness
+from phalanx.kernels.dtypes import TORCH_DTYPES
 
 HEAD_DIM, BLOCK = 128, 16
+KV_DTYPES = {"bf16": TORCH_DTYPES["bf16"], "e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+"""By the names of `--kv`; the package's map has no dtypes of 8 bit."""
 REPLAYS = 4
 WRONG = 2e-2
 PEER_BYTES = 256 << 20

@@ -37,7 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from benchmarks import harness
 from benchmarks.kernels.attention import Job, Memory
-from benchmarks.kernels.attention_launches import BLOCK, HEAD_DIM, REPLAYS, SCALES, WRONG, seconds
+from benchmarks.kernels.attention_launches import BLOCK, HEAD_DIM, KV_DTYPES, REPLAYS, SCALES, WRONG, seconds
 from phalanx.kernels import reference
 from phalanx.kernels.attention.decode import decode_attention
 from phalanx.kernels.attention.heuristics import SHORT_KV, DecodeTiling, SplitKvWorkspace, select_decode
@@ -48,7 +48,6 @@ LAYERS = 20
 FEW_ROWS = 8
 """Up to so many rows all variants are timed."""
 SHAPES = {1: "200,512,1024,2048,8192,16384,32768", 4: "512,2048,8192,32768", 16: "512,2048,8192", 64: "512,2048"}
-KINDS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 LINK = 1024
 """Elements of a program of a kernel between attention and attention."""
 WEIGHTS = 1 << 30
@@ -152,7 +151,7 @@ def main() -> int:
 
 
 def usual(layout: Layout, rows: int, num_sms: int, *, short: bool) -> DecodeTiling:
-    group, itemsize = layout.q_heads // layout.kv_heads, KINDS[layout.kv].itemsize
+    group, itemsize = layout.q_heads // layout.kv_heads, KV_DTYPES[layout.kv].itemsize
     return select_decode(rows, layout.kv_heads, group, HEAD_DIM, itemsize, num_sms, short=short)
 
 
@@ -198,7 +197,7 @@ def launches(
     """One of each kernel that is timed."""
     slots, lengths = (torch.zeros(64, dtype=kind, device="cuda") for kind in (torch.int64, torch.int32))
     for layout in layouts:
-        cache = torch.zeros(1, BLOCK, layout.kv_heads, HEAD_DIM, device="cuda").to(KINDS[layout.kv])
+        cache = torch.zeros(1, BLOCK, layout.kv_heads, HEAD_DIM, device="cuda").to(KV_DTYPES[layout.kv])
         token_scales = torch.ones(1, layout.kv_heads, BLOCK, 2, dtype=torch.bfloat16, device="cuda")
         for rows in row_counts:
             query = torch.zeros(rows, layout.q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
@@ -219,7 +218,7 @@ def measure(job: Job, workspace: SplitKvWorkspace, layers: Layers) -> dict[str, 
     """Of each variant: us of a launch alone, and of a layer; or what is wrong with it."""
     rows, q_heads, _ = job.query.shape
     key, value, *token_scales = job.copies[0]
-    kv = next(kv for kv, dtype in KINDS.items() if dtype == key.dtype)
+    kv = next(kv for kv, dtype in KV_DTYPES.items() if dtype == key.dtype)
     layout, short = Layout(q_heads, key.shape[2], kv), int(job.lengths.max()) <= SHORT_KV
     sample = torch.unique(torch.linspace(0, rows - 1, 3, device="cuda").long())
     wanted = reference.decode_attention(

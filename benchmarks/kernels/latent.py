@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.kernels.attention import batch_lengths
-from benchmarks.kernels.attention_launches import BLOCK, PEER_BYTES, WRONG, Candidate, seconds
+from benchmarks.kernels.attention_launches import BLOCK, KV_DTYPES, PEER_BYTES, WRONG, Candidate, seconds
 from phalanx.kernels import reference
 from phalanx.kernels.attention import dispatch
 from phalanx.kernels.attention.heuristics import LATENT_BAND, LatentTiling, SplitKvWorkspace, select_latent_bands
@@ -38,7 +38,6 @@ SCALE = (128 + ROPE) ** -0.5
 """Of DeepSeek: the width of a key that is not absorbed."""
 COLD = 160 << 20
 MOST_COPIES = 48
-KINDS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 TILINGS = {
     "bf16": [(16, 32, 4, 3), (16, 32, 4, 4), (16, 64, 4, 2), (32, 32, 4, 3), (32, 32, 8, 4), (64, 32, 8, 3), (64, 32, 8, 4),
              (64, 16, 8, 6), (64, 64, 8, 2)],
@@ -79,7 +78,7 @@ def main() -> int:
     harness.compile_ahead(launches(heads, arguments.kv.split(","), arguments.variants, workspace))
     figures: dict[str, Any] = {}
     for kv in arguments.kv.split(","):
-        memory = torch.empty(6 << 30, dtype=torch.bfloat16, device="cuda").normal_()[: (6 << 30) // 2].to(KINDS[kv])
+        memory = torch.empty(6 << 30, dtype=torch.bfloat16, device="cuda").normal_()[: (6 << 30) // 2].to(KV_DTYPES[kv])
         for count in heads:
             for batch in arguments.batches.split(","):
                 name = f"{kv} {count} heads {batch}"
@@ -138,7 +137,7 @@ def launches(heads: list[int], kinds: list[str], which: str, workspace: SplitKvW
     """One of each kernel that is timed, with and without splits."""
     tables, slots, lengths = (torch.zeros(64, dtype=kind, device="cuda") for kind in (torch.int32, torch.int64, torch.int32))
     for kv in kinds:
-        cache = torch.zeros(1, BLOCK, 1, RANK + ROPE, device="cuda").to(KINDS[kv])
+        cache = torch.zeros(1, BLOCK, 1, RANK + ROPE, device="cuda").to(KV_DTYPES[kv])
         for count in heads:
             query = torch.zeros(1, count, RANK + ROPE, dtype=torch.bfloat16, device="cuda")
             yield partial(

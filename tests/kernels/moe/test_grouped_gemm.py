@@ -376,8 +376,6 @@ def test_compiles(arch: int, kind: str, tokens: int, experts: int) -> None:
 def test_choice_and_sort_compile(arch: int, alone: bool, experts: int, top_k: int, slots: int) -> None:
     """As they are launched: the choice of one token, which makes the tiles itself, and of many, in one warp; the sort, of many
     pairs by two kernels; and the sum."""
-    import triton.language as tl
-
     from phalanx.kernels.moe.combine import _combine
     from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, _count_segments, _sort_by_expert, _sort_segments
     from phalanx.kernels.moe.topk_softmax import _topk_softmax
@@ -387,7 +385,7 @@ def test_choice_and_sort_compile(arch: int, alone: bool, experts: int, top_k: in
     constants: dict[str, Any] = {
         **dict.fromkeys(("logit_bias", "bias", "log_weights", "physical")), "TOP_K": top_k, "RENORMALIZE": True, "DRAWN": False,
         "SIGMOID": False, "GROUPS": 1, "TOP_GROUPS": 1, "GROUP_SIZE": experts, "GROUP_LANES": experts, "ALONE": alone, "COPIES": 0,
-        "EXPERTS": max(16, experts), "SLOTS": slots, "FIELDS": TILE_FIELDS, "PARTS": 2, "DTYPE": tl.float32, "SM": arch,
+        "EXPERTS": max(16, experts), "SLOTS": slots, "FIELDS": TILE_FIELDS, "PARTS": 2, "KIND": "fp32", "SM": arch,
     } | ({} if alone else dict.fromkeys(lists))  # fmt: skip
     kinds = pointers | dict.fromkeys(("tokens", "experts", "hidden", "first", "local_experts"), "i32")
     assert spilled(compiled_as(_topk_softmax, kinds, constants, arch, num_warps=1)) == 0

@@ -16,11 +16,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.config.experts import Scoring
 from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles, empty_tiles
 from phalanx.kernels.moe.tensors import RouterLogits, Routing, TrafficPattern
 from phalanx.kernels.vectors import nearest
-
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -55,8 +54,9 @@ def _drawn(x, log_weights, token, expert, inside, hidden, EXPERTS: tl.constexpr)
 
 
 @triton.jit
-def _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS: tl.constexpr, DTYPE: tl.constexpr, SM: tl.constexpr):
-    """Of one token: of logits [tokens, experts], or of [PARTS, tokens, experts] in fp32 that are added up; see `RouterLogits`."""
+def _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS: tl.constexpr, KIND: tl.constexpr, SM: tl.constexpr):
+    """Of one token: of logits [tokens, experts], or of [PARTS, tokens, experts] in fp32 that are added up; see `RouterLogits`.
+    KIND: what they are rounded to, "fp32" (they are not), "bf16" or "fp16"."""
     place = logits + token.to(tl.int64) * experts + expert
     total = tl.load(place, inside, 0.0).to(tl.float32)
     for _ in tl.static_range(1, PARTS):
@@ -64,7 +64,8 @@ def _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS: t
         total += tl.load(place, inside, 0.0)
     if logit_bias is not None:
         total += tl.load(logit_bias + expert, inside, 0.0).to(tl.float32)
-    if tl.float32 != DTYPE:
+    if KIND != "fp32":
+        DTYPE: tl.constexpr = tl.bfloat16 if KIND == "bf16" else tl.float16
         total = nearest(total, tl.zeros_like(total).to(DTYPE), SM).to(tl.float32)
     return tl.where(inside, total, float("-inf"))
 
@@ -127,9 +128,9 @@ def _topk_softmax(
     hidden, first, local_experts, scale, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, DRAWN: tl.constexpr,
     SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_LANES: tl.constexpr,
     ALONE: tl.constexpr, COPIES: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr,
-    PARTS: tl.constexpr, DTYPE: tl.constexpr, SM: tl.constexpr,
+    PARTS: tl.constexpr, KIND: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """logits, PARTS, DTYPE: see `_logits`. DRAWN: experts are drawn by log_weights [experts], and the token's values in x are the
+    """logits, PARTS, KIND: see `_logits`. DRAWN: experts are drawn by log_weights [experts], and the token's values in x are the
     seed; logits are read all the same, for a benchmark. COPIES: an expert has at most so many, see `reference.physical_ids`."""
     if SM >= 90:
         gdc_launch_dependents()
@@ -145,10 +146,10 @@ def _topk_softmax(
         score = _drawn(x, log_weights, token, expert, inside, hidden, EXPERTS)
         share = tl.zeros([EXPERTS], tl.float32) + 1.0 / TOP_K
         if logits is not None:
-            logit = _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS, DTYPE, SM)
+            logit = _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS, KIND, SM)
             share += tl.minimum(tl.abs(tl.where(inside, logit, 0.0)), 0.0)
     else:
-        score = _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS, DTYPE, SM)
+        score = _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS, KIND, SM)
         if SIGMOID:
             share = 1.0 / (1.0 + tl.exp(-score))
             score = share
@@ -199,6 +200,6 @@ def topk_softmax(
             SIGMOID=rule.function == "sigmoid", GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, GROUP_SIZE=experts // rule.groups,
             GROUP_LANES=group_lanes, ALONE=tokens == 1, COPIES=0 if physical is None else physical.shape[1] - 1, EXPERTS=lanes,
             SLOTS=max(2, triton.next_power_of_2(top_k)), FIELDS=TILE_FIELDS, PARTS=1 if parts is None else len(parts),
-            DTYPE=_DTYPES[dtype], SM=sm, num_warps=1, launch_pdl=sm >= 90,
+            KIND=DTYPE_NAMES[dtype], SM=sm, num_warps=1, launch_pdl=sm >= 90,
         )  # fmt: skip
     return Routing(weights, ids), tiles
