@@ -8,7 +8,8 @@ the device (`kernels.capabilities`), and compilation. Device functions that a ke
 into it. Neither do files of which the call uses a type only, without running a line of them: `comm/group.py` (the fusion),
 `comm/symmetric.py` (the workspace) and `kernels/scaled_tensors.py` (tensors with scales).
 
-The input is quantized, as that of `down_proj` is. The input of `o_proj` is not, and adds the op that quantizes it.
+The input of `down_proj` comes quantized, from the op that computes SiLU. That of `o_proj` comes in 16 bit from attention, which
+adds the files of the op that quantizes it. On ranks (of CPUs, of GPUs) `down_proj` alone is traced.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.config.quantization import ON_LOAD
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.scaled_tensors import FP8, Quantized
+from phalanx.models.layers.fp8 import Activation
 from phalanx.models.layers.linear import RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext
@@ -39,11 +41,15 @@ from phalanx.tables.strategy import Strategy
 from phalanx.tables.table import Entry
 from tests.support import comm_cpu_ranks, comm_gpu_ranks
 
-MAX_FILES = 9
+MAX_FILES = {"down_proj": 9, "o_proj": 12}
+"""Of each layer. Of `o_proj` also `kernels/ops/dispatch.py`, which picks the op that quantizes the input, its kernel, and
+`kernels/ops/heuristics.py`, which splits the launch."""
 PACKAGE = Path(phalanx.__file__).parent
 TOKENS, OUT, LOCAL_IN = 64, 8192, 512
 HOPPER_PATH = {"kernels/gemm/fp8_skinny.py", "kernels/sequence_parallel/rs_norm_ag.py"}
 """The kernels of the call on Hopper."""
+QUANTIZATION: dict[str, set[str]] = {"down_proj": set(), "o_proj": {"kernels/ops/quantize_fp8.py"}}
+"""The kernel that quantizes the input of each, where one does."""
 
 
 @contextmanager
@@ -85,27 +91,31 @@ def _in_package(name: str) -> str:
     return Path(name).relative_to(PACKAGE).as_posix()
 
 
-def second_call(group: Group, device: torch.device) -> Callable[[], object]:
+def second_call(group: Group, device: torch.device, name: str = "down_proj") -> Callable[[], object]:
     """A call of the layer that has been made before, as behind any layer but the first."""
     context = LayerContext(group, torch.bfloat16, device, ON_LOAD, fp8_gemm=True)
     local = range(group.rank * LOCAL_IN, (group.rank + 1) * LOCAL_IN)
-    layer = RowParallelLinear("down_proj", group.size * LOCAL_IN, OUT, local=local, bias=False, context=context)
+    layer = RowParallelLinear(name, group.size * LOCAL_IN, OUT, local=local, bias=False, context=context)
     norm = RmsNorm("post_attention_layernorm", OUT, 1e-5, context=context)
     norm.set_consumer(layer.fp8)  # stands for the next layer, which is in FP8 as well
     for weight in (*layer.parameters(), *norm.parameters()):
         weight.view(torch.uint8).zero_()
-    x = Quantized(torch.zeros(TOKENS, LOCAL_IN, dtype=FP8, device=device), torch.ones(TOKENS, 1, device=device))
+    x: Activation = torch.zeros(TOKENS, LOCAL_IN, dtype=torch.bfloat16, device=device)
+    if name == "down_proj":
+        x = Quantized(torch.zeros(TOKENS, LOCAL_IN, dtype=FP8, device=device), torch.ones(TOKENS, 1, device=device))
     residual: torch.Tensor = torch.zeros(TOKENS, OUT, dtype=torch.bfloat16, device=device)
     for _ in range(2):
         _, residual = layer(x, residual, norm)
     return lambda: layer(x, residual, norm)
 
 
-def check(files: set[str]) -> None:
-    assert len(files) <= MAX_FILES, f"{len(files)} files, and {MAX_FILES} are the limit: {', '.join(sorted(files))}"
+def check(files: set[str], name: str = "down_proj") -> None:
+    limit = MAX_FILES[name]
+    assert len(files) <= limit, f"{name}: {len(files)} files, and {limit} are the limit: {', '.join(sorted(files))}"
 
 
-def test_four_gpus_as_seen_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", MAX_FILES)
+def test_four_gpus_as_seen_without_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that picks kernels takes CPU tensors for a GPU's; launches are noted and left out. All else runs as on a rank."""
     pytest.importorskip("triton")
     from phalanx.comm.strategies import symmetric_strategies
@@ -123,13 +133,13 @@ def test_four_gpus_as_seen_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     group = TunedGroup(LastOfFour(), rules, symmetric_strategies(workspace(4, 90)), "seed")
     with torch.inference_mode(), simulated(GpuCapabilities(90, NUM_SMS, HOPPER_SHARED_MEMORY)), launched(run=False) as kernels:
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(is_cuda), raising=False)
-        call = second_call(group, torch.device("cpu"))
+        call = second_call(group, torch.device("cpu"), name)
         kernels.clear()
         with traced() as files:
             call()
     assert set(group.calls) == {"RS_NORM_AG/RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE"}
-    assert kernels == HOPPER_PATH or not has_gluon()
-    check(files | kernels)
+    assert kernels == HOPPER_PATH | QUANTIZATION[name] or not has_gluon()
+    check(files | kernels, name)
 
 
 def test_two_cpu_ranks(tmp_path: Path) -> None:
