@@ -69,6 +69,8 @@ def _plan(
     size = tl.maximum(size, min_tiles)
     counts = tl.where(row < rows, tl.maximum(tl.cdiv(tiles, size), 1), 0)
     ends = tl.cumsum(counts, 0)
+    if tl.program_id(0) == 0:
+        tl.store(splits + row * FIELDS + 7, ends - counts, row < rows)
 
     item = tl.program_id(0) * SPLITS_PER_PROGRAM + tl.arange(0, SPLITS_PER_PROGRAM)
     before = ends[None, :] <= item[:, None]
@@ -92,7 +94,6 @@ def _plan(
     if table_rows is not None:
         table_row = tl.load(table_rows + item_row, valid, -1).to(tl.int32)
     tl.store(place + 6, tl.where(valid, table_row, -1), inside)
-    tl.store(place + 7, tl.sum(tl.where(row[None, :] < item[:, None], counts[None, :], 0), 1), inside)
 
 
 def plan(kv_lengths: Tensor, table_rows: Tensor | None, tiling: DecodeTiling, *, window: int | None, block_size: int) -> Tensor:
