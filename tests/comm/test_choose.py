@@ -26,6 +26,11 @@ def says(strategy: Strategy, *, fused: bool = True):
 PLAIN = tuple(strategy for strategy in SUPPORTED if strategy not in SEQUENCE_PARALLEL)
 
 
+def test_a_table_cannot_take_the_norm_from_sequence_parallelism() -> None:
+    rules = Rules(Fingerprint(90, "nvlink", 2), {}, says(Strategy.RS_NORM_AG, fused=False))
+    assert choose(message(64, 16, Fusion.RESIDUAL_RMS_NORM, 2, Caller.SHARDED), rules).fused
+
+
 def message(
     tokens: int = 1, hidden: int = 8192, fusion: Fusion = Fusion.NONE, world: int = 4, caller: Caller = Caller.REPLICATED
 ) -> Message:  # fmt: skip

@@ -86,8 +86,10 @@ class Choice:
         return cls(strategy, text != plain and strategy not in _NEVER_FUSED)
 
     def fuses(self, fusion: Fusion) -> bool:
-        """Whether this runs `fusion` in the collective's own kernel."""
-        return fusion is not Fusion.NONE and not self.unfused and self.strategy not in _NEVER_FUSED
+        """Whether this runs `fusion` in the collective's own kernel, which sequence parallelism always does, whatever a table
+        says."""
+        unfused = self.unfused and self.strategy not in SEQUENCE_PARALLEL
+        return fusion is not Fusion.NONE and not unfused and self.strategy not in _NEVER_FUSED
 
 
 INCUMBENT = Choice(Strategy.NCCL)
