@@ -4,8 +4,8 @@ latents are expanded into keys and values, as many heads at a time as memory all
 reads a cache.
 
 The decode kernel reads lengths and block tables on the device, so that a captured forward is replayed with whatever values the
-tensors of its batch then hold. Where such a batch has prefill rows, each of their tokens is a decode row, whose KV length is its
-position: how many pages the rows would expand, the host does not know.
+tensors of its batch then hold. Where such a batch has prefill rows, each of their tokens is a decode row, whose KV ends with
+that token: how many pages the rows would expand, the host does not know.
 """
 
 from __future__ import annotations
