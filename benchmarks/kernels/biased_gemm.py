@@ -3,7 +3,8 @@
 
 Figures: [microseconds, TB/s of the weights of the experts that have tokens, TFLOP/s], by shape, weights and tokens. Timed in a CUDA
 graph over copies of the weights that no cache holds, with routing drawn on the device, uniform. --sweep: each GEMM alone, with
-several tilings: microseconds, the fastest first; one whose values differ from the rule's ends the run.
+several tilings, then the fastest of both together with the sum: microseconds, the fastest first; a tiling whose values differ from
+the rule's ends the run.
 
     python -m benchmarks.kernels.biased_gemm --out DIR [--only gpt-oss-120b] [--tokens 1,64,1024] [--weights mxfp4,bf16] [--sweep]
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from benchmarks import harness
 from benchmarks.harness import BIASED_EXPERT_SHAPES, ExpertShape
 from phalanx.config.experts import ClampedSwiGlu
 from phalanx.kernels.capabilities import gpu
-from phalanx.kernels.moe import biased_heuristics, dispatch, heuristics
+from phalanx.kernels.moe import biased_heuristics, dispatch
 from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
-from phalanx.kernels.moe.tensors import ExpertTensors, TrafficPattern
+from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
 
 COLD = 256 << 20
 """Bytes of weights that are read before any is read again, at least: an H200's L2 cache has 60 MiB."""
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="1,8,64,512,4096")
     parser.add_argument("--weights", default="mxfp4", help="of mxfp4, bf16")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--tile", type=int, default=0, help="tokens of a tile in a sweep, if not the rule's")
     arguments = parser.parse_args()
     names, counts = arguments.only.split(","), [int(count) for count in arguments.tokens.split(",")]
     device, figures = torch.device("cuda"), dict[str, Any]()
@@ -50,10 +52,13 @@ def main() -> int:
         figures[f"{name} {weights}"] = layer_rows(BIASED_EXPERT_SHAPES[name], weights, counts, device)
         print(name, weights, figures[f"{name} {weights}"], flush=True)
         for count in counts if arguments.sweep else ():
-            for gated in (True, False):
-                rows = sweep(BIASED_EXPERT_SHAPES[name], weights, count, gated, device)
-                figures[f"{name} {weights} T={count} {'gate_up' if gated else 'down'}"] = rows
-                print(name, weights, count, gated, rows[:4], flush=True)
+            layer = Layer(BIASED_EXPERT_SHAPES[name], weights, count, device, arguments.tile)
+            both = [sweep(layer, weights, gated) for gated in (True, False)]
+            rows = {"gate_up": both[0], "down": both[1], "both": sweep_pairs(layer, *both)}
+            figures[f"{name} {weights} T={count} tile={layer.size}"] = rows
+            for part, timed in rows.items():
+                rule = [row for row in timed if row[1] == "rule"]
+                print(name, weights, count, part, *rule, *timed[:4], sep="\n  ", flush=True)
     harness.write("kernels_biased_gemm", figures, arguments.out)
     return 0
 
@@ -105,56 +110,98 @@ def tensors_of(experts: ExpertTensors) -> list[Tensor]:
 # ---- tilings ---------------------------------------------------------------------------------------------------------
 
 
-def candidates(tokens: int, gated: bool) -> Iterator[ExpertTiling]:
-    for rows, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4, 6)):
+def candidates(tokens: int, gated: bool, weights: str) -> Iterator[ExpertTiling]:
+    few = tokens <= 16 and weights == "mxfp4"
+    for rows, warps, stages in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 6, 8)):
+        if rows * (2 if gated else 1) < 16 * warps or (rows > 64 if few else rows < 32 or warps == 1):
+            continue  # an instruction has 16 rows
         if tokens >= 64 and (warps == 2 or (gated and rows == 128 and warps == 4)):
             continue  # spills
         for parts in (1,) if gated or tokens > 32 else (1, 2, 4):
             yield ExpertTiling(rows, tokens, warps, stages, 4 if tokens <= 32 else 8, parts)
 
 
-def sweep(shape: ExpertShape, weights: str, count: int, gated: bool, device: torch.device) -> list[list[Any]]:
-    """[us, the tiling] of each that the GPU can launch, the fastest first."""
-    from triton.runtime.errors import OutOfResources
+class Layer:
+    """Calls of the GEMMs of a layer's experts, each with a routing of its own: of few tokens, the experts of all calls together are
+    more than the L2 cache holds."""
 
-    from phalanx.kernels.moe.biased_gemm import biased_gemm
-    from phalanx.kernels.moe.sort_by_expert import sort_by_expert
+    def __init__(self, shape: ExpertShape, weights: str, count: int, device: torch.device, tokens: int = 0) -> None:
+        from phalanx.kernels.moe.sort_by_expert import sort_by_expert
 
-    experts = [random_experts(shape, weights, device) for _ in range(2)]
-    size, hardware = heuristics.tokens_of_tile(count, shape.top_k, shape.experts), gpu(device)
-    busy = min(shape.experts, count * shape.top_k)
-    outputs, inputs = (shape.inner, shape.hidden) if gated else (shape.hidden, shape.inner)
-    rule = biased_heuristics.select(
-        busy, size, outputs, inputs, gated=gated, mxfp4=weights == "mxfp4", num_sms=hardware.num_sms, sm=hardware.sm
-    )
-    ids = torch.rand(count, shape.experts, device=device).argsort(1)[:, : shape.top_k].to(torch.int32).contiguous()
-    tiles = sort_by_expert(ids, first=0, experts=shape.experts, tokens=size)
-    x = torch.randn(count if gated else ids.numel(), inputs, device=device).bfloat16()
+        self.shape, self.mxfp4, self.hardware = shape, weights == "mxfp4", gpu(device)
+        self.size = tokens or biased_heuristics.tile_tokens(count, shape.top_k, shape.experts, mxfp4=self.mxfp4)
+        self.busy, self.experts = min(shape.experts, count * shape.top_k), random_experts(shape, weights, device)
+        calls = max(2, min(16, shape.experts // self.busy))
+        order = torch.rand(count, shape.experts, device=device).argsort(1).to(torch.int32)
+        self.ids = [order.roll(-self.busy * call, 1)[:, : shape.top_k].contiguous() for call in range(calls)]
+        self.tiles = [sort_by_expert(ids, first=0, experts=shape.experts, tokens=self.size) for ids in self.ids]
+        self.x = torch.randn(count, shape.hidden, device=device).bfloat16()
+        self.inner = torch.randn(count * shape.top_k, shape.inner, device=device).bfloat16()
+        self.weights = torch.rand(count, shape.top_k, device=device)
+        self.out = torch.empty_like(self.x)
 
-    def launch(tiling: ExpertTiling, which: int) -> Tensor:
-        each = experts[which]
+    def rule(self, gated: bool) -> ExpertTiling:
+        outputs, inputs = (self.shape.inner, self.shape.hidden) if gated else (self.shape.hidden, self.shape.inner)
+        return biased_heuristics.select(
+            self.busy, self.size, outputs, inputs, gated=gated, mxfp4=self.mxfp4, num_sms=self.hardware.num_sms, sm=self.hardware.sm
+        )  # fmt: skip
+
+    def gemm(self, tiling: ExpertTiling, gated: bool, call: int, x: Tensor | None = None) -> Tensor:
+        from phalanx.kernels.moe.biased_gemm import biased_gemm
+
+        each, x = self.experts, x if x is not None else self.x if gated else self.inner
         operands = (
             (each.gate_up, each.gate_up_scale, each.gate_up_bias) if gated else (each.down, each.down_scale, each.down_bias)
         )  # fmt: skip
         return biased_gemm(
-            x, *operands, tiles, tiling, top_k=shape.top_k, experts=shape.experts, gated=gated, swiglu=each.swiglu
+            x, *operands, self.tiles[call], tiling, top_k=self.shape.top_k, experts=self.shape.experts, gated=gated,
+            swiglu=each.swiglu,
         )  # fmt: skip
 
+    def both(self, first: ExpertTiling, second: ExpertTiling, call: int) -> Tensor:
+        """And the weighted sum."""
+        from phalanx.kernels.moe.combine import combine
+
+        sums = self.gemm(second, False, call, self.gemm(first, True, call))
+        routing = Routing(self.weights, self.ids[call])
+        return combine(sums, routing, first=0, experts=self.shape.experts, out=self.out)
+
+    def us(self, function: Callable[[int], Tensor]) -> float:
+        calls = [partial(function, call) for call in range(len(self.ids))]
+        return round(harness.graph_us(calls * 2, replays=REPLAYS, discarded=1), 2)
+
+
+def sweep(layer: Layer, weights: str, gated: bool) -> list[list[Any]]:
+    """[us, the tiling] of each that the GPU can launch, the fastest first."""
+    from triton.runtime.errors import OutOfResources
+
     def values(tiling: ExpertTiling) -> Tensor:
-        output = launch(tiling, 0).float()
+        output = layer.gemm(tiling, gated, 0).float()
         return output if gated else output.sum(0)
 
-    wanted, timed = values(rule), list[list[Any]]()
-    for tiling in dict.fromkeys([rule, *candidates(size, gated)]):
+    rule, timed = layer.rule(gated), list[list[Any]]()
+    every = list(dict.fromkeys([rule, *candidates(layer.size, gated, weights)]))
+    harness.compile_ahead([partial(values, tiling) for tiling in every])
+    wanted = values(rule)
+    for tiling in every:
         try:
             error = float((values(tiling) - wanted).norm() / wanted.norm())
         except OutOfResources:
             continue
         if not error < 1e-2:
             raise SystemExit(f"{tiling} gives other values than {rule}: relative error {error}")
-        us = harness.graph_us([partial(launch, tiling, which) for which in (0, 1)], replays=REPLAYS, discarded=1)
-        timed.append([round(us, 2), "rule" if tiling == rule else "", *tiling])
+        timed.append([layer.us(partial(layer.gemm, tiling, gated)), "rule" if tiling == rule else "", *tiling])
     return sorted(timed)
+
+
+def sweep_pairs(layer: Layer, first: list[list[Any]], second: list[list[Any]]) -> list[list[Any]]:
+    """[us of both GEMMs and the sum, both tilings] of the fastest of each, and of the rule."""
+    pairs = [(layer.rule(True), layer.rule(False))]
+    for one, other in itertools.product(first[:3], second[:3]):
+        pairs.append((ExpertTiling(*one[2:]), ExpertTiling(*other[2:])))
+    every = list(dict.fromkeys(pairs))
+    harness.compile_ahead([partial(layer.both, *each, 0) for each in every])
+    return sorted([layer.us(partial(layer.both, *each)), *each] for each in every)
 
 
 if __name__ == "__main__":

@@ -311,7 +311,7 @@ def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, 
         "TOP_K": 2, "GATED": gated, "BY_BLOCK": by_block, "X_SCALE": x_scale, "WIDEN": widen, "SKIP": 0, "FULL": full,
         "PARTS": tiling.parts > 1, "ROWS": tiling.rows,
         "TOKENS": tiling.tokens, "EXTRA": tiling.extra, "FEW": FEW if tiling.tokens > 2 * FEW else 0, "BESIDE": tiling.beside,
-        "FIELDS": 4, "SM": arch,
+        "IN_ORDER": tiling.parts > 1, "FIELDS": 4, "SM": arch,
     }  # fmt: skip
     out = "fp32" if tiling.parts > 1 else "bf16"
     pointers = {"x": "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": out}
@@ -400,8 +400,8 @@ def test_choice_and_sort_compile(arch: int, alone: bool, experts: int, top_k: in
             assert spilled(compiled_as(kernel, kinds, constants, arch, num_warps=8)) <= 8  # on Blackwell, a call of its own
         for many in (False, True):
             kinds = {"values": "*fp32" if many else "*bf16", "weights": "*fp32", "ids": "*i32", "out": "*bf16"}
-            kinds |= dict.fromkeys(("tokens", "parts", "first", "experts", "width"), "i32")
-            constants = {"plus": None, "TOP_K": top_k, "MANY": many, "BLOCK": 1024, "SM": arch}
+            kinds |= dict.fromkeys(("tokens", "first", "experts", "width"), "i32")
+            constants = {"plus": None, "TOP_K": top_k, "PARTS": 4 if many else 1, "BLOCK": 512 if many else 1024, "SM": arch}
             aligned = [name for name, kind in kinds.items() if kind.startswith("*")] + ["width"]
             assert spilled(compiled_as(_combine, kinds, constants, arch, aligned=aligned)) == 0
 

@@ -26,7 +26,7 @@ from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
 from phalanx.kernels.moe.mxfp4 import columns_at, dequantized, selectors
 from phalanx.kernels.moe.packing import SCALES_IN_WORD, TILE_ROWS
 from phalanx.kernels.moe.reference import MXFP4_BLOCK
-from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles
+from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles, tile_at
 from phalanx.kernels.moe.tensors import ExpertTensors
 from phalanx.kernels.vectors import nearest
 
@@ -136,28 +136,35 @@ def _tile_of(program, tiles_most, outputs, ROWS: tl.constexpr, BESIDE: tl.conste
 
 @triton.jit(do_not_specialize=["count", "tiles_most", "row_blocks", "row_scales", "blocks", "part_blocks"])
 def _biased_gemm(
-    x, weight, scale, selector_table, bias, out, pairs, tiles, num_tiles, count, tiles_most,
-    outputs, inputs, row_blocks, row_scales, blocks,
-    part_blocks, alpha, limit, TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, MXFP4: tl.constexpr,
-    FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BESIDE: tl.constexpr, FIELDS: tl.constexpr,
-    SM: tl.constexpr,
+    x, weight, scale, selector_table, bias, out, pairs, tiles, num_tiles, count, tiles_most, outputs, inputs, row_blocks,
+    row_scales, blocks, part_blocks, alpha, limit, TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    MXFP4: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BESIDE: tl.constexpr,
+    IN_ORDER: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """GATED: x [T, inputs], out [count, outputs] in sorted order; else x [count, inputs] in sorted order, and out [count, outputs]
     or fp32 [parts, count, outputs] by the pairs' numbers. row_blocks, row_scales: of a row in MXFP4, blocks of 32 values and
-    words of four scales."""
+    words of four scales. IN_ORDER: see `Tiles`.
+
+    The launch that is not GATED has the tiles of the GATED one before it, and may begin once that one has waited for them: it reads
+    them before its own wait."""
+    if SM >= 90 and GATED:
+        gdc_wait()
     if SM >= 90:
         gdc_launch_dependents()
-        gdc_wait()
     part = tl.program_id(1)
     tile, tile_n = _tile_of(tl.program_id(0), tiles_most, outputs, ROWS, BESIDE)
-    if tile >= tl.load(num_tiles):
+    existing = tl.load(num_tiles)
+    expert, position, size = tile_at(tiles, tile, FIELDS)
+    selectors = tl.load(selector_table + tl.arange(0, 32)) if MXFP4 else None
+    shift = tl.load(selector_table + 32 + tl.arange(0, 1)) if MXFP4 else None
+    if SM >= 90 and not GATED:
+        gdc_wait()
+    if tile >= existing:
         return
-    expert = tl.load(tiles + tile * FIELDS).to(tl.int64)
-    size = tl.load(tiles + tile * FIELDS + 2)
     lane = tl.arange(0, TOKENS)
     # Pairs and rows beyond the last repeat the last, and are not stored.
-    position = tl.load(tiles + tile * FIELDS + 1) + tl.maximum(tl.minimum(lane, size - 1), 0)
-    pair = tl.load(pairs + position)
+    position += tl.maximum(tl.minimum(lane, size - 1), 0)
+    pair = position if IN_ORDER else tl.load(pairs + position)
     source = (pair // TOP_K if GATED else position).to(tl.int64)
     x_row, valid = x + source[:, None] * inputs, (lane < size)[:, None]
     row = tile_n * ROWS + tl.arange(0, ROWS)
@@ -169,8 +176,6 @@ def _biased_gemm(
     else:
         weight_row = expert * outputs + tl.minimum(row, outputs - 1)
         total = tl.zeros([ROWS, TOKENS], tl.float32)
-    selectors = tl.load(selector_table + tl.arange(0, 32)) if MXFP4 else None
-    shift = tl.load(selector_table + 32 + tl.arange(0, 1)) if MXFP4 else None
     # Large tiles lack the registers for a step apart.
     APART: tl.constexpr = not FULL and (TOKENS <= 64 or (GATED and SM >= 90))
     total = _sums(
@@ -215,8 +220,8 @@ def biased_gemm(
         count, tiles.most, outputs, inputs,
         inputs // MXFP4_BLOCK, 0 if scales is None else scales.shape[1], blocks, part_blocks, alpha, limit, TOP_K=top_k,
         GATED=gated, CLAMPED=swiglu is not None, MXFP4=mxfp4, FULL=inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows,
-        TOKENS=tiling.tokens, BESIDE=tiling.beside, FIELDS=TILE_FIELDS, SM=sm, num_warps=tiling.warps, num_stages=tiling.stages,
-        launch_pdl=sm >= 90,
+        TOKENS=tiling.tokens, BESIDE=tiling.beside, IN_ORDER=tiles.in_order, FIELDS=TILE_FIELDS,
+        SM=sm, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out
 

@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
-from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
+from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling, tokens_of_tile
 
 _SHARED = {80: 156 * 1024, 90: 220 * 1024}
 """Bytes of shared memory that the programs of a multiprocessor have together, by the least compute capability."""
+
+
+def tile_tokens(tokens: int, top_k: int, experts: int, *, mxfp4: bool) -> int:
+    """Pairs of a full tile: as `heuristics.tokens_of_tile`, but 8 are the fewest columns of `mma.sync`, by which MXFP4 of few
+    tokens is multiplied."""
+    return tokens_of_tile(tokens, top_k, experts, least=8) if mxfp4 else tokens_of_tile(tokens, top_k, experts)
 
 
 def select(
@@ -18,6 +24,8 @@ def select(
     A k step's weights have 64 bytes a row in MXFP4, and are widened in the registers that the tensor cores read: instructions,
     rather than bytes, take the time. With few tokens, programs have two warps, whose products (`mma.sync`) need no warpgroup, and
     many of them run on a multiprocessor. As `benchmarks/kernels/biased_gemm.py --sweep` found on an H200."""
+    if mxfp4 and tokens <= 8:
+        return _few_of_mxfp4(experts, tokens, outputs, inputs, gated, num_sms)
     few, row_bytes = tokens <= 32, itemsize * BLOCK_K
     rows, warps, programs = (64, 4, 2) if tokens <= 64 else (64 if gated else 128, 8, 1)
     if mxfp4:
@@ -30,6 +38,15 @@ def select(
         tiles = experts * -(-outputs // rows)
         parts = max(1, min(4, 6 * num_sms // tiles, inputs // (4 * BLOCK_K)))
     return ExpertTiling(rows, tokens, warps, stages, 4 if few else 8, parts)
+
+
+def _few_of_mxfp4(experts: int, tokens: int, outputs: int, inputs: int, gated: bool, num_sms: int) -> ExpertTiling:
+    """As `--sweep` found on an H100: of few experts, small programs, several on a multiprocessor, and few columns, whose
+    first steps are all under way at once."""
+    if gated:
+        return ExpertTiling(16 if experts * -(-outputs // 32) < 4 * num_sms else 32, tokens, 2, 4, 4)
+    parts = max(1, min(4, 6 * num_sms // (experts * -(-outputs // 64)), inputs // (4 * BLOCK_K)))
+    return ExpertTiling(64, tokens, 4 if experts <= 64 else 2, 2 if parts == 4 else 4, 4, parts)
 
 
 def _of_mxfp4(tokens: int, gated: bool, sm: int) -> tuple[int, int, int]:

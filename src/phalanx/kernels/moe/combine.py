@@ -18,15 +18,16 @@ from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.moe.tensors import Routing
 from phalanx.kernels.vectors import nearest
 
-_BLOCK = 1024
+_BLOCK, _BLOCK_OF_PARTS = 1024, 512
+"""Columns of a program; where there are parts, so few that all loads of a column fit in registers together."""
 
 
-@triton.jit(do_not_specialize=["parts", "first", "tokens"])
+@triton.jit(do_not_specialize=["first", "tokens"])
 def _combine(
-    values, weights, ids, plus, out, tokens, parts, first, experts, width, TOP_K: tl.constexpr, MANY: tl.constexpr,
-    BLOCK: tl.constexpr, SM: tl.constexpr,
+    values, weights, ids, plus, out, tokens, first, experts, width, TOP_K: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    SM: tl.constexpr,
 ):  # fmt: skip
-    """MANY: there is more than one part. Without that loop, the loads of a slot do not wait for those of the slot before."""
+    """Both loops are unrolled, so that no load waits for another one: with few tokens their latency is all that this takes."""
     if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
@@ -39,10 +40,9 @@ def _combine(
         local = tl.load(ids + pair) - first
         is_local = inside & (local >= 0) & (local < experts)
         value = tl.load(values + pair * width + column, is_local, 0.0).to(tl.float32)
-        if MANY:
-            for part in range(1, parts):
-                place = values + (part * tokens.to(tl.int64) * TOP_K + pair) * width + column
-                value += tl.load(place, is_local, 0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            place = values + (part * tokens.to(tl.int64) * TOP_K + pair) * width + column
+            value += tl.load(place, is_local, 0.0).to(tl.float32)
         total += value * tl.load(weights + pair)
     if plus is not None:
         total += tl.load(plus + token * width + column, inside, 0.0).to(tl.float32)
@@ -56,9 +56,9 @@ def combine(
     contiguous; it may be `out`."""
     tokens, width = out.shape
     sm = sm_arch(out.device)
-    block = min(_BLOCK, triton.next_power_of_2(width))
+    block = min(_BLOCK if len(values) == 1 else _BLOCK_OF_PARTS, triton.next_power_of_2(width))
     _combine[(tokens, triton.cdiv(width, block))](
-        values, *routing, plus, out, tokens, len(values), first, experts, width, TOP_K=routing.top_k, MANY=len(values) > 1,
-        BLOCK=block, SM=sm, num_warps=4, launch_pdl=sm >= 90,
+        values, *routing, plus, out, tokens, first, experts, width, TOP_K=routing.top_k, PARTS=len(values), BLOCK=block, SM=sm,
+        num_warps=4, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

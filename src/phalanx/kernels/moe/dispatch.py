@@ -10,7 +10,7 @@ from phalanx import kernels
 from phalanx.config.experts import Scoring
 from phalanx.kernels.capabilities import gpu, has_triton
 from phalanx.kernels.gemm.block_gemm import per_token_group_quant_fp8
-from phalanx.kernels.moe import heuristics, reference
+from phalanx.kernels.moe import biased_heuristics, heuristics, reference
 from phalanx.kernels.moe.heuristics import TileSize
 from phalanx.kernels.moe.tensors import ExpertTensors, RouterLogits, Routing, TrafficPattern
 from phalanx.kernels.scaled_tensors import Quantized
@@ -178,7 +178,7 @@ def run(
 
 def _tile_size(experts: ExpertTensors, x: Tensor, top_k: int, num_experts: int) -> TileSize:
     if experts.gate_up_bias is not None:
-        return TileSize(heuristics.tokens_of_tile(len(x), top_k, num_experts))
+        return TileSize(biased_heuristics.tile_tokens(len(x), top_k, num_experts, mxfp4=experts.mxfp4))
     return heuristics.tile_size(len(x), top_k, num_experts, gpu(x.device).sm)
 
 

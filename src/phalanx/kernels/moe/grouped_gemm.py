@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
-from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles
+from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles, tile_at
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
 
@@ -89,12 +89,14 @@ def _rescaled(total, scale, weight_row, x_scale, source, BY_BLOCK: tl.constexpr,
 
 
 @triton.jit
-def _pairs_of(pairs, first, size, BEGIN: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr):
+def _pairs_of(
+    pairs, first, size, BEGIN: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, IN_ORDER: tl.constexpr
+):  # fmt: skip
     """Of a tile's pairs, TOKENS from BEGIN on: place in the tile and in sorted order, number, and row of x. Those beyond the last
-    repeat the last, and are not stored."""
+    repeat the last, and are not stored. IN_ORDER: see `Tiles`."""
     lane = BEGIN + tl.arange(0, TOKENS)
     position = first + tl.maximum(tl.minimum(lane, size - 1), 0)
-    pair = tl.load(pairs + position)
+    pair = position if IN_ORDER else tl.load(pairs + position)
     source = pair // TOP_K if GATED else position
     return lane, position, pair, source
 
@@ -137,11 +139,11 @@ def _tile(
     x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count, outputs,
     inputs, blocks, part_blocks, TOP_K: tl.constexpr, GATED: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr,
     WIDEN: tl.constexpr, SKIP: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    EXTRA: tl.constexpr, SM: tl.constexpr,
+    EXTRA: tl.constexpr, IN_ORDER: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of an expert's weight (of gate and of up, where GATED) times `size` pairs from `first` on, TOKENS + EXTRA at
     most: the EXTRA are a GEMM of their own, whose operand is in shared memory already."""
-    lane, position, pair, source = _pairs_of(pairs, first, size, 0, TOKENS, TOP_K, GATED)
+    lane, position, pair, source = _pairs_of(pairs, first, size, 0, TOKENS, TOP_K, GATED, IN_ORDER)
     row = tile_n * ROWS + tl.arange(0, ROWS)
     real_row = tl.minimum(row, outputs - 1)  # rows beyond the last repeat the last, and are not stored
     column = tl.arange(0, BLOCK_COLUMNS)[None, :] - SKIP
@@ -150,7 +152,7 @@ def _tile(
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     total_up = tl.zeros([ROWS, TOKENS], tl.float32)
     if EXTRA > 0:
-        lane_2, position_2, pair_2, source_2 = _pairs_of(pairs, first, size, TOKENS, EXTRA, TOP_K, GATED)
+        lane_2, position_2, pair_2, source_2 = _pairs_of(pairs, first, size, TOKENS, EXTRA, TOP_K, GATED, False)
         total_2 = tl.zeros([ROWS, EXTRA], tl.float32)
         total_up_2 = tl.zeros([ROWS, EXTRA], tl.float32)
     for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)):
@@ -182,7 +184,7 @@ def _grouped_gemm(
     x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, tiles, num_tiles, count, tiles_most, outputs, inputs,
     blocks, part_blocks, TOP_K: tl.constexpr, GATED: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr,
     WIDEN: tl.constexpr, SKIP: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    EXTRA: tl.constexpr, FEW: tl.constexpr, BESIDE: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
+    EXTRA: tl.constexpr, FEW: tl.constexpr, BESIDE: tl.constexpr, IN_ORDER: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """GATED: x [T, inputs], out [count, outputs] in sorted order; else x [count, inputs] in sorted order, and out [count, outputs]
     or fp32 [parts, count, outputs] by the pairs' numbers. X_SCALE: "none", "static" (a scalar), "token" or "block". A tile
@@ -197,26 +199,27 @@ def _grouped_gemm(
     beside = tl.minimum(tiles_n - group * BESIDE, BESIDE)
     tile = program % (BESIDE * tiles_most) // beside
     tile_n = group * BESIDE + program % (BESIDE * tiles_most) % beside
-    if tile >= tl.load(num_tiles):
+    existing = tl.load(num_tiles)
+    expert, first, size = tile_at(tiles, tile, FIELDS)
+    if tile >= existing:
         return
-    expert = tl.load(tiles + tile * FIELDS).to(tl.int64)
-    first = tl.load(tiles + tile * FIELDS + 1)
-    size = tl.load(tiles + tile * FIELDS + 2)
     if FEW > 0 and size <= FEW:
         _tile(
             x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count,
-            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, FEW, 0, SM,
+            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, FEW, 0, False,
+            SM,
         )  # fmt: skip
     elif EXTRA > 0 and size > TOKENS:
         _tile(
             x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count,
             outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, TOKENS, EXTRA,
-            SM,
+            False, SM,
         )  # fmt: skip
     else:
         _tile(
             x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count,
-            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, TOKENS, 0, SM,
+            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, TOKENS, 0,
+            IN_ORDER, SM,
         )  # fmt: skip
 
 
@@ -247,7 +250,7 @@ def grouped_gemm(
         x, x_scale, *strides, weight.view(torch.uint8) if widen else weight, scale, out, *tiles[:3], count, tiles.most, outputs,
         inputs, blocks, part_blocks, TOP_K=top_k, GATED=gated, BY_BLOCK=by_block, X_SCALE=kind, WIDEN=widen, SKIP=begin,
         FULL=begin == 0 and inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows, TOKENS=tiling.tokens,
-        EXTRA=tiling.extra, FEW=FEW if tiling.tokens > 2 * FEW else 0, BESIDE=tiling.beside, FIELDS=TILE_FIELDS, SM=sm,
-        num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=sm >= 90,
+        EXTRA=tiling.extra, FEW=FEW if tiling.tokens > 2 * FEW else 0, BESIDE=tiling.beside, IN_ORDER=tiles.in_order,
+        FIELDS=TILE_FIELDS, SM=sm, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

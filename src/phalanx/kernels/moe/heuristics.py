@@ -70,12 +70,12 @@ def select_router(tokens: int, experts: int) -> RouterTiling | None:
     return next((tiling for most, tiling in by_tokens if tokens <= most), None)
 
 
-def tokens_of_tile(tokens: int, top_k: int, experts: int) -> int:
+def tokens_of_tile(tokens: int, top_k: int, experts: int, least: int = _TOKENS[0]) -> int:
     """Pairs of a full tile: twice what an expert has in the mean, so that few experts need a second one, which reads their weights
-    again. It changes at token counts of 2^n only, which `warmup_token_counts` has."""
+    again; `least` or a larger power of 2. It changes at token counts of 2^n only, which `warmup_token_counts` has."""
     per_token = max(1, experts // top_k)  # tokens for one pair of each expert
     ratio = 1 << (per_token.bit_length() - 1)
-    return next((size for size in _TOKENS if tokens <= size * ratio // 2), _TOKENS[-1])
+    return next((size for size in (least, *_TOKENS) if tokens <= size * ratio // 2), _TOKENS[-1])
 
 
 def tile_size(tokens: int, top_k: int, experts: int, sm: int = 90) -> TileSize:

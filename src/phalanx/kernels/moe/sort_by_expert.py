@@ -33,18 +33,27 @@ MAX_SEGMENTS = 64
 class Tiles(NamedTuple):
     """pairs [P] int32: the numbers of pairs (token * top_k + slot) in sorted order. tiles [most, TILE_FIELDS] int32, the first
     counts[0] of which exist. counts [2] int32: tiles; and pairs in sorted order, which are those with experts of this rank. most:
-    no routing has more tiles."""
+    no routing has more tiles. in_order: `pairs` are 0 .. P - 1, and need not be read."""
 
     pairs: Tensor
     tiles: Tensor
     counts: Tensor
     most: int
+    in_order: bool = False
 
 
 def empty_tiles(pairs: int, most: int, device: torch.device) -> Tiles:
     """Uninitialized lists."""
     first, second, third = (torch.empty(size, dtype=torch.int32, device=device) for size in ((pairs,), (most, TILE_FIELDS), (2,)))
     return Tiles(first, second, third, most)
+
+
+@triton.jit
+def tile_at(tiles, tile, FIELDS: tl.constexpr):
+    """Its expert (int64), first position and number of pairs. They mean nothing where there are fewer tiles: whoever reads them
+    before the number of tiles is there waits once, not twice."""
+    place = tiles + tile * FIELDS
+    return tl.load(place).to(tl.int64), tl.load(place + 1), tl.load(place + 2)
 
 
 @triton.jit

@@ -187,7 +187,7 @@ def topk_softmax(
         logits = RouterLogits(logits.contiguous().unsqueeze(0), None, torch.float32)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
-    tiles = empty_tiles(top_k, top_k, device) if tokens == 1 else None
+    tiles = empty_tiles(top_k, top_k, device)._replace(in_order=True) if tokens == 1 else None
     if tokens:
         sm = sm_arch(device)
         group_lanes = triton.next_power_of_2(experts // rule.groups)
