@@ -132,6 +132,29 @@ def test_no_copy_waits_for_another_with_long_works(heard: Listener, monkeypatch:
     assert kernels.compiled == 5
 
 
+def test_no_work_is_taken_by_two_copies() -> None:
+    count, (reading, writing), (start, starting) = 20000, os.pipe(), os.pipe()
+    queue, copies = module._queue(count), list[int]()
+    for _ in range(2):
+        copies.append(os.fork())
+        if not copies[-1]:
+            with suppress(BaseException):
+                os.close(starting)
+                os.read(start, 1)  # until both are there
+                taken = list(iter(partial(os.read, queue, module._NUMBER), b""))
+                os.write(writing, b"".join(taken))
+            os._exit(0)
+    for each in (queue, writing, start, starting):
+        os.close(each)
+    with open(reading, "rb") as pipe:
+        received = pipe.read()
+    for copy in copies:
+        assert os.waitpid(copy, 0)[1] == 0
+    numbers = [int.from_bytes(received[at : at + module._NUMBER], "little") for at in range(0, len(received), module._NUMBER)]
+    assert len(numbers) == count
+    assert len(set(numbers)) == count
+
+
 def test_without_a_queue_this_process_compiles(
     heard: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -240,10 +240,13 @@ def _end_of(copy: int) -> int:
 def _queue(works: int) -> int:
     """A file descriptor from which each read of `_NUMBER` bytes takes the number of the next work, whichever copy reads; nothing at
     the end. Works take 0.1 to 5 s, and none may wait behind a long one while another copy has nothing to do."""
-    file = os.memfd_create("kernels")  # copies share its position, which Linux moves on with the read
-    os.write(file, b"".join(number.to_bytes(_NUMBER, "little") for number in range(works)))
-    os.lseek(file, 0, os.SEEK_SET)
-    return file
+    file = os.memfd_create("kernels")
+    try:
+        os.write(file, b"".join(number.to_bytes(_NUMBER, "little") for number in range(works)))
+        # Copies share the position of this file, which Linux moves on with the read; in one step where it was opened by its path.
+        return os.open(f"/proc/self/fd/{file}", os.O_RDONLY)
+    finally:
+        os.close(file)
 
 
 _NUMBER = 4
