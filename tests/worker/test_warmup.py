@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from phalanx.comm.group import Group, Solo
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.hardware.probe import Machine
+from phalanx.kernels.compiling.record import KernelRecord
 from phalanx.models import registry
 from phalanx.models.llama import DecoderLayer
 from phalanx.worker import memory_profile, warmup
@@ -31,13 +32,19 @@ CPU = torch.device("cpu")
 
 
 class Kernels:
-    """As `Ahead`: some are kept, and none are compiled."""
+    """As `Ahead`: all are cached or none, and none are compiled."""
 
-    def __init__(self, kept: bool) -> None:
-        self.kept, self.compiled, self.processes, self.own = kept, 0, 0, [False]
+    def __init__(self, cached: bool) -> None:
+        self.cached, self.compiled, self.processes, self.own, self.loaded = cached, 0, 0, [False], False
+
+    def folders(self) -> list[str]:
+        return ["FIRST", "SECOND"]
 
     def all_cached(self) -> bool:
-        return self.kept
+        return self.cached
+
+    def load(self) -> None:
+        self.loaded = True
 
     def keys(self) -> list[int]:
         return [5, 6]
@@ -48,6 +55,19 @@ class Kernels:
         self.processes, self.compiled, self.own = processes, 7, own
         others()
         tell(7, 7)
+
+
+class Recorded(KernelRecord):
+    """Says that all kernels are recorded, and cached."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def covers(self, folders: Collection[str] | None) -> bool:
+        return folders == ["FIRST", "SECOND"]
+
+    def write(self, folders: Collection[str] | None) -> None:
+        assert folders == ["FIRST", "SECOND"]
 
 
 class OneCannot(Solo):
@@ -76,8 +96,8 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Counter[DecoderLayer]:
     return counts
 
 
-def with_kernels(monkeypatch: pytest.MonkeyPatch, kept: bool) -> Kernels:
-    kernels = Kernels(kept)
+def with_kernels(monkeypatch: pytest.MonkeyPatch, cached: bool) -> Kernels:
+    kernels = Kernels(cached)
 
     @contextmanager
     def ahead() -> Iterator[Kernels]:
@@ -95,7 +115,7 @@ def steps_of(runner: ModelRunner) -> list[Any]:
 def test_every_step_goes_through_the_first_layer_and_the_last(
     folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, kept=False)
+    runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, cached=False)
     assert runner.graphs is not None
     runner.graphs.reset()  # as before a start's first capture
     layers, caches = runner._model.layers, runner.caches
@@ -114,22 +134,35 @@ def test_every_step_goes_through_the_first_layer_and_the_last(
     assert drive(runner).generate(prompt_ids, 6) == [expected(folder, prompt, 6) for prompt in prompt_ids]
 
 
-def test_where_kernels_are_kept_it_ends_with_the_first_step(
+def test_with_a_record_it_ends_with_the_first_step(
     folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, kept=True)
+    runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, cached=True)
     forwards.clear()
-    assert warm_up(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
+    assert warm_up(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None, record=Recorded()) == 0
     assert sorted(forwards.values()) == [1, 1]
-    assert kernels.processes == 0
+    assert (kernels.processes, kernels.loaded) == (0, True)
     prompt_ids = prompts(3, seed=5)
     assert drive(runner).generate(prompt_ids, 6) == [expected(folder, prompt, 6) for prompt in prompt_ids]
+
+
+def test_cached_kernels_without_a_record_are_loaded_after_all_steps(
+    folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, cached=True)
+    assert runner.graphs is not None
+    runner.graphs.reset()
+    forwards.clear()
+    steps = steps_of(runner)
+    assert warm_up(runner, steps, Solo(), CPU, 64, lambda *_: None) == 0
+    assert set(forwards.values()) == {len(steps) - 1 + runner.graphs.count}
+    assert (kernels.processes, kernels.loaded) == (0, True)
 
 
 def test_ranks_do_it_together_or_not_at_all(folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder, EagerCapturer())
     forwards.clear()
-    with_kernels(monkeypatch, kept=False)
+    with_kernels(monkeypatch, cached=False)
     assert warm_up(runner, steps_of(runner), OneCannot(), CPU, 64, lambda *_: None) == 0
     assert warm_up(runner, steps_of(runner), Solo(), CPU, 1, lambda *_: None) == 0  # there is nothing to gain
     monkeypatch.setattr(warmup, "can_compile_ahead", lambda: False)
@@ -138,7 +171,7 @@ def test_ranks_do_it_together_or_not_at_all(folder: Path, forwards: Counter[Deco
 
 
 class AnotherLacksSome(Solo):
-    """All ranks can; another has not kept its kernels."""
+    """All ranks can; another has no record, and lacks kernels."""
 
     def __init__(self) -> None:
         self.gathers = 0
@@ -156,8 +189,8 @@ def test_a_rank_goes_on_where_another_lacks_kernels_and_leaves_no_slot_and_no_re
     assert runner.graphs is not None
     runner.graphs.reset()
     for group, processes in ((AnotherLacksSome(), 12), (Solo(), 0)):
-        kernels, capturer.recorded = with_kernels(monkeypatch, kept=True), 0
-        warm_up(runner, steps_of(runner), group, CPU, 12, lambda *_: None)
+        kernels, capturer.recorded = with_kernels(monkeypatch, cached=True), 0
+        warm_up(runner, steps_of(runner), group, CPU, 12, lambda *_: None, record=Recorded())
         assert kernels.processes == processes
         assert runner._sampler is not None
         assert not runner._sampler._state.occupied.any()  # every slot is free

@@ -24,12 +24,16 @@ _DISTRIBUTIONS = ("torch", "triton", "flashinfer-python")
 
 def host_facts(options: EngineOptions, folder: Path) -> dict[str, str]:
     """Name -> value, for concrete options and the model's folder on this host."""
+    return {**option_facts(options), "checkpoint": checkpoint_digest(folder, weights=options.load_format != "dummy")}
+
+
+def option_facts(options: EngineOptions) -> dict[str, str]:
+    """Name -> value, of concrete options and versions."""
     values = options.model_dump(mode="json", exclude=PER_HOST)
     return {
         **{f"option {name}": json.dumps(value) for name, value in values.items()},
         "phalanx version": __version__, "Python version": platform.python_version(),
         **{f"{name} version": _version(name) for name in _DISTRIBUTIONS},
-        "checkpoint": checkpoint_digest(folder, weights=options.load_format != "dummy"),
     }  # fmt: skip
 
 

@@ -334,7 +334,7 @@ class Worker:
 
         from phalanx.comm.warmup import more_token_counts
         from phalanx.worker import memory_profile
-        from phalanx.worker.warmup import compile_processes, warm_up
+        from phalanx.worker.warmup import compile_processes, kernel_record, warm_up
 
         options, graphs = self.options, runner.graphs
         if device.type != "cuda":
@@ -351,7 +351,8 @@ class Worker:
         )  # fmt: skip
         local_ranks: int = self._config["local_ranks"]
         with self._phase("compile kernels", "kernel") as report:
-            warm_up(runner, steps, world, device, compile_processes(local_ranks), report, local_ranks)
+            record = kernel_record(options, self.rank, model, steps, device)
+            warm_up(runner, steps, world, device, compile_processes(local_ranks), report, local_ranks, record)
         with self._phase("measure", "step") as report:
             step_done = memory_profile.counting(report, len(steps) + len(graphs.largest if graphs else ()))
             peak = memory_profile.measure_activations(runner, steps, device, step_done)

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from phalanx.kernels.capabilities import has_triton
+from phalanx.kernels.compiling.record import all_in_cache, cache_folder
 from phalanx.log import get_logger
 
 _log = get_logger(__name__)
@@ -102,12 +103,21 @@ class Ahead:
         if self.plain is not None:
             self.plain(cache_hit=cache_hit, **facts)
 
+    def folders(self) -> list[str] | None:
+        """For each kernel called until now, the folder in Triton's cache directory where it belongs; None where this Triton does
+        not say under which keys it caches kernels."""
+        keys = [getattr(future, "_key", None) for _, future in self.pending.works]
+        return None if None in keys else [cache_folder(str(key)) for key in keys]
+
     def all_cached(self) -> bool:
-        """Whether all kernels called until now are in Triton's cache. Looks up to the first that is not, and compiles it."""
-        before = self.compiled
-        while self.pending.works and self.compiled == before:
+        """Whether all kernels called until now are in Triton's cache, as far as this Triton says where. Compiles nothing."""
+        folders = self.folders()
+        return folders is not None and all_in_cache(folders)
+
+    def load(self) -> None:
+        """Load all kernels called until now from Triton's cache. What is not there is compiled by this process."""
+        while self.pending.works:
             self.pending.do_next()
-        return self.compiled == before
 
     def keys(self) -> list[int]:
         """A number below 2**56 for each kernel called until now: the same in every process that calls it, where this Triton says
@@ -131,15 +141,11 @@ class Ahead:
         self.pending.works = [*of_others, *these]
         if of_others and not self.all_cached():
             self._by_copies(self.pending.works, processes, tell)
-        while self.pending.works:
-            self.pending.do_next()
+        self.load()
 
     def _by_copies(self, pending: Sequence[tuple[Work, Future[Any]]], processes: int, tell: Callable[[int, int], None]) -> None:
-        # Those that take longest first. Of the others the first last: where `all_cached` finds them, no earlier start was killed in
-        # the middle of this.
-        works = [work for work, _ in reversed(pending)]
-        long = {id(work) for work, future in pending if getattr(future, "long", False)}
-        works.sort(key=lambda work: id(work) not in long)
+        long_first = sorted(pending, key=lambda each: not getattr(each[1], "long", False))
+        works = [work for work, _ in long_first]
         if not works:
             return
         tell(0, len(works))
