@@ -111,17 +111,18 @@ def layer_rows(shape: ExpertShape, weights: str, routing: str, counts: list[int]
 def tile_sizes(shape: ExpertShape, count: int) -> set[TileSize]:
     """The rule's size of a tile and its neighbours, with more pairs in the last tile and without."""
     size = heuristics.tokens_of_tile(count, shape.top_k, shape.experts)
-    sizes = {size, min(128, 2 * size), max(16, size // 2)}
+    sizes = {size, min(128, 2 * size), max(8, size // 2)}
     return {TileSize(each, extra) for each in sizes for extra in (0, 16, 32) if extra <= each // 2}
 
 
 def candidates(size: TileSize, gated: bool) -> Iterator[ExpertTiling]:
     tokens, extra = size
     known = set()
-    for rows, warps, programs in itertools.product((32, 64, 128), (4, 8), (1, 2, 3)):
+    few = tokens <= 16
+    for rows, warps, programs in itertools.product((16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 6) if few else (1, 2, 3)):
         stages = min(8, 208 * 1024 // (programs * ((2 if gated else 1) * rows + tokens + extra) * BLOCK_K))
         spills = gated and rows == 128 and warps == 4 and tokens >= 64
-        if stages < 2 or spills or rows * tokens < 128 * warps * 2:
+        if stages < 2 or spills or (rows < 16 * warps if few else warps < 4 or rows * tokens < 128 * warps * 2):
             continue
         for parts in (1,) if gated or tokens > 32 else (1, 2, 4):
             tiling = ExpertTiling(rows, tokens, warps, stages, 4 if tokens <= 32 else 8, parts, extra)
