@@ -34,11 +34,12 @@ GATES = {
     "throughput rows over 0.05, part": 0.18,
     "KV tokens below the least start": 0.01,
     "KV tokens of mixtures below the least start": 0.02,
-    "KV tokens of H100 below the least start": 0.025,
+    "KV tokens of H100 below the least start": 0.036,
     "KV tokens above a start": 0.0,
 }
-"""The goals, as parts of the measured figure; but for decode rows (0.1 for the worst: gpt-oss-120b with one request misses it),
-throughput rows (0.05 for each: 9 of 62 miss it) and KV tokens (never above: one start gave 0.12 percent less)."""
+"""The goals, as parts of the measured figure; but for decode rows (0.1 for the worst: mixtures miss it), throughput rows
+(0.05 for each: 9 of 63 miss it) and KV tokens (never above: one start gave 0.12 percent less; the 0.5 to 1 GB that a promise lies
+below a start are a larger part of what an H100 has left: 3.5 percent beside the weights of gpt-oss-120b)."""
 
 
 @dataclass(frozen=True)

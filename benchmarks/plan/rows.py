@@ -108,6 +108,8 @@ class Row:
         long_row = self.workload.requests == 1 and self.workload.input_len >= 2048 and self.kind == "decode"
         if long_row and self.file != "llama-3.1-70b_fp8_tp2_few_rows_kv_fp8":
             return "the splits of one long row have small programs, and a kernel that merges them, since b7c2001"
+        if self.model == "gpt-oss-120b" and self.workload.requests == 1 and self.commit in ("7d0dae5", "fb4bae8"):
+            return "a token alone waited for each part of its experts in turn, and their GEMMs had large programs, until 3540d73"
         split = self.moe_ep > 1 and self.commit == "87975dc"
         if split and self.workload.requests == 1:
             return "a token alone made each rank read an expert for each of its pairs then, also for those of other ranks"
