@@ -37,8 +37,8 @@ GATES = {
     "KV tokens of H100 below the least start": 0.036,
     "KV tokens above a start": 0.0,
 }
-"""The goals, as parts of the measured figure; but for decode rows (0.1 for the worst: mixtures miss it), throughput rows
-(0.05 for each: 9 of 63 miss it) and KV tokens (never above: one start gave 0.12 percent less; the 0.5 to 1 GB that a promise lies
+"""The goals, as parts of the measured figure; but for decode rows (0.1 for the worst: 7 of mixtures miss it), throughput rows
+(0.05 for each: 8 of 63 miss it) and KV tokens (never above: one start gave 0.12 percent less; the 0.5 to 1 GB that a promise lies
 below a start are a larger part of what an H100 has left: 3.5 percent beside the weights of gpt-oss-120b)."""
 
 

@@ -30,9 +30,12 @@ REFERENCE_GBPS = 4380.0
 HELD_OUT = frozenset({
     "llama-3.1-8b_long_row_kv_fp8", "llama-3.1-8b_8x32768x512_kv_fp8", "llama-3.1-70b_fp8_tp2_contexts_kv_fp8",
     "llama-3.1-8b_long_prompts", "llama-3.1-8b_long_prompts_kv_fp8", "llama-3.1-70b_fp8_tp2_long_prompts_kv_fp8",
-    "llama-3.1-70b_fp8_tp2_few_rows_kv_fp8",
+    "llama-3.1-70b_fp8_tp2_few_rows_kv_fp8", "llama-3-70b_fp8_tp4_again_kv_fp8", "deepseek-v2_tp4_prompt_graphs",
+    "qwen3-30b-a3b_tp4_between_kv_fp8",
 })  # fmt: skip
-"""Files that no coefficient may be fitted to: decode rows of the present attention kernel at contexts of up to 32,768 tokens."""
+"""Files that no coefficient may be fitted to: decode rows of the present attention kernel at contexts of up to 32,768 tokens; and
+rows of four GPUs that were measured after the fit. With these in it, the fit moved to another optimum, by which 8x22B's layouts on
+eight GPUs came in another order: steps of DeepSeek-V2 with 16 and more requests take longer than the model knows why."""
 
 Kind = Literal["decode", "batch"]
 
@@ -108,8 +111,6 @@ class Row:
         long_row = self.workload.requests == 1 and self.workload.input_len >= 2048 and self.kind == "decode"
         if long_row and self.file != "llama-3.1-70b_fp8_tp2_few_rows_kv_fp8":
             return "the splits of one long row have small programs, and a kernel that merges them, since b7c2001"
-        if self.model == "gpt-oss-120b" and self.workload.requests == 1 and self.commit in ("7d0dae5", "fb4bae8"):
-            return "a token alone waited for each part of its experts in turn, and their GEMMs had large programs, until 3540d73"
         split = self.moe_ep > 1 and self.commit == "87975dc"
         if split and self.workload.requests == 1:
             return "a token alone made each rank read an expert for each of its pairs then, also for those of other ranks"
