@@ -12,7 +12,7 @@ import torch
 
 from phalanx.config.experts import ClampedSwiGlu
 from phalanx.kernels.moe import biased_heuristics, dispatch, reference
-from phalanx.kernels.moe.heuristics import ExpertTiling
+from phalanx.kernels.moe.heuristics import ExpertTiling, TileSize
 from phalanx.kernels.moe.packing import SCALES_IN_WORD, packed, tiled
 from phalanx.kernels.moe.tensors import ExpertTensors
 from tests.support.kernels_compiled import compiled_as, spilled
@@ -103,6 +103,24 @@ def check_split_columns() -> None:
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-3)
 
 
+def check_one_token() -> None:
+    """The choice of a token that is alone makes its tiles: with experts of this rank between others', and with none."""
+    from phalanx.kernels.moe.topk_softmax import topk_softmax
+
+    torch.manual_seed(5)
+    every, x, logits = experts_of("mxfp4", count=8), torch.randn(1, 160), torch.randn(1, 8)
+    chosen = logits.topk(3).indices[0].tolist()
+    for first, count in ((0, 8), (chosen[0], 1), (2, 4), (next(e for e in range(8) if e not in chosen), 1)):
+        tensors = {name: value for name, value in vars(every).items() if isinstance(value, torch.Tensor)}
+        of_part = {name: torch.cat(value.chunk(8)[first : first + count]) for name, value in tensors.items()}
+        part = replace(every, count=count, first=first, **of_part)
+        routing, tiles = topk_softmax(logits, x, 3, experts=8, renormalize=True, first=first, local_experts=count)
+        assert tiles is not None
+        assert tiles.in_order
+        output = dispatch.run(x, part, routing, tiles, TileSize(8), 8, torch.empty_like(x))
+        torch.testing.assert_close(output, reference.fused_experts(x, part, routing), rtol=1e-4, atol=1e-4)
+
+
 def check_values_of_mxfp4() -> None:
     """Every byte under scales of the whole range, exactly: an identity times each row."""
     from phalanx.kernels.moe.biased_gemm import biased_gemm
@@ -120,7 +138,9 @@ def check_values_of_mxfp4() -> None:
     assert torch.equal(outputs[0].t(), reference.dequantize_mxfp4(blocks, scale, torch.float32))
 
 
-CHECKS = [check_experts, check_every_part_changes_the_outcome, check_bf16, check_split_columns, check_values_of_mxfp4]
+CHECKS = [
+    check_experts, check_every_part_changes_the_outcome, check_bf16, check_split_columns, check_one_token, check_values_of_mxfp4,
+]  # fmt: skip
 
 
 def test_in_the_interpreter() -> None:
