@@ -12,7 +12,7 @@ _SHARED = {80: 156 * 1024, 90: 220 * 1024}
 def tile_tokens(tokens: int, top_k: int, experts: int, *, mxfp4: bool) -> int:
     """Pairs of a full tile: as `heuristics.tokens_of_tile`, but 8 are the fewest columns of `mma.sync`, by which MXFP4 of few
     tokens is multiplied."""
-    return tokens_of_tile(tokens, top_k, experts, least=8) if mxfp4 else tokens_of_tile(tokens, top_k, experts)
+    return tokens_of_tile(tokens, top_k, experts, least=8 if mxfp4 else 16)
 
 
 def select(
