@@ -7,6 +7,7 @@ A kernel that was launched early waits for the one before it, and its time conta
 all that began before it, so that these and the time without a kernel make up the step.
 
     python -m benchmarks.engine.step_kernels --model qwen3-30b-a3b --dtype fp8 --kv_cache_dtype fp8 --tp_size 2 --out DIR
+    python -m benchmarks.engine.step_kernels --model mixtral-8x7b --dtype fp8 --requests 1,64 --input_len 128 --output_len 65
     python -m benchmarks.engine.step_kernels --traces qwen3-30b-a3b_tp2=FILE.json.gz --steps 4 --out DIR      traces that there are
 """
 
@@ -53,12 +54,18 @@ def main() -> int:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--kv_cache_dtype", default="model")
     parser.add_argument("--tp_size", type=int, default=1)
+    parser.add_argument("--expert_traffic", type=float, help="as of phalanx bench: 0 is uniform routing")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--max_num_tokens", type=int, default=8192)
-    parser.add_argument("--requests", type=int, default=384)
+    parser.add_argument(
+        "--requests", type=numbers, default=[384],
+        help="that come at once; several numbers, rising: one engine, the decode steps of each",
+    )  # fmt: skip
     parser.add_argument("--input_len", type=int, default=1000)
     parser.add_argument("--output_len", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a step that is recorded, at least")
+    parser.add_argument(
+        "--tokens", type=int, help="of a step that is recorded, at least: 4,096, with several --requests each number"
+    )
     parser.add_argument("--first", type=int, default=24, help="the first of these steps that is recorded")
     parser.add_argument("--steps", type=int, default=4, help="how many are recorded")
     arguments = parser.parse_args()
@@ -69,7 +76,9 @@ def main() -> int:
     if not arguments.traces:
         name = f"{arguments.model} {arguments.dtype} tp{arguments.tp_size}"
         with tempfile.TemporaryDirectory() as folder:
-            figures[name] = summary(read(record(arguments, Path(folder))), arguments.steps)
+            for requests, trace in zip(arguments.requests, record(arguments, Path(folder)), strict=True):
+                several = f" {requests} requests" if len(arguments.requests) > 1 else ""
+                figures[name + several] = summary(read(trace), arguments.steps)
     for name, figure in figures.items():
         print(f"{name}: kernels {figure['kernels_ms']} ms of {figure['step_ms']} ms a step")
         for row in figure["kernels"]:
@@ -82,27 +91,39 @@ def main() -> int:
     return 0
 
 
-def record(arguments: argparse.Namespace, folder: Path) -> Path:
-    """Run the requests, and return the trace of one rank. Raises RuntimeError where too few steps were that long."""
-    os.environ[VARIABLE] = json.dumps(
-        {"folder": str(folder), "tokens": arguments.tokens, "first": arguments.first, "count": arguments.steps}
-    )
+def numbers(text: str) -> list[int]:
+    """`1,64`. Raises ArgumentTypeError where they do not rise: the steps of more requests would count as those of fewer."""
+    values = [int(part) for part in text.split(",")]
+    if values != sorted(set(values)):
+        raise argparse.ArgumentTypeError(f"{text} does not rise")
+    return values
+
+
+def record(arguments: argparse.Namespace, folder: Path) -> list[Path]:
+    """Run the requests, and return a trace of one rank for each number of them. Raises RuntimeError where too few steps were that
+    long."""
+    several = len(arguments.requests) > 1
+    tokens = [arguments.tokens or (requests if several else 4096) for requests in arguments.requests]
+    os.environ[VARIABLE] = json.dumps({"folder": str(folder), "tokens": tokens, "first": arguments.first, "count": arguments.steps})
     is_demo = arguments.model == "demo"
     model = arguments.model if is_demo else str(shapes.write(arguments.model, folder / "model"))
     with LLM(
         model, dtype=arguments.dtype, kv_cache_dtype=arguments.kv_cache_dtype, tensor_parallel_size=arguments.tp_size,
         device=arguments.device, load_format="auto" if is_demo else "dummy", skip_tokenizer_init=True,
         enable_prefix_caching=False, max_num_tokens=arguments.max_num_tokens, max_batch_size=512,
+        expert_traffic=arguments.expert_traffic,
         max_seq_len=arguments.input_len + arguments.output_len,
         launcher="benchmarks.engine.step_kernels:RecordingLauncher",
     ) as llm:  # fmt: skip
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=arguments.output_len)
-        prompts = [[10 + (number + at) % 200 for at in range(arguments.input_len)] for number in range(arguments.requests)]
-        llm.generate(prompts, params, use_tqdm=False)
-    traces = sorted(folder.glob("rank*.json.gz"))
-    if not traces:
-        raise RuntimeError(f"fewer than {arguments.first + arguments.steps - 1} steps had {arguments.tokens} tokens")
-    return traces[0]
+        for requests in arguments.requests:
+            prompts = [[10 + (number + at) % 200 for at in range(arguments.input_len)] for number in range(requests)]
+            llm.generate(prompts, params, use_tqdm=False)
+    traces = [sorted(folder.glob(f"rank*.{number}.json.gz")) for number in range(len(tokens))]
+    for least, of_ranks in zip(tokens, traces, strict=True):
+        if not of_ranks:
+            raise RuntimeError(f"fewer than {arguments.first + arguments.steps - 1} steps had {least} tokens")
+    return [of_ranks[0] for of_ranks in traces]
 
 
 def read(path: Path) -> list[dict[str, Any]]:

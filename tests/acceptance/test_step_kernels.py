@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 from pathlib import Path
@@ -60,3 +61,19 @@ def test_ranks_record_long_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     names = {row["name"] for row in report["demo bf16 tp1"]["kernels"]}
     assert {"aten::linear", "aten::scaled_dot_product_attention"} & names
     assert report["demo bf16 tp1"]["kernels_ms"] > 0
+
+
+def test_several_numbers_of_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = "--device cpu --requests 1,3 --input_len 8 --output_len 6 --first 2 --steps 2 --max_num_tokens 128"
+    monkeypatch.setattr("sys.argv", ["step_kernels", *few.split(), "--out", str(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv(step_kernels.VARIABLE, "")
+    assert step_kernels.main() == 0
+    report = json.loads((tmp_path / "step_kernels.json").read_text())
+    assert {"demo bf16 tp1 1 requests", "demo bf16 tp1 3 requests"} < set(report)
+
+
+def test_numbers_of_requests_rise() -> None:
+    assert step_kernels.numbers("1,64") == [1, 64]
+    with pytest.raises(argparse.ArgumentTypeError, match="does not rise"):
+        step_kernels.numbers("64,1")
