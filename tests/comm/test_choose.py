@@ -208,3 +208,20 @@ def test_sums_in_rank_order_allow_sequence_parallelism() -> None:
     decide = decider(Rules(HERE, {}, table.lookup, deterministic=True))
     assert decide(64, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM, Caller.SHARDED).name == "RS_NORM_AG/RESIDUAL_RMS_NORM"
     assert decide(65, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM, Caller.SHARDED).strategy is Strategy.TWOSHOT
+
+
+def test_a_sharded_residual_stays_sharded() -> None:
+    """The two norms of a layer with experts have fusions of their own, whose tables change to RS_NORM_AG at different sizes."""
+    table = layers((1, 64, Choice(Strategy.RS_NORM_AG)), (65, 16384, Choice(Strategy.TWOSHOT)))
+    norm, rules = Fusion.RESIDUAL_RMS_NORM, Rules(HERE, {}, table.lookup)
+    decide = decider(rules)
+    assert decide(128, 8192, "bf16", norm, Caller.SHARDED).strategy is Strategy.TWOSHOT
+    for caller in (Caller.SHARDED, Caller.GEMM):
+        decision = decide(128, 8192, "bf16", norm, caller, sharded=True)
+        assert (decision.name, decision.source) == ("RS_NORM_AG/RESIDUAL_RMS_NORM", "table")
+        assert "comes in sharded" in decision.reason
+    assert decide(128, 8192, "bf16", norm, Caller.REPLICATED, sharded=True).strategy not in SEQUENCE_PARALLEL
+    forced = decider(Rules(HERE, {}, table.lookup, forced=Strategy.TWOSHOT))
+    assert forced(128, 8192, "bf16", norm, Caller.SHARDED, sharded=True).strategy is Strategy.TWOSHOT
+    broken = decider(Rules(HERE, {Strategy.RS_NORM_AG: "broken"}, table.lookup))
+    assert broken(128, 8192, "bf16", norm, Caller.SHARDED, sharded=True).strategy is Strategy.TWOSHOT

@@ -91,6 +91,15 @@ def test_what_was_not_measured_on_this_class_is_estimated(machine: str, tmp_path
         assert {match[5] for match in matches} == {"estimated"}
 
 
+@pytest.mark.parametrize("machine", ["sm90.nvlink.tp2", "sm90.nvlink.tp4"])
+def test_a_sharded_residual_is_explained(machine: str) -> None:
+    here = Fingerprint.parse(machine)
+    text = list(lines(table_for(here), "bf16", 4096, (NORM,)))
+    assert "left sharded stays so" in text[-2]
+    assert "gather it first" in text[-1]
+    assert not any("stays so" in line for line in lines(table_for(here), "bf16", 4096, (Fusion.NONE,)))
+
+
 def test_cpu_ranks_have_no_sequence_parallelism_until_they_are_tuned():
     cpu = Fingerprint(0, "shm", 2)
     assert not any("RS_NORM_AG" in line or "GEMM_RS" in line for line in lines(Table(cpu, (), default(cpu)), "bf16", 8192, (NORM,)))

@@ -45,8 +45,9 @@ class Rules:
     deterministic: bool = False
 
 
-def choose(message: Message, rules: Rules) -> Decision:
-    """Which strategy runs `message`, and why.
+def choose(message: Message, rules: Rules, *, sharded: bool = False) -> Decision:
+    """Which strategy runs `message`, and why. sharded: the residual comes in as RS_NORM_AG would shard it. Then it stays sharded
+    where AUTO decides: another strategy would need it gathered first, and a gather takes longer than the other one saves.
 
     RS_NORM_AG and GEMM_RS add in rank order, as TWOSHOT does, so they may run where that is required.
     """
@@ -80,7 +81,10 @@ def choose(message: Message, rules: Rules) -> Decision:
     entry = rules.lookup(message.dtype, message.fusion, message.tokens, message.hidden, message.caller)
     why = refusal(entry.strategy)
     if why is not None and entry.strategy in SEQUENCE_PARALLEL and message.caller is not Caller.REPLICATED:
-        return choose(replace(message, caller=message.caller.less), rules)
+        return choose(replace(message, caller=message.caller.less), rules, sharded=sharded)
+    if sharded and entry.strategy not in SEQUENCE_PARALLEL and refusal(Strategy.RS_NORM_AG) is None:
+        stays = f"the residual comes in sharded, and {entry.strategy.name} ({entry.reason}) would have to gather it first"
+        return decide(Strategy.RS_NORM_AG, True, entry.source, stays)
     if why is not None:
         return fall_back(f"{entry.strategy.name} ({entry.reason}) cannot run this: {why}")
     if rules.deterministic and entry.strategy is Strategy.NCCL and rules.fingerprint.on_gpu:
@@ -91,15 +95,19 @@ def choose(message: Message, rules: Rules) -> Decision:
 class Decider(Protocol):
     """`choose` by fixed rules, with its answers kept."""
 
-    def __call__(self, tokens: int, hidden: int, dtype: str, fusion: Fusion, caller: Caller = Caller.REPLICATED) -> Decision:
-        """For a tensor [tokens, hidden] per rank. dtype: bf16, fp16 or fp32."""
+    def __call__(
+        self, tokens: int, hidden: int, dtype: str, fusion: Fusion, caller: Caller = Caller.REPLICATED, sharded: bool = False
+    ) -> Decision:
+        """For a tensor [tokens, hidden] per rank. dtype: bf16, fp16 or fp32. sharded: see `choose`."""
 
 
 def decider(rules: Rules) -> Decider:
     """See `Decider`."""
 
     @lru_cache(maxsize=_MAX_CACHED)
-    def decide(tokens: int, hidden: int, dtype: str, fusion: Fusion, caller: Caller = Caller.REPLICATED) -> Decision:
-        return choose(Message("all_reduce", fusion, dtype, tokens, hidden, rules.fingerprint.world, caller), rules)
+    def decide(
+        tokens: int, hidden: int, dtype: str, fusion: Fusion, caller: Caller = Caller.REPLICATED, sharded: bool = False
+    ) -> Decision:
+        return choose(Message("all_reduce", fusion, dtype, tokens, hidden, rules.fingerprint.world, caller), rules, sharded=sharded)
 
     return decide

@@ -49,6 +49,7 @@ class TunedGroup:
         self.calls: dict[str, int] = {}
         self.strategies = strategies
         self._gemm_rs = strategies[Strategy.GEMM_RS].gemm_rs if Strategy.GEMM_RS in strategies else None
+        self._rs_norm_ag = strategies[Strategy.RS_NORM_AG].rs_norm_ag if Strategy.RS_NORM_AG in strategies else None
 
     @overload
     def all_reduce(self, x: Tensor | Unscaled, fusion: None = None) -> Tensor: ...
@@ -65,7 +66,8 @@ class TunedGroup:
         # One kernel runs sum and fusion for tensors of one dtype only.
         fusable = fusion is not None and values.dim() == 2 and fusion.weight.dtype == values.dtype == fusion.residual.dtype
         caller = Caller.SHARDED if fusable and fusion is not None and fusion.accepts_sharded else Caller.REPLICATED
-        decision = self.decide(tokens, hidden, dtype, _NONE if fusion is None else _fusion_of(fusion), caller)
+        sharded = fusion is not None and self._stays(fusion.residual, values.dtype)
+        decision = self.decide(tokens, hidden, dtype, _NONE if fusion is None else _fusion_of(fusion), caller, sharded)
         self._count(decision.name)
         strategy = self.strategies[decision.strategy]
         x = Unscaled(*map(_aligned, x)) if isinstance(x, Unscaled) else _aligned(x)
@@ -106,6 +108,13 @@ class TunedGroup:
         return gemm_rs.all_reduce_norm(
             fusion if isinstance(residual, ShardedResidual) else replace(fusion, residual=_aligned(residual))
         )  # fmt: skip
+
+    def _stays(self, residual: Tensor, dtype: torch.dtype) -> bool:
+        """Whether a residual is sharded as RS_NORM_AG of a tensor of this dtype shards it."""
+        if self._rs_norm_ag is None or not isinstance(residual, ShardedResidual):
+            return False
+        tokens, hidden = residual.shape
+        return same_sharding(tokens, residual.chunk_rows, self._rs_norm_ag.chunk_rows(hidden, dtype))
 
     def _count(self, name: str) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1

@@ -12,7 +12,7 @@ from phalanx.comm.group import Group
 from phalanx.comm.tuned_group import TunedGroup
 from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.tables.message import Caller, Fusion
-from phalanx.tables.strategy import Strategy
+from phalanx.tables.strategy import SEQUENCE_PARALLEL, Strategy
 
 EVERY_COUNT, RATIO = 256, 1.02
 """Up to EVERY_COUNT tokens each count is looked up; beyond, those that are RATIO apart: a table's ranges are longer."""
@@ -33,10 +33,13 @@ def more_token_counts(
 
     def variants(tokens: int) -> Iterator[_Variant]:
         size = bisect_left(limits, tokens)
-        for fusion in Fusion:
-            for caller in Caller if fusion.shards else (Caller.REPLICATED,):
-                decision = group.decide(tokens, hidden, name, fusion, caller)
-                yield fusion, caller, decision.strategy, decision.fused, size
+        calls = [(fusion, caller) for fusion in Fusion for caller in (Caller if fusion.shards else (Caller.REPLICATED,))]
+        decisions = [group.decide(tokens, hidden, name, *call) for call in calls]
+        if any(decision.strategy in SEQUENCE_PARALLEL for decision in decisions):  # then the next residual may come in sharded
+            calls += [call for call in calls if call[1] is not Caller.REPLICATED]
+            decisions += [group.decide(tokens, hidden, name, *call, sharded=True) for call in calls[len(decisions) :]]
+        for call, decision in zip(calls, decisions, strict=True):
+            yield *call, decision.strategy, decision.fused, size
 
     covered = {variant for tokens in known for variant in variants(tokens)}
     counts = []

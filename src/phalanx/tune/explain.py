@@ -31,7 +31,7 @@ def rules(table: Table) -> Rules:
 
 def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = tuple(Fusion)) -> Iterator[str]:
     """The machine; then, for each fusion and each kind of caller for which it makes a difference, a line for each range of
-    tokens."""
+    tokens; and what a residual changes that comes in sharded."""
     machine = table.fingerprint
     yield f"{machine}: {LINKS[machine.link]}; {machine.world} ranks"
     if table.sections:
@@ -41,6 +41,7 @@ def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = t
     else:
         label = "estimated" if table.seed.estimated else "seed"
         yield f"no table: the seed decides everywhere ({table.seed.origin}; {label})"
+    shards = False
     for fusion in fusions:
         title = f"{fusion.name}, {dtype}, hidden {hidden}"
         if not fusion.shards:
@@ -49,7 +50,12 @@ def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = t
             continue
         for caller, where in _CALLERS.items():
             yield f"{title}, {where}"
-            yield from _ranges(table, dtype, hidden, fusion, caller)
+            for line in _ranges(table, dtype, hidden, fusion, caller):
+                shards = shards or any(strategy.name in line for strategy in SEQUENCE_PARALLEL)
+                yield line
+    if shards:
+        yield "in a layer, a residual that the all-reduce before left sharded stays so: RS_NORM_AG runs where this names ONESHOT,"
+        yield "TWOSHOT or NCCL, as these would have to gather it first"
 
 
 def _ranges(table: Table, dtype: str, hidden: int, fusion: Fusion, caller: Caller) -> Iterator[str]:

@@ -162,3 +162,59 @@ def test_all_strategies_give_the_same(groups: list[dict[Any, Any]]) -> None:
                 for left, right in zip(rank[name, tokens][:2], wanted, strict=True):
                     exact = name not in ("GEMM_RS", "AUTO")
                     torch.testing.assert_close(left, right, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5)
+
+
+FUSIONS = """
+from dataclasses import replace
+from phalanx.comm.tuned_group import tuned
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables.message import Caller, Fusion
+from phalanx.tables.seed import default
+from phalanx.tables.shipped import file_name
+from phalanx.tables.strategy import Choice, Strategy
+from phalanx.tables.table import HiddenRange, Section, Span, Table
+from phalanx.tables.table_file import save
+from tests.comm.sequence_parallel.test_on_cpu import fusion_of, tensor_of
+
+machine = Fingerprint(0, "shm", world)
+quantized, kept = Fusion.RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE, Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE
+def section(fusion, first):  # sharded from `first` tokens on
+    spans = (Span(1, first - 1, Choice(Strategy.TWOSHOT)), Span(first, 100, Choice(Strategy.RS_NORM_AG)))
+    return Section("fp32", fusion, (HiddenRange(64, 64, spans),), Caller.SHARDED)
+table = Table(machine, (section(quantized, 16), section(kept, 64)), default(machine))
+if rank == 0:
+    save(table, folder / file_name(machine))
+group.barrier()
+gathers = []
+all_gather = group.all_gather
+def counted(x, dim=-1):
+    gathers.append(tuple(x.shape))
+    return all_gather(x, dim)
+group.all_gather = counted
+for name in ("AUTO", "TWOSHOT"):
+    tuned_group = tuned(group, message_bytes=1 << 20, strategy=name, tables=folder)
+    for tokens in (8, 32, 80):
+        gathers.clear()
+        tuned_group.calls.clear()
+        residual, outputs = tensor_of(99, tokens, 64, dtype=torch.float32), []
+        for call in range(6):  # a layer's two norms: before its experts, which keep it in 16 bit for the router, and behind them
+            mode = ("fp8", None, call % 2 == 0)
+            fusion = replace(fusion_of((tokens, 64), mode, torch.float32), residual=residual, accepts_sharded=True)
+            *norm, residual = tuned_group.all_reduce(tensor_of(10 * call + rank, tokens, 64, dtype=torch.float32), fusion)
+            outputs.append(norm)
+        results[name, tokens] = (outputs, dict(tuned_group.calls), list(gathers))
+"""
+
+
+def test_norms_that_shard_from_different_sizes_on_gather_no_residual(tmp_path: Path) -> None:
+    ranks = comm_cpu_ranks.run(2, FUSIONS, tmp_path)
+    for tokens, own in ((8, "TWOSHOT"), (32, "RS_NORM_AG"), (80, "RS_NORM_AG")):
+        for rank in ranks:
+            outputs, calls, gathers = rank["AUTO", tokens]
+            assert not gathers
+            for left, right in zip(itertools.chain(*outputs), itertools.chain(*rank["TWOSHOT", tokens][0]), strict=True):
+                assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+            kept, quantized = "RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE", "RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE"
+            first = 1 if tokens == 32 else 0  # its residual comes in whole
+            wanted = {f"{own}/{kept}": 3 - first, f"{own}/{quantized}": 3} | ({f"TWOSHOT/{kept}": 1} if first else {})
+            assert calls == wanted
