@@ -26,7 +26,7 @@ from phalanx.plan.memory import KvFormat
 
 GATES = {
     "decode rows, mean": 0.04,
-    "decode rows, worst": 0.14,
+    "decode rows, worst": 0.12,
     "a model left out, mean": 0.06,
     "a layout left out, mean": 0.06,
     "throughput rows, mean": 0.04,
@@ -37,9 +37,14 @@ GATES = {
     "KV tokens of H100 below the least start": 0.036,
     "KV tokens above a start": 0.0,
 }
-"""The goals, as parts of the measured figure; but for decode rows (0.1 for the worst: 7 of mixtures miss it), throughput rows
-(0.05 for each: 8 of 63 miss it) and KV tokens (never above: one start gave 0.12 percent less; the 0.5 to 1 GB that a promise lies
+"""The goals, as parts of the measured figure; but for decode rows (0.1 for the worst: one of a mixture misses it), throughput rows
+(0.05 for each: 10 of 62 miss it) and KV tokens (never above: one start gave 0.12 percent less; the 0.5 to 1 GB that a promise lies
 below a start are a larger part of what an H100 has left: 3.5 percent beside the weights of gpt-oss-120b)."""
+
+
+KNOWN_TO = 0.1
+"""The goal for a decode row, which cannot be held against a figure whose own samples differ by more. A figure is the difference of
+two runs; where a slow host launches prompts, the shorter run varies by as much as ten decode steps take."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +62,18 @@ class Line:
 
 
 def decodes() -> list[Line]:
-    """Decode rows of present kernels, those that are held out of the fit among them."""
+    """Decode rows of present kernels, those that are held out of the fit among them, as far as they are known to the goal."""
     now = history.fitted()
-    present = (row for row in rows() if row.kind == "decode" and not row.unlike)
+    present = (row for row in rows() if row.kind == "decode" and not row.unlike and row.spread <= KNOWN_TO)
     return [Line(row.name, row.file, predicted(row, now), row.measured) for row in present]
 
 
 def not_gated() -> list[tuple[Line, str]]:
-    """The rows of older kernels, and throughput of models of one kind, each with the reason."""
+    """The rows of older kernels, those that are not known to the goal, and throughput of models of one kind, each with the reason."""
     now, lines = history.fitted(), []
     for row in rows():
-        if why := row.unlike or (UNGATED.get(row.model, "") if row.kind == "batch" else ""):
+        unknown = f"its runs to the first token differ by {row.spread:.0%} of it" if row.spread > KNOWN_TO else ""
+        if why := row.unlike or unknown or (UNGATED.get(row.model, "") if row.kind == "batch" else ""):
             guess = predicted(row, now) if row.kind == "decode" else simulated(row, now)
             lines.append((Line(row.name, row.file, guess, row.measured), why))
     return lines

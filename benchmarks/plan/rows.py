@@ -31,7 +31,8 @@ HELD_OUT = frozenset({
     "llama-3.1-8b_long_row_kv_fp8", "llama-3.1-8b_8x32768x512_kv_fp8", "llama-3.1-70b_fp8_tp2_contexts_kv_fp8",
     "llama-3.1-8b_long_prompts", "llama-3.1-8b_long_prompts_kv_fp8", "llama-3.1-70b_fp8_tp2_long_prompts_kv_fp8",
     "llama-3.1-70b_fp8_tp2_few_rows_kv_fp8", "llama-3-70b_fp8_tp4_again_kv_fp8", "deepseek-v2_tp4_prompt_graphs",
-    "qwen3-30b-a3b_tp4_between_kv_fp8",
+    "qwen3-30b-a3b_tp4_between_kv_fp8", "mixtral-8x7b_tp2_512_kv_fp8", "mixtral-8x7b_tp2_moe_ep2_512_kv_fp8",
+    "mixtral-8x7b_ep2_512_kv_fp8",
 })  # fmt: skip
 """Files that no coefficient may be fitted to: decode rows of the present attention kernel at contexts of up to 32,768 tokens; and
 rows of four GPUs that were measured after the fit. With these in it, the fit moved to another optimum, by which 8x22B's layouts on
@@ -67,11 +68,18 @@ WITHOUT_ROUTER = {
 }  # fmt: skip
 """Files of before d4c3aa7, whose layers drew their experts and left the router's GEMM out."""
 
+GATHERED = {
+    ("deepseek-v2_tp2_prompt_graphs", 64), ("deepseek-v2_tp2_prompt_graphs", 128), ("deepseek-v2_tp4_prompt_graphs", 128),
+    ("mixtral-8x7b_tp2_512_kv_fp8", 64), ("mixtral-8x7b_tp2_moe_ep2_512_kv_fp8", 64), ("mixtral-8x7b_tp2_moe_ep2_512_kv_fp8", 128),
+}  # fmt: skip
+"""(file, requests) of engines by tuned tables in which only one of a layer's two norms ran RS_NORM_AG."""
+
 
 @dataclass(frozen=True)
 class Row:
     """One measured figure. bandwidth: GB/s that the machine's memory was measured at in the same run. measured: ms per token of a
-    decode workload, output tokens per second of a batch workload. date: ISO, empty for early ones."""
+    decode workload, output tokens per second of a batch workload. date: ISO, empty for early ones. first_s: seconds of the runs to
+    the first token, which a decode workload's figure is a difference to."""
 
     file: str
     commit: str
@@ -90,6 +98,7 @@ class Row:
     ep: int = 1
     exchange: str = "AUTO"
     date: str = ""
+    first_s: tuple[float, ...] = ()
 
     @property
     def kind(self) -> Kind:
@@ -100,6 +109,10 @@ class Row:
         """Why the coefficients do not describe the row: that it is of an older kernel, or of no decodes alone; else empty."""
         if self.file in WITHOUT_ROUTER:
             return "measured without the GEMM of the router"
+        if (self.file, self.workload.requests) in GATHERED and self.kind == "decode":
+            return "each layer gathered its residual until 8e9951d"
+        if self.file in ("gpt-oss-120b", "gpt-oss-120b_alone"):
+            return "experts in MXFP4 had tiles of 16 tokens until 3540d73"
         if self.kind == "batch" and self.commit == "af61857":
             return "the grouped GEMM of 512 tokens took 577 us a layer of Mixtral-8x7B then, and 469 since 2b5ea0a"
         if beside_prompts(self.workload):
@@ -117,6 +130,13 @@ class Row:
         if split and self.model == "mixtral-8x7b" and self.workload.requests > 64:
             return "the second GEMM of two experts had programs for half of the multiprocessors then"
         return ""
+
+    @property
+    def spread(self) -> float:
+        """Of a decode row: by which part of its figure its runs to the first token differ, of which it subtracts the fastest."""
+        if not self.first_s or self.kind == "batch":
+            return 0.0
+        return (max(self.first_s) - min(self.first_s)) / (self.workload.output_len - 1) / (self.measured / 1e3)
 
     @property
     def name(self) -> str:
@@ -213,6 +233,7 @@ def rows() -> list[Row]:
                     options.get("expert_parallel_size", 1),
                     options.get("expert_exchange", "ALL_GATHER" if name in BEFORE_AUTO else "AUTO"),
                     figure.get("measured", {}).get("date", ""),
+                    tuple((figure.get("samples_s") or {}).get("first_token", ()) if workload.kind == "decode" else ()),
                 )
             )
     return all_rows + _printed()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, ROOT
 from benchmarks.plan import fit, history, predict, widths
 from phalanx.plan import coefficients
 
@@ -131,3 +131,15 @@ def test_widths_and_coverage_are_those_of_the_rows_left_out_and_of_the_predictio
 def test_predictions_say_by_which_commit(name):
     about = json.loads((RESULTS / f"{name}.json").read_text())["about"]
     assert re.fullmatch("[0-9a-f]{12}", about["commit"]), "predicted with uncommitted changes"
+
+
+@pytest.mark.parametrize(("kind", "title"), [("dense", "dense"), ("experts", "mixture of experts")])
+def test_the_page_has_the_widths_and_what_was_inside(kind: str, title: str) -> None:
+    intervals = coefficients.document()["intervals"]
+    half, checked, made = intervals["kinds"][kind], intervals["checked"], intervals["predicted"][kind]
+    cells = [title]
+    for left_out in ("layout", "model"):
+        rows = checked[left_out][kind]
+        cells += [f"{half[left_out]:.1%}".replace("%", " %"), f"{rows['inside']} of {rows['rows']}"]
+    row = " | ".join([*cells, f"{made['inside_by_others']} of {made['figures']}"])
+    assert f"| {row} |" in (ROOT / "docs/planner.md").read_text(encoding="utf-8")
