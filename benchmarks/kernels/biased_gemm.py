@@ -129,12 +129,12 @@ class Layer:
         from phalanx.kernels.moe.sort_by_expert import sort_by_expert
 
         self.shape, self.mxfp4, self.hardware = shape, weights == "mxfp4", gpu(device)
-        self.size = tokens or biased_heuristics.tile_tokens(count, shape.top_k, shape.experts, mxfp4=self.mxfp4)
+        self.size = tokens or biased_heuristics.tile_pairs(count, shape.top_k, shape.experts, mxfp4=self.mxfp4)
         self.busy, self.experts = min(shape.experts, count * shape.top_k), random_experts(shape, weights, device)
         calls = max(2, min(16, shape.experts // self.busy))
         order = torch.rand(count, shape.experts, device=device).argsort(1).to(torch.int32)
         self.ids = [order.roll(-self.busy * call, 1)[:, : shape.top_k].contiguous() for call in range(calls)]
-        self.tiles = [sort_by_expert(ids, first=0, experts=shape.experts, tokens=self.size) for ids in self.ids]
+        self.tiles = [sort_by_expert(ids, first=0, experts=shape.experts, pairs=self.size) for ids in self.ids]
         self.x = torch.randn(count, shape.hidden, device=device).bfloat16()
         self.inner = torch.randn(count * shape.top_k, shape.inner, device=device).bfloat16()
         self.weights = torch.rand(count, shape.top_k, device=device)

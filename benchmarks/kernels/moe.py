@@ -110,7 +110,7 @@ def layer_rows(shape: ExpertShape, weights: str, routing: str, counts: list[int]
 
 def tile_sizes(shape: ExpertShape, count: int) -> set[TileSize]:
     """The rule's size of a tile and its neighbours, with more pairs in the last tile and without."""
-    size = heuristics.tokens_of_tile(count, shape.top_k, shape.experts)
+    size = heuristics.pairs_of_tile(count, shape.top_k, shape.experts)
     sizes = {size, min(128, 2 * size), max(8, size // 2)}
     return {TileSize(each, extra) for each in sizes for extra in (0, 16, 32) if extra <= each // 2}
 
@@ -141,7 +141,7 @@ def operands(experts: int, rows: int, columns: int, gated: bool) -> tuple[Tensor
 def one_gemm(shape: ExpertShape, weight: tuple[Tensor, Tensor], ids: Tensor, tiling: ExpertTiling, gated: bool) -> partial[Tensor]:
     rows = ids.shape[0] if gated else ids.numel()
     x = torch.randn(rows, weight[0].shape[1], device="cuda").to(FP8)
-    tiles = sort_by_expert(ids, first=0, experts=shape.experts, tokens=tiling.tokens, extra=tiling.extra)
+    tiles = sort_by_expert(ids, first=0, experts=shape.experts, pairs=tiling.tokens, extra=tiling.extra)
     return partial(
         grouped_gemm, x, torch.rand(rows, 1, device="cuda"), *weight, tiles, tiling, top_k=shape.top_k, experts=shape.experts,
         gated=gated, dtype=torch.bfloat16,

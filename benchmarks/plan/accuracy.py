@@ -69,7 +69,7 @@ def decodes() -> list[Line]:
 
 
 def not_gated() -> list[tuple[Line, str]]:
-    """The rows of older kernels, those that are not known to the goal, and throughput of models of one kind, each with the reason."""
+    """Rows of older kernels, those that are not known to the goal, and throughput of models of one kind, each with the reason."""
     now, lines = history.fitted(), []
     for row in rows():
         unknown = f"its runs to the first token differ by {row.spread:.0%} of it" if row.spread > KNOWN_TO else ""

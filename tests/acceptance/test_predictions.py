@@ -136,10 +136,10 @@ def test_predictions_say_by_which_commit(name):
 @pytest.mark.parametrize(("kind", "title"), [("dense", "dense"), ("experts", "mixture of experts")])
 def test_the_page_has_the_widths_and_what_was_inside(kind: str, title: str) -> None:
     intervals = coefficients.document()["intervals"]
-    half, checked, made = intervals["kinds"][kind], intervals["checked"], intervals["predicted"][kind]
+    half, checked, predicted = intervals["kinds"][kind], intervals["checked"], intervals["predicted"][kind]
     cells = [title]
-    for left_out in ("layout", "model"):
-        rows = checked[left_out][kind]
-        cells += [f"{half[left_out]:.1%}".replace("%", " %"), f"{rows['inside']} of {rows['rows']}"]
-    row = " | ".join([*cells, f"{made['inside_by_others']} of {made['figures']}"])
+    for without in ("layout", "model"):
+        rows = checked[without][kind]
+        cells += [f"{half[without]:.1%}".replace("%", " %"), f"{rows['inside']} of {rows['rows']}"]
+    row = " | ".join([*cells, f"{predicted['inside_by_others']} of {predicted['figures']}"])
     assert f"| {row} |" in (ROOT / "docs/planner.md").read_text(encoding="utf-8")

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from phalanx.comm import launch, torch_group
 from phalanx.comm.group import Solo
-from phalanx.comm.torch_group import ONE_SHOT_BYTES, SENDS_IN_FLIGHT
+from phalanx.comm.torch_group import GATHER_BYTES, SENDS_IN_FLIGHT
 from phalanx.errors import LayoutError
 from phalanx.plan.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
 WORLD = 4
-LARGE = ONE_SHOT_BYTES // 4 + 3
+LARGE = GATHER_BYTES // 4 + 3
 
 RANK = """
 import torch

@@ -146,14 +146,14 @@ def test_stats_come_while_there_is_work_and_once_it_is_done(make: Callable[..., 
 def test_an_idle_engine_beats_and_does_not_spin(make: Callable[..., Client]) -> None:
     client = make()
     turns = 0
-    step = client.loop.step
+    step = client.loop.iterate
 
     def counted() -> None:
         nonlocal turns
         turns += 1
         step()
 
-    client.loop.step = counted
+    client.loop.iterate = counted
     client.hear(Heartbeat, 3)
     assert turns < 30
     assert not [m for m in client.heard if isinstance(m, Stats)]

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.engine.messages import Step, StepBatch
 from phalanx.errors import StepDiverged
-from phalanx.executor.protocol import Chain, StepDone, Stop, decode_to_engine, decode_to_rank, encode
+from phalanx.executor.protocol import Chain, StepDone, Stop, decode_rank_message, decode_to_rank, encode
 
 
 def step(number: int) -> Step:
@@ -48,7 +48,7 @@ def test_a_rank_that_missed_history_sees_it_in_the_digest() -> None:
 
 
 def test_messages_keep_their_kind() -> None:
-    assert decode_to_engine(encode(StepDone(1, 2, b"x", 3))) == StepDone(1, 2, b"x", 3)
+    assert decode_rank_message(encode(StepDone(1, 2, b"x", 3))) == StepDone(1, 2, b"x", 3)
     assert decode_to_rank(encode(Stop())) == Stop()
     with pytest.raises(msgspec.DecodeError):
-        decode_to_engine(b"\x93GET")
+        decode_rank_message(b"\x93GET")

@@ -11,7 +11,7 @@ import zmq
 
 from phalanx.engine.messages import Step
 from phalanx.errors import StepDiverged
-from phalanx.executor.protocol import Allocate, Chain, Hello, RankHeartbeat, decode_to_engine, encode
+from phalanx.executor.protocol import Allocate, Chain, Hello, RankHeartbeat, decode_rank_message, encode
 from phalanx.worker import channel as channel_module
 from phalanx.worker import engine_store
 from phalanx.worker.channel import EngineChannel
@@ -23,7 +23,7 @@ def channel(router: zmq.Socket[bytes], tmp_path: Path) -> Iterator[EngineChannel
     channel = EngineChannel(3, f"ipc://{tmp_path}/s")
     channel.send(Hello(3, 0, 1))
     name, frame = router.recv_multipart()
-    assert (name, decode_to_engine(frame)) == (b"rank-3", Hello(3, 0, 1))
+    assert (name, decode_rank_message(frame)) == (b"rank-3", Hello(3, 0, 1))
     yield channel
     channel.close()
 
@@ -54,7 +54,7 @@ def test_a_channel_receives_messages_and_steps_and_sends_heartbeats(router: zmq.
     channel.begun, channel.finished = 2, 1
     channel.start_heartbeat(lambda: {"total": 9}, lambda: ({"A/B": 4}, {"eager/steps": 5}))
     name, frame = router.recv_multipart()
-    assert (name, decode_to_engine(frame)) == (
+    assert (name, decode_rank_message(frame)) == (
         b"heartbeat-rank-3",
         RankHeartbeat(3, 2, 1, {"total": 9}, {"A/B": 4}, {"eager/steps": 5}),
     )

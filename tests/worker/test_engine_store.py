@@ -39,7 +39,7 @@ def address() -> Iterator[str]:
         while not ended.is_set():
             if router.poll(10):
                 frames = router.recv_multipart(copy=False)
-                message = protocol.decode_to_engine(frames[-1].bytes)
+                message = protocol.decode_rank_message(frames[-1].bytes)
                 if peers.sender(frames) == protocol.sender_identity(message):
                     for rank, reply in store.receive(message):  # type: ignore[arg-type]
                         router.send_multipart([protocol.store_identity(rank), protocol.encode(reply)])

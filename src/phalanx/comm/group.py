@@ -97,7 +97,8 @@ class Group(Protocol):
     def barrier(self) -> None: ...
 
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor for a producer to write into and pass to all_reduce; symmetric memory where the group has it."""
+        """A tensor for a producer to write into and pass to all_reduce. Every group gives ordinary memory: its strategies read
+        where the producer wrote (`TunedGroup.empty` says why that is enough)."""
 
     def gemm_reduce_scatter_targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> ScatterTargets | None:
         """For a GEMM output [tokens, hidden] in the residual's dtype that is to be summed with `fusion`: where to write it instead

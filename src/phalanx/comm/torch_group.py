@@ -25,7 +25,7 @@ from phalanx.hardware.probe import address_towards
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.plan.layout import Layout
 
-ONE_SHOT_BYTES = 256 << 10
+GATHER_BYTES = 256 << 10
 """Over gloo: up to so many bytes every rank gathers all tensors and sums them; above, each rank sums a part and all gather the
 sums."""
 SENDS_IN_FLIGHT = 4
@@ -82,13 +82,13 @@ class TorchGroup:
         total = x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
         if self.size == 2:
             self.process_group.allreduce([total]).wait()
-        elif total.nbytes <= ONE_SHOT_BYTES:
+        elif total.nbytes <= GATHER_BYTES:
             total = sum_in_rank_order(self._gather(total))
         else:
-            total = self._two_shot(total)
+            total = self._sum_in_parts(total)
         return total.to(x.dtype)
 
-    def _two_shot(self, x: Tensor) -> Tensor:
+    def _sum_in_parts(self, x: Tensor) -> Tensor:
         """Rank r sums the r-th part of the x of all ranks in rank order, then all gather the sums."""
         count = -(-x.numel() // self.size)
         padded = torch.nn.functional.pad(x.reshape(-1), (0, count * self.size - x.numel()))

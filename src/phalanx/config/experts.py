@@ -53,7 +53,7 @@ class Experts:
     scoring: Scoring | None = None
 
     def touched(self, tokens: float) -> float:
-        """Distinct experts that so many tokens reach, in the mean, each routed uniformly: E (1 - (1 - k/E)^T)."""
+        """Distinct experts that so many tokens reach, on average, each routed uniformly: E (1 - (1 - k/E)^T)."""
         return float(self.count * (1 - (1 - self.per_token / self.count) ** tokens))
 
 

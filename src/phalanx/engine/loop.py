@@ -55,12 +55,12 @@ SCORES_PER_UPDATE = 256
 SCORES_SECONDS = 0.005
 """Time between two such messages."""
 _MORE, _LAST = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
-_FRAMES_PER_STEP = 512  # so that a flood of messages does not keep the ranks waiting
+_FRAMES_PER_ITERATION = 512  # so that a flood of messages does not keep the ranks waiting
 RECEIVE_SECONDS = 0.005
 """Time for the messages of one iteration, after which the rest waits for the next: a long prompt takes a millisecond."""
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_to_engine = msgspec.msgpack.Decoder(ClientToEngine).decode
+decode_client_message = msgspec.msgpack.Decoder(ClientToEngine).decode
 
 
 class ClientSocket(Protocol):
@@ -115,7 +115,7 @@ class Loop:
         """Iterate until the end; returns an exit status, 0 if the engine was asked to end. The executor is shut down then."""
         try:
             while not self._stopping:
-                self.step()
+                self.iterate()
             if self._check_due is not None:
                 self._check()
         except Exception as raised:
@@ -132,7 +132,7 @@ class Loop:
         self._send()
         return 0
 
-    def step(self) -> None:
+    def iterate(self) -> None:
         """One iteration. Results are processed before the next step is made, and the ranks get that step before the client hears of
         the results."""
         self._wait()
@@ -170,7 +170,7 @@ class Loop:
             os.read(self._wake_read, 4096)
 
     def _receive(self) -> None:
-        while len(self._frames) < _FRAMES_PER_STEP:
+        while len(self._frames) < _FRAMES_PER_ITERATION:
             try:
                 self._frames += self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -247,7 +247,7 @@ class Loop:
 
     def _take(self, frame: bytes) -> None:
         try:
-            message = decode_to_engine(frame)
+            message = decode_client_message(frame)
         except (msgspec.DecodeError, ValueError) as error:
             self._reject_unreadable(frame, error)
             return

@@ -35,7 +35,7 @@ from phalanx.engine.executor import RANK_EXECUTOR, Executor, load_executor
 from phalanx.engine.experts import ExpertLoads
 from phalanx.engine.grammar_threads import GrammarThreads, calls_run
 from phalanx.engine.limits import window_blocks
-from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_to_engine, warm_grammars
+from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_client_message, warm_grammars
 from phalanx.engine.messages import EngineFacts, EngineToClient, Failed, Heartbeat, Shutdown, Started, Stopped
 from phalanx.engine.resolve_options import resolve_options
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
@@ -343,7 +343,7 @@ class _StartupListener:
 
 def _is_shutdown(frame: bytes) -> bool:
     try:
-        return isinstance(decode_to_engine(frame), Shutdown)
+        return isinstance(decode_client_message(frame), Shutdown)
     except (msgspec.DecodeError, ValueError):
         return False
 

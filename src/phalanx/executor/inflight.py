@@ -53,9 +53,9 @@ class InFlightSteps:
         step.waiting.discard(done.rank)
         step.sampling.discard(done.rank)
         dp_index = self._layout.place(done.rank).dp_index
-        if done.tokens is not None:
-            first, crc = step.tokens.setdefault(dp_index, (done.rank, done.tokens))
-            if crc != done.tokens:
+        if done.tokens_crc is not None:
+            first, crc = step.tokens.setdefault(dp_index, (done.rank, done.tokens_crc))
+            if crc != done.tokens_crc:
                 raise StepDiverged(
                     f"rank {done.rank} sampled other tokens than rank {first} in step {done.number}",
                     why="ranks of one tensor-parallel group compute the same logits",

@@ -79,13 +79,13 @@ class RankReady(msgspec.Struct, tag=True, array_like=True):
 
 
 class StepDone(msgspec.Struct, tag=True, array_like=True):
-    """A rank has run a step. `tokens`: CRC-32 of the tokens it sampled (None before the last stage). `rows`: the results, from
+    """A rank has run a step. `tokens_crc`: CRC-32 of the tokens it sampled (None before the last stage). `rows`: the results, from
     tp index 0 of the last stage. `moved`: seconds that the step's move of experts took."""
 
     rank: int
     number: int
     digest: bytes
-    tokens: int | None = None
+    tokens_crc: int | None = None
     rows: list[RowResult] | None = None
     moved: float | None = None
 
@@ -180,7 +180,7 @@ _step = msgspec.msgpack.Decoder(Step)
 encode = _encoder.encode
 
 
-def decode_to_engine(frame: bytes) -> RankToEngine:
+def decode_rank_message(frame: bytes) -> RankToEngine:
     """Raises msgspec.DecodeError for what no rank or node sends."""
     return _to_engine.decode(frame)
 

@@ -234,7 +234,7 @@ class RankExecutor:
             if identity is None:
                 return None
         try:
-            message = protocol.decode_to_engine(payload)
+            message = protocol.decode_rank_message(payload)
         except msgspec.DecodeError:
             self._drop(identity, "no rank sends such a message")
             return None

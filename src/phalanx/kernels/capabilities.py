@@ -46,6 +46,18 @@ def has_gluon() -> bool:
     return str(triton.__version__).startswith("3.6.")
 
 
+def slower_kernels(device: torch.device) -> str | None:
+    """What to tell a user whose Hopper GPU runs slower kernels than it could, for want of the verified Triton; else None."""
+    if sm_arch(device) != 90 or not has_triton() or has_gluon():
+        return None
+    import triton
+
+    return (
+        f"Triton {triton.__version__}: the skinny FP8 GEMM, long prefill and decode attention of many heads over latents use "
+        "slower kernels; their Hopper kernels are verified with Triton 3.6 only"
+    )
+
+
 @cache
 def gpu(device: torch.device) -> GpuCapabilities:
     """The GPU behind a device; for a device without one, or inside `simulated`, a stand-in."""

@@ -18,7 +18,7 @@ up, whatever it is."""
 
 REST = 0.44
 """Of the limit's power, what a GPU between long steps leaves unused: it draws 390 of 700 W. From the same rows of
-kernels_power.json: 829 W, as the operations of a joule say, in 59 percent of the time, and 650 W in the mean."""
+kernels_power.json: 829 W, as the operations of a joule say, in 59 percent of the time, and 650 W on average."""
 
 
 @dataclass

@@ -133,6 +133,7 @@ class Worker:
         with self._phase("make the all-reduce"):
             groups = self._groups = self._with_table(groups, shape, device)
         with self._phase("build"):
+            self._warn_of_slower_kernels(device)
             model, layers = self._build(shape, device)
             self._prepare_experts(model, device)
         with self._phase("load weights") as report:
@@ -203,6 +204,12 @@ class Worker:
             deterministic=options.deterministic, timeout=options.step_timeout,
         )  # fmt: skip
         return replace(groups, tp=group)
+
+    def _warn_of_slower_kernels(self, device: torch.device) -> None:
+        from phalanx.kernels.capabilities import slower_kernels
+
+        if self.rank == 0 and (warning := slower_kernels(device)):
+            logger.warning("%s", warning)
 
     def _build(self, shape: ModelShape, device: torch.device) -> tuple[Model, range]:
         from phalanx.kernels.dtypes import TORCH_DTYPES

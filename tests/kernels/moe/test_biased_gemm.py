@@ -91,7 +91,7 @@ def check_split_columns() -> None:
         routings(50, 4, 2)[1:3], (ExpertTiling(32, 16, 4, 2, 4, parts=3), ExpertTiling(128, 128, 8, 2, 1)), strict=True
     ):
         x = torch.randn(50, 96)
-        tiles = sort_by_expert(routing.ids, first=0, experts=4, tokens=tiling.tokens)
+        tiles = sort_by_expert(routing.ids, first=0, experts=4, pairs=tiling.tokens)
         of_layer: dict[str, Any] = {"top_k": 2, "experts": 4, "swiglu": SWIGLU}
         gate_up, down = (experts.gate_up_scale, experts.gate_up_bias), (experts.down_scale, experts.down_bias)
         inner = biased_gemm(x, experts.gate_up, *gate_up, tiles, tiling._replace(parts=1), gated=True, **of_layer)
@@ -130,7 +130,7 @@ def check_values_of_mxfp4() -> None:
     few = [[0, 1, 60, 126], [127, 128, 90, 80], [4, 3, 2, 1], [120, 121, 122, 127]]
     scale = tiled(torch.tensor(few, dtype=torch.uint8).repeat_interleave(8, 0), SCALES_IN_WORD)
     ids = torch.zeros(128, 1, dtype=torch.int32)
-    tiles = sort_by_expert(ids, first=0, experts=1, tokens=128)
+    tiles = sort_by_expert(ids, first=0, experts=1, pairs=128)
     tiling = ExpertTiling(64, 128, 4, 2, 4)
     outputs = biased_gemm(
         torch.eye(128), blocks, scale, None, tiles, tiling, top_k=1, experts=1, gated=False, swiglu=None
@@ -179,7 +179,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 )  # fmt: skip
 def test_compiles(arch: int, kind: str, tokens: int) -> None:
     """As gpt-oss-120b launches it: on tensor cores, weights under way by 16 bytes, nothing spilled."""
-    size = biased_heuristics.tile_tokens(tokens, 4, 128, mxfp4=kind == "mxfp4")
+    size = biased_heuristics.tile_pairs(tokens, 4, 128, mxfp4=kind == "mxfp4")
     for gated, outputs, inputs in ((True, 2880, 2880), (False, 2880, 2880)):
         busy = min(128, 4 * tokens)
         tiling = biased_heuristics.select(busy, size, outputs, inputs, gated=gated, mxfp4=kind == "mxfp4", num_sms=132, sm=arch)

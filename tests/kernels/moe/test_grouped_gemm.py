@@ -84,7 +84,7 @@ def check_pairs_of_other_ranks_are_behind() -> None:
     torch.manual_seed(8)
     for routing in routings(30, 6, 3):
         for first, count in ((0, 6), (0, 2), (2, 3), (5, 1)):
-            tiles = sort_by_expert(routing.ids, first=first, experts=count, tokens=16)
+            tiles = sort_by_expert(routing.ids, first=first, experts=count, pairs=16)
             local = [
                 pair
                 for expert in range(first, first + count)
@@ -114,7 +114,7 @@ def check_many_pairs_are_sorted_by_segments() -> None:
         ids = torch.randint(-1, 6, (tokens, 3), dtype=torch.int32)
         for first, count in ((0, 6), (2, 3)):
             loads = [torch.arange(count), torch.arange(count)]
-            cut: dict[str, Any] = {"first": first, "experts": count, "tokens": 16, "extra": 8}
+            cut: dict[str, Any] = {"first": first, "experts": count, "pairs": 16, "extra": 8}
             with mock.patch.object(module, "ONE_KERNEL_PAIRS", 1 << 30):
                 wanted = module.sort_by_expert(ids, **cut, load=loads[0])
             with mock.patch.multiple(module, **limits):
@@ -137,7 +137,7 @@ def check_split_columns() -> None:
     tilings = ExpertTiling(32, 16, 4, 2, 4, parts=3), ExpertTiling(128, 128, 8, 2, 1)
     for routing, tiling in zip(routings(70, 4, 2)[1:3], tilings, strict=True):
         x = torch.randn(70, 208)
-        tiles = sort_by_expert(routing.ids, first=0, experts=4, tokens=tiling.tokens)
+        tiles = sort_by_expert(routing.ids, first=0, experts=4, pairs=tiling.tokens)
         common: dict[str, Any] = {"top_k": 2, "experts": 4, "dtype": torch.float32}
         inner = grouped_gemm(x, None, experts.gate_up, None, tiles, tiling._replace(parts=1), gated=True, **common)
         sums = grouped_gemm(inner, None, experts.down, None, tiles, tiling, gated=False, **common)
@@ -158,7 +158,7 @@ def check_tiles_with_more_than_they_hold() -> None:
     ids = flat[torch.randperm(len(flat))][:, None].contiguous()
     routing = Routing(torch.rand(len(ids), 1), ids)
     for kind, rows, (tokens, extra) in (("plain", 32, (16, 8)), ("row", 32, (16, 16)), ("block", 16, (16, 8))):
-        tiles = sort_by_expert(ids, first=0, experts=len(sizes), tokens=tokens, extra=extra)
+        tiles = sort_by_expert(ids, first=0, experts=len(sizes), pairs=tokens, extra=extra)
         cut = [tile[:3] for tile in tiles.tiles[: int(tiles.counts[0])].tolist()]
         assert cut == [
             [expert, sum(sizes[:expert]) + at, tokens if size - at > tokens + extra else size - at]
@@ -264,7 +264,7 @@ def check_padding_and_copies() -> None:
             assert torch.equal(routing.ids, wanted)
             assert (routing.ids[kv_slots < 0] == -1).all()
             if tiles is None:
-                sort_by_expert(routing.ids, first=0, experts=4, tokens=16, load=load)
+                sort_by_expert(routing.ids, first=0, experts=4, pairs=16, load=load)
             expected = torch.zeros(4, dtype=torch.int64)
             reference.count_load(expected, routing, 0)
             assert torch.equal(load, expected)

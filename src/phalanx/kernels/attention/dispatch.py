@@ -85,7 +85,7 @@ def decode_attention(
     workspace: of this stream, kept over calls. short: no row has more than SHORT_KV tokens; the result is right for longer rows
     too, but slow. splits: what `plan_splits` gives for these rows; None: it is computed for this call. early_lengths: splits, or
     kv_lengths and table_rows, are read while kernels before may still run: they must be complete before the first of this chain of
-    kernels begins, written by copies, or by kernels that a launch without programmatic dependence came behind."""
+    kernels begins, written by copies, or by kernels that a launch without programmatic dependence follows."""
     from phalanx.kernels.attention.decode import decode_attention as kernel
 
     return kernel(

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling, tokens_of_tile
+from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling, pairs_of_tile
 
 _SHARED = {80: 156 * 1024, 90: 220 * 1024}
 """Bytes of shared memory that the programs of a multiprocessor have together, by the least compute capability."""
 
 
-def tile_tokens(tokens: int, top_k: int, experts: int, *, mxfp4: bool) -> int:
-    """Pairs of a full tile: as `heuristics.tokens_of_tile`, but 8 are the fewest columns of `mma.sync`, by which MXFP4 of few
+def tile_pairs(tokens: int, top_k: int, experts: int, *, mxfp4: bool) -> int:
+    """Pairs of a full tile: as `heuristics.pairs_of_tile`, but 8 are the fewest columns of `mma.sync`, by which MXFP4 of few
     tokens is multiplied."""
-    return tokens_of_tile(tokens, top_k, experts, least=8 if mxfp4 else 16)
+    return pairs_of_tile(tokens, top_k, experts, least=8 if mxfp4 else 16)
 
 
 def select(

@@ -158,7 +158,7 @@ def run(
     if experts.gate_up_bias is not None:
         from phalanx.kernels.moe.biased_gemm import biased_experts
 
-        sums = biased_experts(x, experts, tiles, size.tokens, routing.top_k, num_experts)
+        sums = biased_experts(x, experts, tiles, size.pairs, routing.top_k, num_experts)
         return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus)
     first, second = heuristics.expert_tilings(
         len(x), routing.top_k, experts.count, num_experts, experts.hidden, experts.inner, experts.gate_up.element_size(),
@@ -178,7 +178,7 @@ def run(
 
 def _tile_size(experts: ExpertTensors, x: Tensor, top_k: int, num_experts: int) -> TileSize:
     if experts.gate_up_bias is not None:
-        return TileSize(biased_heuristics.tile_tokens(len(x), top_k, num_experts, mxfp4=experts.mxfp4))
+        return TileSize(biased_heuristics.tile_pairs(len(x), top_k, num_experts, mxfp4=experts.mxfp4))
     return heuristics.tile_size(len(x), top_k, num_experts, gpu(x.device).sm)
 
 

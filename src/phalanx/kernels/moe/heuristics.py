@@ -11,17 +11,17 @@ _TOKENS = (16, 32, 64, 128)
 
 
 class TileSize(NamedTuple):
-    """tokens: pairs of a full tile. extra: up to so many more are in an expert's last tile rather than in another, which would read
-    the expert's weights again: they are a second, small GEMM in the same program."""
+    """pairs: of a token and an expert, in a full tile. extra: up to so many more are in an expert's last tile rather than in
+    another, which would read the expert's weights again: they are a second, small GEMM in the same program."""
 
-    tokens: int
+    pairs: int
     extra: int = 0
 
 
 class ExpertTiling(NamedTuple):
-    """rows, tokens: of the weight and of x in a program's tile (twice the rows in the GEMM of gate and up); beside: tiles of rows
-    that go through the tokens together, so that what they read stays in the L2 cache. parts: programs that share a tile's
-    columns (split-K). extra: see `TileSize`."""
+    """rows, tokens: of the weight and of x in a program's tile, one of x for each pair (twice the rows in the GEMM of gate and up);
+    beside: tiles of rows that go through the tokens together, so that what they read stays in the L2 cache. parts: programs that
+    share a tile's columns (split-K). extra: see `TileSize`."""
 
     rows: int
     tokens: int
@@ -59,7 +59,7 @@ ROUTER_TILINGS: tuple[tuple[int, tuple[tuple[int, RouterTiling | None], ...]], .
     )),
     (1 << 30, ((1, None), (32, _T(16, 32, 256, 2, 4)), (64, _T(64, 64, 256, 1, 8)), (128, _T(64, 64, 128, 4, 8)))),
 )  # fmt: skip
-"""By the most experts, by the most tokens, as `benchmarks/kernels/router.py` found on an H200: the fastest in the mean of the
+"""By the most experts, by the most tokens, as `benchmarks/kernels/router.py` found on an H200: the fastest on average of the
 published models of each class. None, or more tokens: torch's GEMM (for one token our GEMV) is as fast."""
 
 
@@ -70,8 +70,8 @@ def select_router(tokens: int, experts: int) -> RouterTiling | None:
     return next((tiling for most, tiling in by_tokens if tokens <= most), None)
 
 
-def tokens_of_tile(tokens: int, top_k: int, experts: int, least: int = _TOKENS[0]) -> int:
-    """Pairs of a full tile: twice what an expert has in the mean, so that few experts need a second one, which reads their weights
+def pairs_of_tile(tokens: int, top_k: int, experts: int, least: int = _TOKENS[0]) -> int:
+    """Pairs of a full tile: twice what an expert has on average, so that few experts need a second one, which reads their weights
     again; `least` or a larger power of 2. It changes at token counts of 2^n only, which `warmup_token_counts` has."""
     per_token = max(1, experts // top_k)  # tokens for one pair of each expert
     ratio = 1 << (per_token.bit_length() - 1)
@@ -79,12 +79,12 @@ def tokens_of_tile(tokens: int, top_k: int, experts: int, least: int = _TOKENS[0
 
 
 def tile_size(tokens: int, top_k: int, experts: int, sm: int = 90) -> TileSize:
-    """As `tokens_of_tile`; but where that is 128, an expert's pairs in the mean, and up to 16 more: a half of 128 would be empty.
+    """As `pairs_of_tile`; but where that is 128, an expert's pairs on average, and up to 16 more: a half of 128 would be empty.
     It changes at token counts of 2^n only, too. sm: compute capability times 10; below 90, registers hold no more than 128."""
-    size = tokens_of_tile(tokens, top_k, experts)
+    size = pairs_of_tile(tokens, top_k, experts)
     if size < _TOKENS[-1] or sm < 90:
         return TileSize(size)
-    return TileSize(64 if tokens_of_tile(-(-tokens // 2), top_k, experts) == 64 else size, 16)
+    return TileSize(64 if pairs_of_tile(-(-tokens // 2), top_k, experts) == 64 else size, 16)
 
 
 def warmup_token_counts(max_tokens: int) -> list[int]:

@@ -156,12 +156,12 @@ def _sort_segments(
         _store_expert_tiles(tiles, counts, load, sizes, bins, before, expert, experts, TOKENS, EXTRA, FIELDS)
 
 
-def sort_by_expert(ids: Tensor, *, first: int, experts: int, tokens: int, extra: int = 0, load: Tensor | None = None) -> Tiles:
-    """ids [T, k] int32 contiguous; the experts of this rank are first .. first + experts. tokens: pairs of a full tile. extra: up
-    to so many more are in an expert's last tile rather than in another, extra <= tokens. load [experts] int64: the sizes are added
+def sort_by_expert(ids: Tensor, *, first: int, experts: int, pairs: int, extra: int = 0, load: Tensor | None = None) -> Tiles:
+    """ids [T, k] int32 contiguous; the experts of this rank are first .. first + experts. pairs: pairs of a full tile. extra: up
+    to so many more are in an expert's last tile rather than in another, extra <= pairs. load [experts] int64: the sizes are added
     to it."""
     count = ids.numel()
-    most = min(count, count // tokens + experts)
+    most = min(count, count // pairs + experts)
     lists = empty_tiles(count, most, ids.device)
     sm = sm_arch(ids.device)
     rows, top_k = ids.shape
@@ -169,7 +169,7 @@ def sort_by_expert(ids: Tensor, *, first: int, experts: int, tokens: int, extra:
     padded = max(16, triton.next_power_of_2(rows) * triton.next_power_of_2(top_k))
     common = {"BINS": max(16, triton.next_power_of_2(experts + 1)), "CHUNK": min(MAX_CHUNK, padded), "SM": sm}
     common |= {"num_warps": 8 if padded > 1024 else 4, "launch_pdl": sm >= 90}
-    cut = {"TOKENS": tokens, "EXTRA": extra, "FIELDS": TILE_FIELDS}
+    cut = {"TOKENS": pairs, "EXTRA": extra, "FIELDS": TILE_FIELDS}
     if padded <= ONE_KERNEL_PAIRS:
         _sort_by_expert[(experts,)](ids, *lists[:3], load, count, first, experts, **cut, **common)
         return lists

@@ -161,8 +161,8 @@ class RowParallelLinear(Sliced):
         if norm is not None and late_bias is None:
             fusion = norm.fusion(residual, accepts_sharded=True)
             scattered = self._gemm_reduce_scatter(x, fusion)
-            return norm.unpack(group.all_reduce(self._partial_sum(x), fusion) if scattered is None else scattered.finish())
-        total, residual = group.all_reduce(self._partial_sum(x)), unshard(residual, group)
+            return norm.unpack(group.all_reduce(self._all_reduce_input(x), fusion) if scattered is None else scattered.finish())
+        total, residual = group.all_reduce(self._all_reduce_input(x)), unshard(residual, group)
         if late_bias is not None:
             total = total + late_bias
         if norm is not None:
@@ -177,7 +177,8 @@ class RowParallelLinear(Sliced):
         assert isinstance(x, Tensor)
         return kernels.linear(x, self.weight, self._own_bias())
 
-    def _partial_sum(self, x: Activation) -> Tensor | Unscaled:
+    def _all_reduce_input(self, x: Activation) -> Tensor | Unscaled:
+        """As `partial_sum`, in the form in which `Group.all_reduce` takes it: its FP8 scales may still be missing."""
         group, context = self.context.group, self.context
         if self.fp8 is not None:  # a sum over ranks can apply the scales of the GEMM as it loads its output
             return self.fp8.unscaled(x, self.weight) if group.size > 1 else self.fp8.linear(x, self.weight)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a start says of kernels that this Triton does not run."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from phalanx.kernels import capabilities
+from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, simulated, slower_kernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("sm", "version", "says"), [(90, "3.7.1", True), (90, "3.6.0", False), (80, "3.7.1", False)])
+def test_slower_kernels_are_told_on_hopper(sm: int, version: str, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    monkeypatch.setattr(capabilities, "has_triton", lambda: True)
+    capabilities.has_gluon.cache_clear()
+    try:
+        with simulated(GpuCapabilities(sm, 132, HOPPER_SHARED_MEMORY)):
+            warning = slower_kernels(CPU)
+    finally:
+        capabilities.has_gluon.cache_clear()
+    assert (warning is not None) == says
+    if warning is not None:
+        assert "Triton 3.7.1" in warning
+        assert "3.6 only" in warning
+
+
+def test_a_cpu_has_no_slower_kernels() -> None:
+    assert slower_kernels(CPU) is None
