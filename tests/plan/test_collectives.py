@@ -39,6 +39,16 @@ def test_larger_messages_take_longer(strategy):
         assert times[-1] > 10 * times[2]
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_as_many_bytes_of_shorter_rows_take_no_longer(world: int) -> None:
+    """And the curve is that of the nearest measured size: 5,120 is nearer to 4,096 than to 8,192."""
+    short, middle, long = (collectives.all_reduce(H200, "nvlink", world, None, hidden=hidden) for hidden in (2048, 4096, 8192))
+    for power in range(14, 28):
+        assert max(short.us(1 << power), middle.us(1 << power)) <= 1.005 * long.us(1 << power)
+    assert short.us(1 << 17) < 0.9 * long.us(1 << 17)
+    assert collectives.all_reduce(H200, "nvlink", world, None, hidden=5120).points == middle.points
+
+
 def test_auto_is_never_dearer_than_nccl():
     for world in (2, 4):
         auto, nccl = (collectives.all_reduce(H200, "nvlink", world, None, s) for s in ("AUTO", "NCCL"))

@@ -71,8 +71,11 @@ def _document() -> dict[str, Any]:
 
 
 @cache
-def all_reduce(gpu: GpuSpec, link: str, world: int, network: Network | None, strategy: str = "AUTO") -> Curve:
-    """An all-reduce with residual add, RMSNorm and FP8 quantization of `world` ranks. network: where they span nodes.
+def all_reduce(
+    gpu: GpuSpec, link: str, world: int, network: Network | None, strategy: str = "AUTO", hidden: int = 8192
+) -> Curve:  # fmt: skip
+    """An all-reduce with residual add, RMSNorm and FP8 quantization of `world` ranks. network: where they span nodes. hidden: size
+    of a row; as many bytes of shorter rows take less time, and the curve is that of the nearest measured size.
 
     Measured machines answer for themselves; the same link with another world is scaled by ranks to meet and bytes on the wire, as
     `tables.seed.Seed.scaled` does; another link takes its class's seed, by the link's bandwidth.
@@ -81,7 +84,9 @@ def all_reduce(gpu: GpuSpec, link: str, world: int, network: Network | None, str
     if network is None and link.startswith("nvlink"):
         worlds = sorted(measured["worlds"][strategy], key=lambda each: abs(math.log(int(each) / world)))
         near = int(worlds[0])
-        curve = Curve(tuple(map(tuple, measured["worlds"][strategy][worlds[0]])), "table", measured["source"])
+        by_hidden = measured["worlds"][strategy][worlds[0]]
+        nearest = min(by_hidden, key=lambda size: abs(math.log(int(size) / hidden)))
+        curve = Curve(tuple(map(tuple, by_hidden[nearest])), "table", measured["source"])
         if near == world and gpu.link_bandwidth == measured["link_bandwidth"] and gpu.sm == measured["sm"]:
             return curve
         traffic = (2 * (world - 1) / world) / (2 * (near - 1) / near)

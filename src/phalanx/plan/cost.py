@@ -268,9 +268,9 @@ class Costs:
         tuned = self.strategy != "NCCL"
         hidden_part = cs.gemm_rs_hidden_part * min(tokens / LONG_STEP, 1.0) if tuned else 0.0
         us = self._all_reduce().us(nbytes)
-        norms = 0.0 if tokens == 1 else 2 * cs.c_norm  # GEMMs of one token compute their own, but not that before a router
+        norms = 0.0 if tokens == 1 else 2 * cs.c_norm  # dense GEMMs of one token compute their own
         total = (layers - moe_layers) * max(2 * us * (1 - hidden_part) - norms, 0.0)
-        return total + moe_layers * max(2 * us - max(norms, cs.c_norm), 0.0)
+        return total + moe_layers * max(2 * (us - cs.c_norm), 0.0)
 
     @cached_property
     def _experts_in_fp8(self) -> bool:
@@ -305,7 +305,8 @@ class Costs:
         row = 2.0 * (self.shape.hidden_size + 3 * experts.intermediate * self.split.moe_ep / self.split.tp)
         pairs = everywhere * experts.per_token / ranks * _unevenness(experts, ranks, everywhere)
         passes = cs.passes_experts * pairs * row / self.machine.bandwidth
-        return (cs.c_moe + cs.c_expert * _busiest(experts, self.split, everywhere)) * 1e-6 + passes
+        chain = cs.c_moe + cs.c_moe_hidden * self.shape.hidden_size / 1024
+        return (chain + cs.c_expert * _busiest(experts, self.split, everywhere)) * 1e-6 + passes
 
     def _gemm_seconds(self, gemm: _Gemm, tokens: int, everywhere: int) -> float:
         """of one GEMM of one layer. Where experts are routed, a rank reads those that all tokens reach, and computes its part; all
@@ -344,7 +345,9 @@ class Costs:
 
     def _all_reduce(self, strategy: str | None = None) -> Curve:
         network = self.machine.network if self._spans_nodes(self.split.tp) else None
-        return collectives.all_reduce(self.machine.gpu, self.machine.link, self.split.tp, network, strategy or self.strategy)
+        return collectives.all_reduce(
+            self.machine.gpu, self.machine.link, self.split.tp, network, strategy or self.strategy, self.shape.hidden_size
+        )
 
     def _exchange(self, payload: str) -> Curve:
         assert self.shape.experts is not None
