@@ -3,7 +3,7 @@
 
 A round is one token for every running request. Each rank reads its slice of the weights once a round for every micro-batch. A
 pipeline holds pp micro-batches, so all stages together read weights / tp in a round, whatever pp is. Of routed experts it reads
-those that its tokens reach, on average of a uniform routing. A round also reads the keys and values of the requests. Activations,
+those that its tokens reach, averaged over uniform routing. A round also reads the keys and values of the requests. Activations,
 the few rows of the embedding and all writes are left out, so no measurement exceeds the roofline.
 
 `python -m phalanx.bench.roofline` measures a GPU and prints JSON: in a process of its own, so that no memory stays allocated.

@@ -398,7 +398,7 @@ def expert_tile(tokens: int, per_token: int, experts: int) -> tuple[int, int]:
 
 @cache
 def _busiest(experts: Experts, split: Split, tokens: int) -> float:
-    """Experts and copies that tokens reach on the rank with the most of them, on average of uniform routing. Each is reached with
+    """Experts and copies that tokens reach on the rank with the most of them, averaged over uniform routing. Each is reached with
     the same chance, and taken to be so by itself: a rank's number is binomial, and the largest of `ranks` such numbers is meant."""
     ranks, touched = split.ep * split.moe_ep, _touched(experts, split.redundant, tokens)
     if ranks == 1:
@@ -413,7 +413,7 @@ def _busiest(experts: Experts, split: Split, tokens: int) -> float:
 
 @cache
 def _unevenness(experts: Experts, ranks: int, tokens: int) -> float:
-    """Pairs of a token with an expert on the busiest rank over those on average, under uniform routing: the largest of `ranks`
+    """Pairs of a token with an expert on the busiest rank over the average, under uniform routing: the largest of `ranks`
     normal numbers is Blom's (1958) estimate above their mean, and a token's experts are drawn without putting back."""
     if ranks == 1 or tokens == 0:
         return 1.0

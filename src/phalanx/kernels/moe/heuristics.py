@@ -59,7 +59,7 @@ ROUTER_TILINGS: tuple[tuple[int, tuple[tuple[int, RouterTiling | None], ...]], .
     )),
     (1 << 30, ((1, None), (32, _T(16, 32, 256, 2, 4)), (64, _T(64, 64, 256, 1, 8)), (128, _T(64, 64, 128, 4, 8)))),
 )  # fmt: skip
-"""By the most experts, by the most tokens, as `benchmarks/kernels/router.py` found on an H200: the fastest on average of the
+"""By the most experts, by the most tokens, as `benchmarks/kernels/router.py` found on an H200: the fastest on average over the
 published models of each class. None, or more tokens: torch's GEMM (for one token our GEMV) is as fast."""
 
 
