@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from phalanx.bench import offline, report, roofline
@@ -30,11 +31,7 @@ def run(target: BenchmarkTarget, workloads: Sequence[Workload]) -> report.Docume
 def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> dict[str, Any]:
     """One decode workload: ms per token, seconds to the first token, and the fraction of the roofline."""
     ids = prompts(workload, llm.facts.vocab_size, target.options.seed)
-    offline.seconds_of(llm, ids, min(_WARM_TOKENS, workload.output_len))
-    first, complete = [], []
-    for _ in range(workload.repeats):
-        first += [offline.seconds_of(llm, ids, 1) for _ in range(_FIRST_TOKENS)]
-        complete.append(offline.seconds_of(llm, ids, workload.output_len))
+    first, complete = samples(workload, ids, partial(offline.seconds_of, llm))
     seconds = seconds_per_token(complete, first, workload.output_len)
     least = roofline.decode_seconds(target.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
     row = {
@@ -47,6 +44,17 @@ def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Ba
     }  # fmt: skip
     offline.logger.info("%s: %.3f ms per token", workload.name, row["tpot_ms"])
     return row
+
+
+def samples(workload: Workload, prompts: list[list[int]], seconds_of: offline.SecondsOf) -> tuple[list[float], list[float]]:
+    """Seconds to the first token of all prompts, and to their last one, behind a run that is not timed."""
+    seconds_of(prompts, min(_WARM_TOKENS, workload.output_len))
+    first: list[float] = []
+    complete: list[float] = []
+    for _ in range(workload.repeats):
+        first += [seconds_of(prompts, 1) for _ in range(_FIRST_TOKENS)]
+        complete.append(seconds_of(prompts, workload.output_len))
+    return first, complete
 
 
 def seconds_per_token(complete: Sequence[float], first: Sequence[float], output_len: int) -> float:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +90,10 @@ def engine(target: BenchmarkTarget) -> Iterator[tuple[LLM, float]]:
         seconds = time.perf_counter() - begin
         logger.info("%s started in %.1f s", target.name, seconds)
         yield llm, seconds
+
+
+SecondsOf = Callable[[Sequence[Sequence[int]], int], float]
+"""(prompts, output_len) -> seconds: `seconds_of` of one engine."""
 
 
 def seconds_of(llm: LLM, prompts: Sequence[Sequence[int]], output_len: int) -> float:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from phalanx.bench import offline, report, roofline
@@ -31,12 +32,9 @@ def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Ba
     A warm-up that is not timed comes first: a few tokens for as many of its prompts as fill a step.
     """
     ids = prompts(workload, llm.facts.vocab_size, target.options.seed)
-    # What libraries load and choose at the first GEMM of a size is no part of the rate.
-    warm = min(workload.requests, llm.facts.max_num_tokens // workload.input_len + 1)
-    offline.seconds_of(llm, ids[:warm], min(_WARM_TOKENS, workload.output_len))
-    times, before = [], llm.stats()
-    for _ in range(workload.repeats):
-        times.append(offline.seconds_of(llm, ids, workload.output_len))
+    warm_up(workload, ids, llm.facts.max_num_tokens, partial(offline.seconds_of, llm))
+    before = llm.stats()
+    times = [offline.seconds_of(llm, ids, workload.output_len) for _ in range(workload.repeats)]
     after, seconds = llm.stats(), min(times)
     least = roofline.batch_seconds(target.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
     new_tokens = workload.requests * workload.output_len
@@ -52,6 +50,13 @@ def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Ba
     }  # fmt: skip
     offline.logger.info("%s: %.0f output tokens/s", workload.name, row["output_tok_s"])
     return row
+
+
+def warm_up(workload: Workload, prompts: list[list[int]], max_num_tokens: int, seconds_of: offline.SecondsOf) -> None:
+    """A few tokens of as many prompts as fill a step: what libraries load and choose at the first GEMM of a size is no part of the
+    rate."""
+    warm = min(workload.requests, max_num_tokens // workload.input_len + 1)
+    seconds_of(prompts[:warm], min(_WARM_TOKENS, workload.output_len))
 
 
 def table(document: report.Document) -> Any:
