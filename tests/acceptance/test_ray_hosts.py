@@ -230,7 +230,8 @@ def test_a_group_that_no_hosts_can_hold_is_named_with_the_hosts(cluster):
     (line,) = [line for line in lines if " E phalanx server: " in line]
     waiting = next(line for line in lines if "waiting for hosts of the Ray cluster: no placement group" in line)
     seconds = (datetime.fromisoformat(line[:19]) - datetime.fromisoformat(waiting[:19])).total_seconds()
-    assert seconds <= PLACEMENT_SECONDS + 4, f"the error came {seconds:.0f} s after the request for a group"
+    # Ray itself waits for ever. A host whose cores run other tests took 7 s to say that the 4 are over.
+    assert seconds <= PLACEMENT_SECONDS + 15, f"the error came {seconds:.0f} s after the request for a group"
     assert all(f"{address}: 2 CPU" in line for address in cluster.hosts.addresses)
     assert "only 0 hosts of the Ray cluster have 4 CPU" in line
 
