@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_config(model: str, dtype: str, folder: Path) -> dict[str, Any]:
-    """The shape's config.json as vLLM takes it, in `folder`."""
+    """The shape's config.json as vLLM takes it, in `folder`. Raises KeyError for an architecture without a line in MODEL_TYPES."""
     path = shapes.write(model, folder) / "config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config.setdefault("model_type", MODEL_TYPES[config["architectures"][0]])
@@ -97,7 +97,7 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Vllm:
-    """vLLM's LLM behind the two calls that a measurement needs."""
+    """vLLM's LLM behind the one call that a measurement needs."""
 
     def __init__(self, engine_options: dict[str, Any]) -> None:
         import vllm

@@ -84,13 +84,13 @@ def collectives_document() -> dict[str, Any]:
     for world in (2, 4):
         for hidden in HIDDEN_SIZES:
             auto, nccl = _all_reduces(world, hidden)
-            for strategy, rows_of in (("AUTO", auto), ("NCCL", nccl)):
+            for strategy, points in (("AUTO", auto), ("NCCL", nccl)):
                 curves = worlds[strategy].setdefault(str(world), {})
                 if curves:
                     longest = Curve(tuple(map(tuple, curves[str(HIDDEN_SIZES[0])])), "table", "")
                     first = longest.points[0][0]
-                    rows_of = [(size, min(us, longest.us(size)) if size >= first else us) for size, us in rows_of]
-                curves[str(hidden)] = curve_points(rows_of)
+                    points = [(size, min(us, longest.us(size)) if size >= first else us) for size, us in points]
+                curves[str(hidden)] = curve_points(points)
     return {
         "what": "One all-reduce with residual add, RMSNorm and FP8 quantization on 4 x H200, by bytes of one rank's tensor, us.",
         "all_reduce": {"sm": 90, "link_bandwidth": catalogue.gpu("H200").link_bandwidth, "worlds": worlds,

@@ -46,19 +46,20 @@ def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = t
         title = f"{fusion.name}, {dtype}, hidden {hidden}"
         if not fusion.shards:
             yield title
-            yield from _ranges(table, dtype, hidden, fusion, Caller.REPLICATED)
+            yield from (line for _, line in _ranges(table, dtype, hidden, fusion, Caller.REPLICATED))
             continue
         for caller, where in _CALLERS.items():
             yield f"{title}, {where}"
-            for line in _ranges(table, dtype, hidden, fusion, caller):
-                shards = shards or any(strategy.name in line for strategy in SEQUENCE_PARALLEL)
+            for strategy, line in _ranges(table, dtype, hidden, fusion, caller):
+                shards = shards or strategy in SEQUENCE_PARALLEL
                 yield line
     if shards:
         yield "in a layer, a residual that the all-reduce before left sharded stays so: RS_NORM_AG runs where this names ONESHOT,"
         yield "TWOSHOT or NCCL, as these would have to gather it first"
 
 
-def _ranges(table: Table, dtype: str, hidden: int, fusion: Fusion, caller: Caller) -> Iterator[str]:
+def _ranges(table: Table, dtype: str, hidden: int, fusion: Fusion, caller: Caller) -> Iterator[tuple[Strategy, str]]:
+    """Each range of tokens in which one strategy runs for one reason: the strategy, and the line that says so."""
     machine = table.fingerprint
     decide = cache(lambda tokens: choose(Message("all_reduce", fusion, dtype, tokens, hidden, machine.world, caller), rules(table)))
 
@@ -72,7 +73,7 @@ def _ranges(table: Table, dtype: str, hidden: int, fusion: Fusion, caller: Calle
         upto = f"to {end - 1}" if end <= MAX_TOKENS else "or more"
         decision = decide(first)
         what = describe(decision, fusion, machine.sm)
-        yield f"  {first:>6} {upto:<9} tokens: {what:<24} {decision.source}: {decision.reason}"
+        yield decision.strategy, f"  {first:>6} {upto:<9} tokens: {what:<24} {decision.source}: {decision.reason}"
 
 
 def _edges(table: Table, dtype: str, hidden: int) -> list[int]:
