@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares, linprog, minimize_scalar
+from scipy.optimize import least_squares, minimize_scalar
 
 from benchmarks import harness
-from benchmarks.plan import widths
-from benchmarks.plan.history import FittedCoefficients, bytes_of_more_graphs
+from benchmarks.plan import fit_memory, widths
+from benchmarks.plan.history import FittedCoefficients, fitted
 from benchmarks.plan.priced import costs_of, machine, predicted
-from benchmarks.plan.rows import HELD_OUT, REFERENCE_GBPS, RESULTS, Row, Start, one_name, rows, shape_named, starts
-from benchmarks.plan.throughput import eager_experts
+from benchmarks.plan.rows import HELD_OUT, REFERENCE_GBPS, RESULTS, Row, one_name, rows, shape_named
+from benchmarks.plan.throughput import Burst, batch_rows, bursts, eager_experts, host_bound
 from phalanx.hardware import catalogue
-from phalanx.plan import collectives, cost, footprint, graphs, search
+from phalanx.plan import collectives, cost, graphs, search
 from phalanx.plan.collectives import Curve, curve_points, rising
 from phalanx.plan.cost import Costs, Work
 from phalanx.plan.footprint import Split
@@ -48,6 +48,7 @@ FITTED = {
     "e_experts_flops": (0.2, 0.55, 1.0), "c_moe": (0.0, 15.0, 60.0), "passes_experts": (0.0, 1.0, 8.0),
     "sharpness_experts": (0.8, 1.7, 4.0), "c_few": (1.0, 15.0, 60.0), "c_norm": (0.0, 1.0, 8.0),
     "c_gather": (0.0, 20.0, 100.0), "c_expert": (0.0, 0.1, 2.0), "c_moe_hidden": (0.0, 1.0, 10.0),
+    "ns_pair": (0.0, 2.0, 20.0),
 }  # fmt: skip
 """Coefficient -> the least that it may be, where the fit begins, the most."""
 ALONE = {
@@ -55,9 +56,13 @@ ALONE = {
     "block_experts": ("deepseek-v3", (1.0, 3.0)),
 }  # fmt: skip
 """Coefficients of few models, each fitted to the rows of one with all others fixed, in this order: model, least and most."""
+FITTED_KINDS = ("dense", "experts", "context")
+"""Of rows that the common fit has: not those of latent attention, nor of MXFP4."""
 LAYER_WEIGHT = 0.7
 FUSION, HIDDEN_SIZES = "RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE", (8192, 4096, 2048)
 """Of the all-reduces that make the curves, the longest rows first."""
+ROUTED_FUSION = "RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE"
+"""Of those in front of experts in FP8: the router reads the norm in 16 bit."""
 LONG_STEP = 4096
 """Tokens of a step whose GEMMs over experts compute rather than read."""
 
@@ -78,13 +83,14 @@ class Layer:
 
 def collectives_document() -> dict[str, Any]:
     """Measured all-reduces with residual, norm and FP8 in bf16, by hidden size: AUTO is the best of ours in each cell, that with
-    rows that have owners among them, as the runtime chooses; NCCL has its kernels behind it. As many bytes of shorter rows take no
-    longer: where not all strategies were measured for these, the longest rows' time is the least."""
-    worlds: dict[str, dict[str, dict[str, Any]]] = {"AUTO": {}, "NCCL": {}}
+    rows that have owners among them, as the runtime chooses; ROUTED the same with the norm in 16 bit beside it; NCCL has its
+    kernels behind it. As many bytes of shorter rows take no longer: where not all strategies were measured for these, the longest
+    rows' time is the least."""
+    worlds: dict[str, dict[str, dict[str, Any]]] = {"AUTO": {}, collectives.ROUTED: {}, "NCCL": {}}
     for world in (2, 4):
         for hidden in HIDDEN_SIZES:
             auto, nccl = _all_reduces(world, hidden)
-            for strategy, points in (("AUTO", auto), ("NCCL", nccl)):
+            for strategy, points in (("AUTO", auto), (collectives.ROUTED, _routed(world, hidden)), ("NCCL", nccl)):
                 curves = worlds[strategy].setdefault(str(world), {})
                 if curves:
                     longest = Curve(tuple(map(tuple, curves[str(HIDDEN_SIZES[0])])), "table", "")
@@ -114,6 +120,16 @@ def _all_reduces(world: int, hidden: int) -> tuple[list[tuple[float, float]], li
         owned = [(float(row["tokens"]) * 16384, float(row["us"])) for row in csv.DictReader(lines) if row["what"] == "OWNED"]
     # From 128 tokens on rows have owners, and sizes between theirs are not those of whole rows.
     return [point for point in auto if point[0] < 128 * 16384] + owned, nccl
+
+
+def _routed(world: int, hidden: int) -> list[tuple[float, float]]:
+    with (RESULTS / f"allreduce/benchmark.tp{world}.sm90.csv").open(encoding="utf-8") as lines:
+        return [
+            (float(row["size"]), float(row["time (us)"]))
+            for row in csv.DictReader(lines)
+            if row["fusion"] == ROUTED_FUSION and row["op"] == "all_reduce" and int(row["hidden_size"]) == hidden
+            and row["strategy"] != "NCCL"
+        ]  # fmt: skip
 
 
 def _expert_exchange() -> dict[str, Any]:
@@ -257,9 +273,10 @@ def uncapped() -> float:
     return float(operations / (document["ranks"]["4"]["one behind another"]["first_us"] * 1e-6) / peak)
 
 
-def decode_attention(kind: str) -> float:
-    """The part of the memory bandwidth that attention of decodes reaches beyond its start-up: the slope of time over bytes of the
-    cells of 64 requests and more, all as long as each other. kind: of the cache, "bf16" or "e4m3"."""
+def decode_attention(kind: str) -> tuple[float, float]:
+    """The part of the memory bandwidth that attention of decodes reaches beyond its start-up, and picoseconds for each query head
+    and cached token: the slopes of time over both, of the cells of 64 requests and more, all as long as each other. kind: of the
+    cache, "bf16" or "e4m3"."""
     document = json.loads((RESULTS / "kernels_attention_batches.json").read_text(encoding="utf-8"))
     cells = []
     for name, cell in document.items():
@@ -267,11 +284,12 @@ def decode_attention(kind: str) -> float:
         if parts[0] != kind or len(parts) != 4 or int(parts[2].removeprefix("R=")) < 64:
             continue
         us, terabytes = cell["chosen"]
-        cells.append((us * terabytes * 1e6, us))
-    sizes, times = np.array([size for size, _ in cells]), np.array([us for _, us in cells])
-    weights = 1 / times
-    slope = np.polyfit(sizes, times, 1, w=weights)[0]
-    return float(1e6 / slope / catalogue.gpu("H200").memory_bandwidth)
+        heads, requests, tokens = int(parts[1].partition("/")[0]), int(parts[2][2:]), int(parts[3][2:])
+        cells.append((1.0, us * terabytes * 1e6, requests * tokens * heads, us))
+    table = np.array(cells)
+    times = table[:, -1]
+    _, slope, of_head = np.linalg.lstsq(table[:, :-1] / times[:, None], np.ones_like(times), rcond=None)[0]
+    return float(1e6 / slope / catalogue.gpu("H200").memory_bandwidth), float(of_head * 1e6)
 
 
 def predicted_layer(layer: Layer, coefficients: FittedCoefficients) -> float:
@@ -287,7 +305,8 @@ def predicted_layer(layer: Layer, coefficients: FittedCoefficients) -> float:
 
 
 def fit(
-    chosen: Sequence[Row], layer_rows: Sequence[Layer], base: dict[str, float], start: dict[str, float] | None = None
+    chosen: Sequence[Row], layer_rows: Sequence[Layer], burst_rows: Sequence[Burst], base: dict[str, float],
+    start: dict[str, float] | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Least squares of logarithms of predicted over measured, a soft loss. start: coefficients to begin at."""
     names = list(FITTED)
@@ -305,6 +324,7 @@ def fit(
             (now.passes_experts + 1, now.passes + 1),
         )  # fmt: skip
         terms += [0.02 * np.log(value / like) for value, like in likes]
+        terms += [np.log(burst.throughput(now) / burst.row.measured) for burst in burst_rows]
         return terms + [LAYER_WEIGHT * np.log(predicted_layer(layer, now) / layer.us) for layer in layer_rows]
 
     least, begin, most = zip(*FITTED.values(), strict=True)
@@ -358,77 +378,27 @@ def summary(relative_errors: Sequence[float]) -> dict[str, float]:
 
 
 def leave_out(
-    decodes: list[Row], layer_rows: list[Layer], base: dict[str, float], values: dict[str, float], group: Callable[[Row], object]
-) -> list[float]:  # fmt: skip
-    """The error of each row under coefficients that were fitted without its group. values: where each fit begins."""
-    left_out_errors = [0.0] * len(decodes)
+    decodes: list[Row], layer_rows: list[Layer], burst_rows: list[Burst], base: dict[str, float], values: dict[str, float],
+    group: Callable[[Row], object],
+) -> tuple[list[float], list[float]]:  # fmt: skip
+    """The error of each decode row and of each burst under coefficients that were fitted without its group. values: where each fit
+    begins."""
+    left_out_errors, of_bursts = [0.0] * len(decodes), [0.0] * len(burst_rows)
     for value in sorted({group(row) for row in decodes}, key=str):
         outside = [row for row in decodes if group(row) != value]
         layouts = {(one_name(row.model), row.tp) for row in outside}
         kept = [layer for layer in layer_rows if (one_name(layer.model), layer.tp) in layouts]
-        without = fit(outside, kept, base, values)
+        without = fit(outside, kept, [burst for burst in burst_rows if group(burst.row) != value], base, values)
         indices = [index for index, row in enumerate(decodes) if group(row) == value]
         now = errors([decodes[index] for index in indices], without)
         for index, error in zip(indices, now, strict=True):
             left_out_errors[index] = error
         print(f"  without {value}: {summary(now)}", flush=True)
-    return left_out_errors
-
-
-def memory() -> dict[str, float]:
-    """Coefficients of `footprint.overhead_bytes`: no start took more, and KV tokens are within 1 percent of the start of each
-    dense model and layout that took most; margin: the part of that percent that is left at both ends. split_experts: no start with
-    experts split by number took more."""
-    hungriest: dict[tuple[Any, ...], tuple[float, float, list[float]]] = {}
-    for start in starts():
-        if (
-            _has_experts(start) or start.gpu != "H200"
-        ):  # their workspaces are smaller than these coefficients say: promised too little, never too much
-            continue
-        taken, slack, features = beside_kv(start)
-        key = (start.model, start.dtype, start.tp, start.pp)
-        if key not in hungriest or taken > hungriest[key][0]:
-            hungriest[key] = taken, slack, features
-    above, bounds = [], []
-    for taken, slack, features in hungriest.values():
-        above += [[-each for each in features] + [slack], [*features, slack]]
-        bounds += [-taken, taken + slack]
-    done = linprog(
-        [0.0] * 6 + [-1.0], A_ub=np.array(above) / 1e9, b_ub=np.array(bounds) / 1e9, bounds=[(0, None)] * 6 + [(None, None)]
-    )
-    names = footprint.OVERHEADS
-    if done.status != 0 or done.x[-1] < 0:
-        print("no coefficients keep every start within 1 percent", done.message)
-    fitted = {name: float(round(value, 4)) for name, value in zip(names, done.x, strict=False)}
-    split = [start for start in starts() if start.moe_ep > 1 and start.gpu == "H200"]
-    more = [_beyond(fitted | {"split_experts": 0.0}, start) / (start.moe_ep - 1) for start in split]
-    return {**fitted, "split_experts": round(max(0.0, *more) + 5e-4, 3), "margin": round(float(done.x[-1]), 4)}
-
-
-def _beyond(coefficients: dict[str, float], start: Start) -> float:
-    """GB that a start took beyond what the coefficients say."""
-    taken, _, features = beside_kv(start)
-    predicted_bytes = sum(coefficients[name] * feature for name, feature in zip(footprint.OVERHEADS, features, strict=True))
-    return (taken - predicted_bytes) / 1e9
-
-
-def _has_experts(row: Row | Start) -> bool:
-    return shape_named(row.model).experts is not None
-
-
-def beside_kv(start: Start) -> tuple[float, float, list[float]]:
-    """What a start took beside weights, KV cache and what is set aside for graphs, bytes; 1 percent of its KV cache; and the
-    features that `footprint.OVERHEADS` multiply."""
-    shape, split = shape_named(start.model), start.split
-    per_token = max(footprint.kv_token_bytes(shape, KvFormat(1 if start.kv_fp8 else 2), start.dtype, split))
-    cache = start.kv_tokens * per_token / start.fraction
-    taken = catalogue.gpu("H200").memory_bytes - max(footprint.weight_bytes(shape, start.dtype, split)) - cache
-    captured = footprint.graph_bytes(shape, start.dtype, split, start.max_batch_size, start.max_num_tokens)
-    return (
-        taken - captured + bytes_of_more_graphs(start),
-        0.01 * cache,
-        footprint.overhead_features(shape, split, start.max_num_tokens),
-    )
+        coefficients = FittedCoefficients.from_json(without)
+        for index, burst in enumerate(burst_rows):
+            if group(burst.row) == value:
+                of_bursts[index] = burst.throughput(coefficients) / burst.row.measured - 1
+    return left_out_errors, of_bursts
 
 
 def frontends() -> dict[str, dict[str, Any]]:
@@ -455,10 +425,13 @@ def measured_base() -> dict[str, float]:
     bf16, fp8 = prompt_attention("kernels_attention_prefill.json", "chosen")
     long_bf16, long_fp8 = prompt_attention("kernels_attention_long_prompts.json", "warp-specialized")
     short, long = row_slopes()
+    (bf16_read, bf16_head), (fp8_read, fp8_head) = decode_attention("bf16"), decode_attention("e4m3")
     return {
         "e_flops": round(uncapped(), 4),
-        "e_kv": round(decode_attention("bf16"), 4),
-        "e_kv_fp8": round(decode_attention("e4m3"), 4),
+        "e_kv": round(bf16_read, 4),
+        "e_kv_fp8": round(fp8_read, 4),
+        "ps_head": round(bf16_head, 4),
+        "ps_head_fp8": round(fp8_head, 4),
         "e_far": round(far_attention("bf16"), 4),
         "e_far_fp8": round(far_attention("e4m3"), 4),
         "e_prompt": round(bf16, 4),
@@ -491,10 +464,13 @@ def main() -> int:
     options = parser.parse_args()
     (DATA / "collectives.json").write_text(_compact(collectives_document()), encoding="utf-8")
     collectives._document.cache_clear()
-    base, every, layer_rows = measured_base(), fitted_rows(), layers()
+    before = fitted()  # steps of bursts are taken with these, and launched by the host as fast as they say
+    base, every, layer_rows = {**measured_base(), "c_eager_experts": before.c_eager_experts}, fitted_rows(), layers()
+    common_rows = [row for row in batch_rows() if row.file not in HELD_OUT and kind(row) in FITTED_KINDS and not host_bound(row)]
+    burst_rows = bursts(before, common_rows)
     alone = {name: [row for row in every if row.model.partition(":")[0] == model] for name, (model, _) in ALONE.items()}
-    decodes = [row for row in every if kind(row) not in ("latent", "mxfp4")]
-    common = fit(decodes, layer_rows, base)
+    decodes = [row for row in every if kind(row) in FITTED_KINDS]
+    common = fit(decodes, layer_rows, burst_rows, base)
     common["mxfp4_flops"] = mxfp4_flops(common)
     values = dict(common)
     for name, chosen in alone.items():
@@ -505,18 +481,21 @@ def main() -> int:
     for name, chosen in alone.items():
         print(ALONE[name][0], summary(errors(chosen, values)))
     groups: dict[str, Callable[[Row], object]] = {"model": lambda r: one_name(r.model), "layout": lambda r: (r.tp, r.pp)}
-    without_group = {name: leave_out(decodes, layer_rows, base, common, group) for name, group in groups.items()}
+    left_out_errors = {name: leave_out(decodes, layer_rows, burst_rows, base, common, group) for name, group in groups.items()}
+    without_group = {name: of_decodes for name, (of_decodes, _) in left_out_errors.items()}
     now = FittedCoefficients.from_json(values)
     rows_of: list[dict[str, Any]] = [
         {"name": row.name, "file": row.file, "model": one_name(row.model), "layout": [row.tp, row.pp],
-         "kind": kind(row), "fit": fitted,
+         "kind": kind(row), "fit": error,
          "model_left_out": without_group["model"][index], "layout_left_out": without_group["layout"][index]}
-        for index, (row, fitted) in enumerate(zip(decodes, errors(decodes, values), strict=True))
+        for index, (row, error) in enumerate(zip(decodes, errors(decodes, values), strict=True))
     ]  # fmt: skip
     experts = [row["model_left_out"] for row in rows_of if row["kind"] == "experts"]
     residuals = {
         "fit": summary([row["fit"] for row in rows_of]),
         **{f"without its {name}": summary(without_group[name]) for name in groups},
+        "throughput, fit": summary([each.throughput(now) / each.row.measured - 1 for each in burst_rows]),
+        **{f"throughput, without its {name}": summary(of_bursts) for name, (_, of_bursts) in left_out_errors.items()},
         "experts, without its model": summary(experts),
         "latent, fit": summary(errors([row for row in every if kind(row) == "latent"], values)),
     }
@@ -528,7 +507,7 @@ def main() -> int:
         "machines": {
             "H200": {"sm": 90, "reference_GBps": REFERENCE_GBPS, "coefficients": values, "history": history, "residuals": residuals}
         },
-        "memory": memory(),
+        "memory": fit_memory.memory(),
         "frontend": frontends(),
         "intervals": widths.intervals(rows_of, attention_errors(now), [row.model for row in every]),
     }

@@ -84,13 +84,22 @@ def captured_few(measured: Row | Start) -> bool:
     return measured.date <= GATHERED_UNTIL or measured.commit in OLDER_OF_THAT_DAY
 
 
+def started_lightly(start: Start) -> bool:
+    """Whether the start was one of the present engine, which loads kernels by few layers (d49d01a); until then a start ran all of
+    a model for each of its kernels, and its allocator reserved more."""
+    return (start.date > SHORT_PROMPTS_UNTIL and start.commit != "7d0dae5") or start.commit in NEWER_OF_THAT_DAY
+
+
+def captured_tokens(start: Start) -> int:
+    """Up to how many tokens the engine captured graphs at that start, if a layer's weights allowed it."""
+    return min(start.max_num_tokens, footprint.FEW_GRAPH_TOKENS) if captured_few(start) else start.max_num_tokens
+
+
 def bytes_of_more_graphs(start: Start) -> int:
     """What graphs take today beyond those that the engine captured at that start."""
-    if not captured_few(start):
-        return 0
     today, then = (
         footprint.graph_bytes(shape_named(start.model), start.dtype, start.split, start.max_batch_size, tokens)
-        for tokens in (start.max_num_tokens, min(start.max_num_tokens, footprint.FEW_GRAPH_TOKENS))
+        for tokens in (start.max_num_tokens, captured_tokens(start))
     )
     return today - then
 

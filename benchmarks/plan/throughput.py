@@ -1,23 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured throughput, and the same bursts through the scheduler at predicted costs; and the coefficient that only they tell of."""
+"""Measured throughput, the same bursts through the scheduler at predicted costs, and their steps in short, for the fit."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from scipy.optimize import minimize_scalar
 
-from benchmarks.plan.history import FittedCoefficients
+from benchmarks.plan.history import FittedCoefficients, captured_few, costs_of
 from benchmarks.plan.priced import costs_of_row
 from benchmarks.plan.rows import Row, rows
 from phalanx.bench.prediction import arrivals, simulate
 from phalanx.engine.scheduler import SchedulerOptions
+from phalanx.plan.cost import Costs, Work
+
+PROMPT_STEPS, DECODE_STEPS = 8, 6
+"""So many steps of each kind stand for a burst in the fit."""
 
 UNGATED = {"deepseek-v2-lite": "one model of latent attention: its decode rows are in the fit, its prompts are not"}
 """Models whose throughput is printed and not gated, each with the reason."""
 
+
 HOST_BOUND = "qwen3-30b-a3b"
 """The model whose steps of prompts take the GPU less than the host needs to launch them."""
+
+
+def host_bound(row: Row) -> bool:
+    """Whether the row's steps of prompts took what the host of the day needed to launch them: they say nothing of a GPU."""
+    return row.model == HOST_BOUND and captured_few(row) and row.ep == 1
 
 
 def batch_rows() -> list[Row]:
@@ -27,7 +40,10 @@ def batch_rows() -> list[Row]:
 
 def simulated(row: Row, coefficients: FittedCoefficients) -> float:
     """Output tokens per second of a batch row, with the KV cache that its start gave."""
-    costs = costs_of_row(row, coefficients)
+    return _simulated(row, costs_of_row(row, coefficients))
+
+
+def _simulated(row: Row, costs: Costs) -> float:
     options = SchedulerOptions(
         num_blocks=row.kv_tokens // 16, block_size=16, max_batch_size=row.max_batch_size, max_num_tokens=8192, max_seq_len=4096,
         depth=max(row.pp, 2), pipeline_stages=row.pp, prefix_caching=False,
@@ -35,6 +51,54 @@ def simulated(row: Row, coefficients: FittedCoefficients) -> float:
     work = row.workload
     burst = arrivals.of("burst", isl=work.input_len, osl=work.output_len, requests=work.requests)
     return work.requests * work.output_len / simulate.run(costs, options, burst).seconds
+
+
+@dataclass(frozen=True)
+class Burst:
+    """A throughput row by few of its steps. steps: work, and how many steps of the burst it stands for; scale: by which the
+    scheduler's simulation took longer than the sum of their slowest stages, at the coefficients that the steps were taken with."""
+
+    row: Row
+    steps: tuple[tuple[Work, int], ...]
+    scale: float
+
+    def throughput(self, coefficients: FittedCoefficients) -> float:
+        """Output tokens per second."""
+        costs = costs_of_row(self.row, coefficients)
+        seconds = self.scale * sum(max(costs.step_seconds(work)) * count for work, count in self.steps)
+        return self.row.workload.requests * self.row.workload.output_len / seconds
+
+
+def bursts(coefficients: FittedCoefficients, chosen: Iterable[Row]) -> list[Burst]:
+    """Of these rows; equal ones share a simulation."""
+    of_rows: list[Burst] = []
+    by_key: dict[tuple[object, ...], Burst] = {}
+    for row in chosen:
+        key = (row.name, row.kv_tokens, row.max_batch_size, costs_of(row))
+        if key not in by_key:
+            by_key[key] = _burst(row, coefficients)
+        of_rows.append(replace(by_key[key], row=row))
+    return of_rows
+
+
+def _burst(row: Row, coefficients: FittedCoefficients) -> Burst:
+    costs, every = costs_of_row(row, coefficients), []
+
+    def recorded(work: Work) -> tuple[float, ...]:
+        every.append(work)
+        return type(costs).step_seconds(costs, work)
+
+    costs.__dict__["step_seconds"] = recorded  # of this instance alone
+    throughput = _simulated(row, costs)
+    del costs.__dict__["step_seconds"]
+    steps: list[tuple[Work, int]] = []
+    for kind, most in (([w for w in every if w.pairs], PROMPT_STEPS), ([w for w in every if not w.pairs], DECODE_STEPS)):
+        kind.sort(key=lambda work: work.pairs or work.kv_tokens)
+        parts = min(most, len(kind))
+        bounds = [len(kind) * part // parts for part in range(parts + 1)] if parts else []
+        steps += [(kind[(first + last) // 2], last - first) for first, last in itertools.pairwise(bounds)]
+    seconds = sum(max(costs.step_seconds(work)) * count for work, count in steps)
+    return Burst(row, tuple(steps), row.workload.requests * row.workload.output_len / throughput / seconds)
 
 
 def eager_experts(values: dict[str, float]) -> float:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness import RESULTS, ROOT
-from benchmarks.plan import fit, history, predict, widths
+from benchmarks.plan import fit, history, predict, throughput, widths
 from phalanx.plan import coefficients
 
 ROW = {
@@ -143,3 +144,16 @@ def test_the_page_has_the_widths_and_what_was_inside(kind: str, title: str) -> N
         cells += [f"{half[without]:.1%}".replace("%", " %"), f"{rows['inside']} of {rows['rows']}"]
     row = " | ".join([*cells, f"{predicted['inside_by_others']} of {predicted['figures']}"])
     assert f"| {row} |" in (ROOT / "docs/planner.md").read_text(encoding="utf-8")
+
+
+def test_few_steps_of_a_burst_cost_what_the_scheduler_says():
+    """The fit has a burst by 14 steps: at the coefficients that these were taken with, and at others."""
+    rows = {row.file: row for row in throughput.batch_rows()}
+    chosen = [rows[file] for file in ("mixtral-8x7b_tp2_kv_fp8", "llama-3.1-70b_fp8_tp2_more_kv_fp8")]
+    now = history.fitted()
+    slower = dataclasses.replace(now, c_layer=1.3 * now.c_layer, e_flops=0.9 * now.e_flops, e_kv_fp8=0.8 * now.e_kv_fp8)
+    for row, burst in zip(chosen, throughput.bursts(now, chosen), strict=True):
+        assert len(burst.steps) <= throughput.PROMPT_STEPS + throughput.DECODE_STEPS
+        assert burst.throughput(now) == pytest.approx(throughput.simulated(row, now), rel=1e-6)
+        assert burst.throughput(slower) == pytest.approx(throughput.simulated(row, slower), rel=0.01)
+        assert burst.throughput(slower) < 0.97 * burst.throughput(now)

@@ -35,10 +35,16 @@ def test_a_gpu_without_a_sourced_peak_is_refused_by_name():
         catalogue.gpu("h200-nvl")
 
 
-def test_memory_of_h200_is_what_cuda_reported():
+def test_memory_of_measured_gpus_is_what_cuda_reported():
     rows = json.loads((ROOT / "benchmarks/results/serving/scaling.json").read_text())["rows"]
-    capacity = rows[0]["engine"]["rank_bytes"]["0"]["capacity"]
-    assert capacity * 0.9999 < catalogue.gpu("H200").memory_bytes <= capacity
+    assert catalogue.gpu("H200").memory_bytes == rows[0]["engine"]["rank_bytes"]["0"]["capacity"]
+    report = json.loads((ROOT / "benchmarks/results/h100/llama-3-8b_bf16.json").read_text())
+    assert catalogue.gpu("H100").memory_bytes == report["engines"]["AUTO"]["rank_bytes"]["0"]["capacity"]
+
+
+def test_a_driver_whose_part_is_unknown_takes_as_much_as_the_largest_known():
+    known = [catalogue.driver_bytes(name) for name in ("H100", "H200")]
+    assert catalogue.driver_bytes("L40S") == catalogue.DRIVER_BYTES >= max(known) > min(known) > 400e6
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,15 @@ def test_auto_is_never_dearer_than_nccl():
             assert auto.us(1 << power) <= nccl.us(1 << power)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_norm_that_the_router_reads_costs_what_was_measured(world: int) -> None:
+    """The norm is gathered in 16 bit beside FP8: with few tokens that is nothing, with many a fifth and more."""
+    for hidden in (2048, 8192):
+        plain, routed = (collectives.all_reduce(H200, "nvlink", world, None, s, hidden) for s in ("AUTO", collectives.ROUTED))
+        assert routed.us(16 * hidden * 2) == pytest.approx(plain.us(16 * hidden * 2), rel=0.05)
+        assert 1.1 < routed.us(8192 * hidden * 2) / plain.us(8192 * hidden * 2) < 1.6
+
+
 def test_more_ranks_slower_links_and_networks_cost_more():
     size = 1 << 24
     tp4, tp8 = (collectives.all_reduce(H200, "nvlink", world, None) for world in (4, 8))

@@ -68,7 +68,7 @@ def test_the_machine_at_hand_and_the_named_one(monkeypatch, tmp_path):
     assert (machine.gpu.name, machine.gpus_per_node, machine.nodes, why) == ("H200", 4, 1, "4 found here")
     assert machine.gpu.memory_bytes == catalogue.gpu("H200").memory_bytes  # NVML tells more: the smaller one counts
     here[1] = replace(here[1], total_memory=70 << 30)
-    assert subject.machine_for()[0].gpu.memory_bytes == (70 << 30) - catalogue.DRIVER_BYTES
+    assert subject.machine_for()[0].gpu.memory_bytes == (70 << 30) - catalogue.driver_bytes("H200")
     machine, _ = subject.machine_for("h100", nodes=2)
     assert (machine.gpus, machine.network.name) == (16, "ib-ndr")
     monkeypatch.setattr(subject.probe, "detect_machine", lambda: Machine((), 1, 1, 1))

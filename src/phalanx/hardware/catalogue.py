@@ -19,8 +19,8 @@ from phalanx.hardware.probe import Gpu
 _DATA = Path(__file__).parent / "data" / "gpus.json"
 
 DRIVER_BYTES = 645_000_000
-"""What nvidia-smi reports beyond what CUDA offers: 143,771 MiB against 150,109,880,320 bytes on H200
-(benchmarks/results/serving)."""
+"""What nvidia-smi reports beyond what CUDA offers, where no start of the project told: as much as on H200, the most of those that
+did."""
 
 NEEDED = ("memory_bytes", "memory_bandwidth", "bf16_flops", "link_bandwidth", "link", "pcie_bandwidth")
 
@@ -100,10 +100,17 @@ def gpu(name: str) -> GpuSpec:
     value = {figure: fact["value"] for figure, fact in entry.items() if isinstance(fact, dict)}
     sources = {figure: _source(document, fact["source"]) for figure, fact in entry.items() if isinstance(fact, dict)}
     return GpuSpec(
-        spelled, entry["sm"], value["memory_bytes"] - DRIVER_BYTES, value["memory_bandwidth"], value["bf16_flops"],
+        spelled, entry["sm"], value["memory_bytes"] - driver_bytes(spelled), value["memory_bandwidth"], value["bf16_flops"],
         value.get("fp8_flops"), value["link"], value["link_bandwidth"], value["pcie_bandwidth"], value.get("power"),
         document["gpus_per_node"][spelled], sources,
     )  # fmt: skip
+
+
+def driver_bytes(name: str) -> int:
+    """What nvidia-smi reports of a GPU's memory beyond what CUDA offers."""
+    entry = _document()["gpus"].get(name, {})
+    offered = entry.get("cuda_memory_bytes")
+    return int(entry["memory_bytes"]["value"] - offered["value"]) if offered else DRIVER_BYTES
 
 
 def network(name: str) -> Network:

@@ -154,7 +154,9 @@ def cpu_budget(options: EngineOptions, shape: ModelShape) -> CpuBudget:
     assert resolved.kv_cache_bytes is not None
     assert resolved.max_num_tokens is not None
     block = need.rank.block
-    activations = footprint.activation_bytes(Shape.of(shape), split(options), resolved.max_num_tokens, resolved.dtype)
+    activations = footprint.activation_bytes(
+        Shape.of(shape), split(options), resolved.max_num_tokens, resolved.max_batch_size, resolved.dtype, on_gpu=False
+    )
     kv = min(resolved.kv_cache_bytes // block * block, resolved.index_batch_size * need.sequence)
     return CpuBudget(need.rank.weights, activations, kv, block, need.sequence)
 

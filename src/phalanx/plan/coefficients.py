@@ -23,9 +23,11 @@ class Coefficients:
     """e_*: parts of a peak; tflops_per_watt: FP8 operations per joule, twice those in 16 bit; c_*: microseconds. c_one: a layer's
     chain at one token, where kernels are fused; c_few: at up to FEW_ROWS; c_layer: at MANY_ROWS and more. c_norm: of a chain,
     a residual norm with its quantization, which an all-reduce has in itself. c_moe: more of a chain for a layer with experts,
-    c_moe_hidden: for each 1,024 of its hidden size, c_expert: for each expert of a rank that tokens reach.
+    c_moe_hidden: for each 1,024 of its hidden size, c_expert: for each expert of a rank that tokens reach,
+    ns_pair: nanoseconds for each pair of a token and an expert of a step, which every rank chooses and sorts.
     e_experts, e_experts_flops, sharpness_experts: of the grouped GEMMs over experts. e_far, e_far_fp8: of decode attention beyond
-    FAR_ROW tokens of a row. passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer
+    FAR_ROW tokens of a row. ps_head, ps_head_fp8: picoseconds of decode attention for each query head and cached token, beside the
+    reading. passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer
     whose kernels the host launches one by one, which a step without a graph takes at least; c_eager_experts: of one with experts,
     which has more of them. c_call: of another call of a layer's attention, where rows of other sizes have one of their own (on a
     CPU). c_latent: more of a chain for a layer with latent attention; c_query: for one whose query is compressed too. e_latent: of
@@ -67,9 +69,12 @@ class Coefficients:
     c_few: float
     sharpness_experts: float
     c_eager_experts: float
+    ps_head: float = 0.0
+    ps_head_fp8: float = 0.0
     c_norm: float = 0.0
     c_expert: float = 0.0
     c_moe_hidden: float = 0.0
+    ns_pair: float = 0.0
     c_latent: float = 0.0
     e_latent: float = 1.0
     e_latent_few: float = 1.0

@@ -28,6 +28,10 @@ Label = Literal["measured", "table", "derived", "estimated"]
 ORDER: tuple[Label, ...] = ("measured", "table", "derived", "estimated")
 """From the surest to the least sure: the worst part of a figure is the figure's label."""
 
+ROUTED = "ROUTED"
+"""The curve of an all-reduce by AUTO whose norm is kept in 16 bit beside the quantized one: in front of experts in FP8, since their
+router reads it."""
+
 _DATA = Path(__file__).parent / "data" / "collectives.json"
 _SEED_BANDWIDTH = {"nodes": 25e9, "pcie": 25e9, "pcie_p2p": 25e9}
 """One-way bytes per second that the seeds of these link classes stand for (`tables.seed`)."""

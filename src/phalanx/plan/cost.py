@@ -270,7 +270,8 @@ class Costs:
         us = self._all_reduce().us(nbytes)
         norms = 0.0 if tokens == 1 else 2 * cs.c_norm  # dense GEMMs of one token compute their own
         total = (layers - moe_layers) * max(2 * us * (1 - hidden_part) - norms, 0.0)
-        return total + moe_layers * max(2 * (us - cs.c_norm), 0.0)
+        routed = self._all_reduce(collectives.ROUTED).us(nbytes) if moe_layers and tuned and self._experts_in_fp8 else us
+        return total + moe_layers * max(us + max(us, routed) - 2 * cs.c_norm, 0.0)
 
     @cached_property
     def _experts_in_fp8(self) -> bool:
@@ -306,7 +307,8 @@ class Costs:
         pairs = everywhere * experts.per_token / ranks * _unevenness(experts, ranks, everywhere)
         passes = cs.passes_experts * pairs * row / self.machine.bandwidth
         chain = cs.c_moe + cs.c_moe_hidden * self.shape.hidden_size / 1024
-        return (chain + cs.c_expert * _busiest(experts, self.split, everywhere)) * 1e-6 + passes
+        chosen = 1e-9 * cs.ns_pair * everywhere * experts.per_token
+        return (chain + cs.c_expert * _busiest(experts, self.split, everywhere)) * 1e-6 + chosen + passes
 
     def _gemm_seconds(self, gemm: _Gemm, tokens: int, everywhere: int) -> float:
         """of one GEMM of one layer. Where experts are routed, a rank reads those that all tokens reach, and computes its part; all
@@ -455,7 +457,8 @@ def _attention_seconds(
         nbytes = shape.kv_spec(split.tp, kv).bytes_per_token
         near, far = (cs.e_kv_fp8, cs.e_far_fp8) if kv.itemsize == 1 else (cs.e_kv, cs.e_far)
         computed = _latent_seconds(shape, split, machine) if shape.latent else 0.0
-        read, read_far = (max(nbytes / reached / machine.bandwidth, computed) for reached in (near, far))
+        scored = 0.0 if shape.latent else 1e-12 * (cs.ps_head_fp8 if kv.itemsize == 1 else cs.ps_head) * shape.num_heads / split.tp
+        read, read_far = (max(nbytes / reached / machine.bandwidth + scored, computed) for reached in (near, far))
         reads.append(tuple((window, count, read, read_far) for window, count in by_window.items()))
         dims = shape.latent.nope + shape.latent.rope + shape.latent.v if shape.latent else 2 * shape.head_dim
         flops = 2.0 * shape.num_heads / split.tp * dims

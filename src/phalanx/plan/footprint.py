@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of one rank by kind, from shapes alone: weights to the byte, activations and graphs as no start has exceeded them."""
+"""Bytes of one rank by kind, from shapes alone: weights to the byte, and what is beside them as no start has exceeded it."""
 
 from __future__ import annotations
 
@@ -165,32 +165,71 @@ def kv_token_bytes(shape: Shape, kv: KvFormat, dtype: str, split: Split) -> tupl
     return tuple(len(layers) * per_layer for layers in stage_layers(shape, dtype, split.pp))
 
 
-FEW_GRAPH_TOKENS = 2048
-"""Up to so many tokens of a mixed graph, its activations are a part of the constant below."""
-POOL_LOSS = 1.65
-"""What a trial capture takes for each byte of the activations of more tokens, holes between blocks included: Qwen3-30B's starts
-with graphs of 8,192 tokens took so much, Mixtral's of 4,559 0.93."""
+SAMPLED = ("sampled_token", "sampled_logit", "sampled_hidden", "sampled_shared")
+PROMPT = ("prompt_hidden", "prompt_inner", "prompt_expert", "prompt_pair")
+"""Coefficients of activations where the step that needs most is one that samples for every slot, and where it is one of prompts;
+`data/coefficients.json`, "memory". Bytes for each byte of the features, but for the first: for each token."""
 
-OVERHEADS = ("constant", "ranks", "stages", "split_experts", "per_hidden_byte", "per_inner_byte")
-"""Coefficients of what is neither weights nor KV cache nor graphs, in GB but for the last two; `data/coefficients.json`,
-"memory"."""
+
+def activation_features(shape: Shape, split: Split, max_num_tokens: int, slots: int, dtype: str) -> tuple[list[float], list[float]]:
+    """What `SAMPLED` and `PROMPT` multiply: tokens of a step; bytes of fp32 logits of all slots; of hidden states; of a rank's part
+    of the logits in 16 bit, which ranks share; and bytes of hidden states, of inner states, of those of experts, and of the outputs
+    of (token, expert) pairs. A rank has the prompts of its dp index, and of all experts' pairs at most those of its experts."""
+    size, indices, experts = itemsize(dtype), split.ep, shape.experts
+    logits = 4.0 * -(-slots // (split.pp * indices)) * shape.vocab_size
+    hidden = float(size) * -(-max_num_tokens // indices) * shape.hidden_size
+    sampled = [float(max_num_tokens), logits, hidden, logits * size / 4 / split.tp if split.tp > 1 else 0.0]
+    if experts is None:
+        return sampled, [hidden, size * max_num_tokens * shape.intermediate_size / split.tp, 0.0, 0.0]
+    width = (experts.intermediate * experts.per_token + experts.shared) * split.moe_ep / split.tp
+    pairs = max_num_tokens * experts.per_token
+    return sampled, [hidden, 0.0, size * max_num_tokens * width, size * pairs * shape.hidden_size]
+
+
+def activation_bytes(
+    shape: Shape, split: Split, max_num_tokens: int, slots: int, dtype: str, *, on_gpu: bool = True
+) -> int:  # fmt: skip
+    """Of the step that needs most, of `max_num_tokens` tokens: its tensors, without what libraries, collectives and the allocator
+    take beside them. slots: max_batch_size. on_gpu: whether kernels have workspaces, which grow with the tokens alone."""
+    memory = document()["memory"]
+    sampled, prompt = activation_features(shape, split, max_num_tokens, slots, dtype)
+    if not on_gpu:
+        sampled[0] = 0.0
+    peaks = (
+        sum(memory[name] * feature for name, feature in zip(names, features, strict=True))
+        for names, features in ((SAMPLED, sampled), (PROMPT, prompt))
+    )
+    return int(max(peaks))
+
+
+FEW_GRAPH_TOKENS = 2048
+"""Graphs of steps with prompts are captured up to so many tokens, or up to `max_graph_tokens` where those are more."""
+
+OVERHEADS = (
+    "constant", "ranks", "stages", "split_experts", "block_scales", "dense", "per_hidden_byte", "per_wide_byte",
+)  # fmt: skip
+GRAPH_PAIR = "graph_pair"
+"""Coefficients of what is neither weights nor KV cache nor activations: in GB but for those from "per_hidden_byte" on, which are
+bytes for each byte; `data/coefficients.json`, "memory"."""
+WIDEST_MEASURED = 8192
+"""By the present engine. Hidden states of more values took more of the allocator for each byte: Llama-3.1-405B's."""
 
 
 def overhead_features(shape: Shape, split: Split, max_num_tokens: int) -> list[float]:
-    """What `OVERHEADS` multiply, in order: 1, other ranks, other stages, each other rank that experts may move to (1e9 each), and
-    bytes of a full step's hidden and inner states.
+    """What `OVERHEADS` multiply, in order: 1, other ranks, other stages, each other rank that experts may move to,
+    weights with scales of blocks, no experts (1e9 each), and bytes of a full step's hidden states, and of what of
+    them is beyond WIDEST_MEASURED values.
 
-    The constant holds the CUDA context, workspaces of libraries and what grows with a step's tokens alike in all models, so that it
+    The constant holds the CUDA context, kernels, workspaces of libraries and what the allocator loses between blocks, so that it
     grows from a step of 8,192 tokens on.
     """
-    tokens = -(-max_num_tokens // split.ep)
-    width = shape.intermediate_size if shape.experts is None else max(
-        shape.experts.intermediate * shape.experts.per_token + shape.experts.shared, shape.intermediate_size
-    )  # fmt: skip
     grown = max(max_num_tokens / 8192, 1.0)
+    of_blocks = shape.quantization is not None and shape.quantization.block is not None
     return [
         1e9 * grown, 1e9 * float(split.world > 1), 1e9 * float(split.pp > 1), 1e9 * (split.ep * split.moe_ep - 1.0),
-        2.0 * tokens * shape.hidden_size, 2.0 * tokens * width / split.tp,
+        1e9 * float(of_blocks), 1e9 * float(shape.experts is None),
+        2.0 * -(-max_num_tokens // split.ep) * shape.hidden_size,
+        2.0 * max_num_tokens * max(0, shape.hidden_size - WIDEST_MEASURED),
     ]  # fmt: skip
 
 
@@ -201,34 +240,31 @@ def max_graph_tokens(shape: Shape, dtype: str, split: Split) -> int:
     return graphs.max_graph_tokens(per_layer, has_experts=has_experts, latent=latent, dp=split.ep)
 
 
+def graph_tokens(shape: Shape, dtype: str, split: Split, max_num_tokens: int) -> int:
+    """Tokens of the largest graph of a step with prompts."""
+    return min(max_num_tokens, max_graph_tokens(shape, dtype, split))
+
+
+def pair_bytes(shape: Shape, dtype: str, tokens: int) -> int:
+    """What GRAPH_PAIR multiplies, of a graph of `tokens` tokens: the outputs of (token, expert) pairs."""
+    return 0 if shape.experts is None else itemsize(dtype) * tokens * shape.experts.per_token * shape.hidden_size
+
+
 def graph_bytes(shape: Shape, dtype: str, split: Split, max_batch_size: int, max_num_tokens: int) -> int:
-    """Set aside for CUDA graphs, as the engine does: so much for each, and the activations of the largest mixed one beyond
-    FEW_GRAPH_TOKENS tokens: those of fewer are in the constant of `OVERHEADS`, which was fitted with all their sizes."""
-    rows, tokens = -(-max_batch_size // split.pp), min(max_num_tokens, max_graph_tokens(shape, dtype, split))
+    """Set aside for CUDA graphs: so much for each, as the engine does, and what a capture of the largest one with prompts takes."""
+    rows, tokens = -(-max_batch_size // split.pp), graph_tokens(shape, dtype, split, max_num_tokens)
     captured = GRAPH_BYTES * sum(map(len, graph_sizes(rows, max(tokens, min(max_num_tokens, FEW_GRAPH_TOKENS)))))
     if shape.latent is not None:  # each head's query over latents, and what it attended to
         captured += 2 * tokens * -(-shape.num_heads // split.tp) * shape.latent.kv_rank * itemsize(dtype)
-    if tokens <= FEW_GRAPH_TOKENS:
-        return captured
-    pairs = 0 if shape.experts is None else tokens * shape.experts.per_token  # of a token and an expert, each with an output
-    outputs = pairs * shape.hidden_size * itemsize(dtype)
-    more = 1 - FEW_GRAPH_TOKENS / tokens
-    return captured + int(POOL_LOSS * more * (activation_bytes(shape, split, tokens, dtype) + outputs))
+    return captured + int(document()["memory"][GRAPH_PAIR] * pair_bytes(shape, dtype, tokens))
 
 
 def overhead_bytes(shape: Shape, split: Split, max_num_tokens: int) -> int:
-    """What one rank takes beside weights, KV cache and graphs, never less than a committed start took: activations of the largest
-    step, CUDA context, buffers of collectives."""
+    """What one rank takes beside weights, KV cache, activations and graphs: CUDA context, kernels, buffers of collectives. With
+    these, it is never less than a committed start took."""
     memory = document()["memory"]
     features = overhead_features(shape, split, max_num_tokens)
-    return int(sum(memory.get(name, 0.0) * feature for name, feature in zip(OVERHEADS, features, strict=True)))
-
-
-def activation_bytes(shape: Shape, split: Split, max_num_tokens: int, dtype: str) -> int:
-    """Of the largest step, without what libraries and collectives take beside it: hidden and inner states."""
-    features = overhead_features(shape, split, max_num_tokens)[-2:]
-    in_16_bit = sum(document()["memory"][name] * feature for name, feature in zip(OVERHEADS[-2:], features, strict=True))
-    return int(in_16_bit) * itemsize(dtype) // 2
+    return int(sum(memory[name] * feature for name, feature in zip(OVERHEADS, features, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -270,7 +306,8 @@ class RankMemory:
 def rank_memory(shape: Shape, split: Split, total: int, sizes: Sizes) -> RankMemory:
     """How `total` bytes of each GPU are used. The planner promises with this function, and the doctor computes its remedies."""
     weights = weight_bytes(shape, sizes.dtype, split)
-    beside = overhead_bytes(shape, split, sizes.max_num_tokens)
+    activations = activation_bytes(shape, split, sizes.max_num_tokens, sizes.slots, sizes.dtype)
+    beside = activations + overhead_bytes(shape, split, sizes.max_num_tokens)
     captured = graph_bytes(shape, sizes.dtype, split, sizes.slots, sizes.max_num_tokens) if sizes.graphs else 0
     per_token = kv_token_bytes(shape, sizes.kv, sizes.dtype, split)
     budgets = [kv_budget(sizes.fraction, total - each, beside, captured) for each in weights]

@@ -92,7 +92,8 @@ def machine_for(
             raise OptionError(f"{spec.name} has no NVLink between all GPUs of a node", held=f"its link is {spec.link}")
         spec = replace(spec, link=LINK_CLASSES[link], link_bandwidth=spec.pcie_bandwidth)
     if here is not None:  # a part of a GPU, or one with less memory than its like
-        spec = replace(spec, memory_bytes=min(spec.memory_bytes, *(each.total_memory - catalogue.DRIVER_BYTES for each in gpus)))
+        driver = catalogue.driver_bytes(spec.name)
+        spec = replace(spec, memory_bytes=min(spec.memory_bytes, *(each.total_memory - driver for each in gpus)))
     calibration = installed(spec.name)
     coefficients, label = coefficients_for(spec)
     if calibration is not None:
