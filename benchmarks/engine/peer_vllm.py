@@ -5,8 +5,10 @@ stand beside ours. It runs in an environment that has vLLM; nothing else here ne
     python -m benchmarks.engine.peer_vllm --model qwen3-30b-a3b --dtype fp8 --kv_cache_dtype fp8 --out DIR
     python -m benchmarks.engine.peer_vllm --model gpt-oss-120b --dtype mxfp4 -w decode-1 -w decode-64 --out DIR
 
-Dummy weights differ: vLLM draws its own, and its router's decisions follow from them, where `--expert_traffic 0` draws ours
-uniformly. A workload that fails is in the report with its error, and the others run.
+Dummy weights differ: vLLM draws its own, and with them its router sends nearly all tokens to the same few experts, so that a step
+reads a part of the weights. `--routing uniform` draws experts, as `--expert_traffic 0` does ours: by vLLM's own simulation, in
+place of its router's choice, and with an expert twice at times. A workload that fails is in the report with its error, and the
+others run.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ METHOD: dict[str, Any] = {
     "enable_prefix_caching": False, "dtype": "bfloat16", "seed": 0,
 }  # fmt: skip
 """Those of `phalanx.bench.offline.METHOD` under vLLM's names."""
+ROUTING = {"uniform": "uniform_random", "router": ""}
+"""Name -> what vLLM's VLLM_MOE_ROUTING_SIMULATION_STRATEGY calls it."""
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama", "MixtralForCausalLM": "mixtral", "Qwen3MoeForCausalLM": "qwen3_moe",
     "DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3", "GptOssForCausalLM": "gpt_oss",
@@ -49,12 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp8", "mxfp4"))
     parser.add_argument("--kv_cache_dtype", default="auto")
     parser.add_argument("--tp_size", type=int, default=1)
+    parser.add_argument("--routing", default="uniform", choices=tuple(ROUTING), help="of tokens to experts")
     parser.add_argument("-w", "--workload", action="append", type=workloads.parse, help=f"{', '.join(WORKLOADS)} if none is named")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="a further argument of vllm.LLM")
     parser.add_argument("--name", default="peer_vllm", help="of the file of figures")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     options = parser.parse_args(arguments)
     chosen = options.workload or [workloads.parse(name) for name in WORKLOADS]
+    os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = ROUTING[options.routing]
     if importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # vLLM imports it unasked where it compiles for Hopper
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         begin = time.perf_counter()
         engine = Vllm(engine_options)
         figures: dict[str, Any] = {"engine": f"vllm {engine.version}", "arguments": {**engine_options, "model": options.model}}
-        figures |= {"start_s": round(time.perf_counter() - begin, 1), "kv_tokens": engine.kv_tokens, "results": []}
+        figures |= {
+            "routing": options.routing,
+            "start_s": round(time.perf_counter() - begin, 1),
+            "kv_tokens": engine.kv_tokens,
+            "results": [],
+        }
         print(f"{options.model}: started in {figures['start_s']} s, {engine.kv_tokens} KV tokens", flush=True)
         for workload in chosen:
             row = measured(engine, workload, config["vocab_size"])

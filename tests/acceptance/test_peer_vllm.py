@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     params = lambda **values: SimpleNamespace(**values)  # noqa: E731
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.24.0", LLM=StandIn, SamplingParams=params))
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "")  # it is put back afterwards
     monkeypatch.setattr(StandIn, "missing", 0)
     return StandIn
 
@@ -62,6 +64,16 @@ def test_the_method_is_that_of_phalanx_bench(tmp_path: Path, vllm: type[StandIn]
     assert (len(decode["samples_s"]["first_token"]), len(decode["samples_s"]["all_tokens"])) == (6, 2)
     assert batch["output_tok_s"] == pytest.approx(20 * 7 / batch["seconds"])
     assert (report["engine"], report["kv_tokens"], report["arguments"]["model"]) == ("vllm 0.24.0", 160, "qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize(("routing", "strategy"), [("uniform", "uniform_random"), ("router", "")])
+def test_experts_are_drawn_by_its_simulation_or_its_router(
+    tmp_path: Path, vllm: type[StandIn], monkeypatch: pytest.MonkeyPatch, routing: str, strategy: str
+) -> None:
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "of another run")
+    _, report = run(tmp_path, "--model", "qwen3-30b-a3b", "--routing", routing, "-w", "decode-1x8x2")
+    assert os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] == strategy
+    assert report["routing"] == routing
 
 
 def test_mxfp4_is_in_the_configuration(tmp_path: Path, vllm: type[StandIn]) -> None:
