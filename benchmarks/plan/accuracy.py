@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted against measured for every committed H200 row: `python -m benchmarks.plan.accuracy`.
 
-Decode rows by the cost model, throughput rows and served traces by the engine's own scheduler on it (they are no part of the fit),
-KV tokens by plan/footprint. The residuals of models and layouts that were left out of the fit come from the coefficients' file.
+Decode rows by the cost model, throughput rows and served traces by the engine's own scheduler on it (traces are in no fit), KV
+tokens by plan/footprint. The residuals of models and layouts that were left out of the fit come from the coefficients' file.
 Exit status 1 where a gate is missed; the tests hold the same gates.
 """
 
@@ -30,14 +30,15 @@ GATES = {
     "a model left out, mean": 0.06,
     "a layout left out, mean": 0.06,
     "throughput rows, mean": 0.04,
-    "throughput rows, worst": 0.065,
-    "throughput rows over 0.05, part": 0.02,
+    "throughput rows, worst": 0.05,
+    "throughput rows of pipelines, worst": 0.065,
     "KV tokens below the least start": 0.01,
     "KV tokens above a start": 0.0,
     "KV tokens above an older engine's": 0.0,
 }
-"""The goals, as parts of the measured figure; but for throughput rows (0.05 for each: 1 of 62 misses it), and for starts of older
-engines, which count where the present one was not started."""
+"""The goals, as parts of the measured figure; but for throughput with pipeline stages (0.05 for each: one row of 62 misses it),
+which no row is known to: the same one was 9,326, 9,461 and 9,875 tokens/s on three machines. Starts of older engines count where
+the present one was not started."""
 
 
 KNOWN_TO = 0.1
@@ -128,6 +129,10 @@ def kv_shortfall(lines: Sequence[Line]) -> float:
     return max(-line.error for line in least.values())
 
 
+def of_pipeline(line: Line) -> bool:
+    return " pp1 " not in line.what
+
+
 def figures(decode_lines: Sequence[Line], batch_lines: Sequence[Line], kv_lines: Sequence[Line]) -> dict[str, float]:
     """What `GATES` bound, but for the rows left out, which the coefficients' file holds."""
     residuals = coefficients_file.document()["machines"]["H200"]["residuals"]
@@ -138,8 +143,8 @@ def figures(decode_lines: Sequence[Line], batch_lines: Sequence[Line], kv_lines:
         "a model left out, mean": residuals["without its model"]["mean"],
         "a layout left out, mean": residuals["without its layout"]["mean"],
         "throughput rows, mean": sum(batch) / len(batch),
-        "throughput rows, worst": max(batch),
-        "throughput rows over 0.05, part": sum(each > 0.05 for each in batch) / len(batch),
+        "throughput rows, worst": max(abs(line.error) for line in batch_lines if not of_pipeline(line)),
+        "throughput rows of pipelines, worst": max(abs(line.error) for line in batch_lines if of_pipeline(line)),
         "KV tokens below the least start": kv_shortfall(kv_lines),
         "KV tokens above a start": max(0.0, *(line.error for line in kv_lines)),
         "KV tokens above an older engine's": max(0.0, *(line.error for line in kv_tokens_of_older()[0])),
