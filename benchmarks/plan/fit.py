@@ -56,7 +56,7 @@ ALONE = {
     "block_experts": ("deepseek-v3", (1.0, 3.0)),
 }  # fmt: skip
 """Coefficients of few models, each fitted to the rows of one with all others fixed, in this order: model, least and most."""
-FITTED_KINDS = ("dense", "experts", "context")
+FITTED_KINDS = ("dense", "experts", "contexts")
 """Of rows that the common fit has: not those of latent attention, nor of MXFP4."""
 LAYER_WEIGHT = 0.7
 FUSION, HIDDEN_SIZES = "RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE", (8192, 4096, 2048)

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(arguments)
     coefficients = memory()
     print(coefficients)
-    for start, taken, slack, features in most_bylayout(coefficients):
+    for start, taken, slack, features in most_by_layout(coefficients):
         promised = _product(coefficients, NAMES, features)
         present = "" if started_lightly(start) else "  older engine"
         print(f"{(promised - taken) / slack * WITHIN:7.2%}  {taken / 1e9:6.2f} GB  {layout(start)}  {start.file}{present}")
@@ -47,7 +47,7 @@ def memory() -> dict[str, float]:
     """`data/coefficients.json`, "memory". margin: the part of `WITHIN` that is left at both ends."""
     counted = activations()
     above, bounds, count = [], [], len(NAMES)
-    for start, taken, slack, features in most_bylayout(counted):
+    for start, taken, slack, features in most_by_layout(counted):
         present = started_lightly(start)
         above.append([-each for each in features] + [slack if present else 0.0])
         bounds.append(-taken)
@@ -87,7 +87,7 @@ def activations() -> dict[str, float]:
     return {name: round(float(value), 4) for name, value in zip(names, done.x, strict=True)}
 
 
-def most_bylayout(counted: dict[str, float]) -> Iterator[tuple[Start, float, float, list[float]]]:
+def most_by_layout(counted: dict[str, float]) -> Iterator[tuple[Start, float, float, list[float]]]:
     """Of each model and layout the start that took most beside weights, KV cache and activations, of the present engine where it
     has one: the start, these bytes less `GRAPH_BYTES` for each graph, `WITHIN` of the KV cache, what `NAMES` multiply."""
     by_layout: dict[tuple[Any, ...], list[tuple[Start, float, float, list[float]]]] = {}
