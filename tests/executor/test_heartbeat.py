@@ -41,6 +41,18 @@ def test_a_rank_that_still_loads_its_libraries_is_not_silent() -> None:
     assert monitor.where(7) == "not heard of yet"
 
 
+def test_a_rank_that_was_stopped_before_its_first_heartbeat_is_silent_once_all_have_started() -> None:
+    monitor = HeartbeatMonitor(20.0)
+    for rank in (0, 1):
+        monitor.register(rank, f"pid {100 + rank}, node 0")
+    assert watched(monitor, 0.0, 50.0, 0) is None  # rank 1 may still load its libraries
+    monitor.all_started(50.0)
+    assert watched(monitor, 50.0, 70.0, 0) is None
+    error = watched(monitor, 70.0, 72.0, 0)
+    assert isinstance(error, RankStalled)
+    assert "rank 1 (pid 101, node 0) has sent no heartbeat for 20 s; it had begun no step" in str(error)
+
+
 def test_a_lost_node_comes_before_its_ranks() -> None:
     monitor = HeartbeatMonitor(NODE_TIMEOUT)
     monitor.node_heartbeat(1, 0.0, address="10.0.0.2")

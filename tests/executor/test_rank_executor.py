@@ -24,6 +24,7 @@ from phalanx.engine.executor import Executor
 from phalanx.engine.messages import RankFacts, SlotAssignment, Step, StepBatch, StepExtent, StepRow
 from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError, RankDied, RankStalled, WeightError
 from phalanx.executor import protocol
+from phalanx.executor.heartbeat import HeartbeatMonitor
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.hardware.probe import Gpu, Machine
 from tests.support.checkpoints import write_checkpoint
@@ -125,6 +126,23 @@ def test_a_rank_killed_within_an_exchange_is_named(make_executor: Make, tmp_path
     assert error.startswith(f"rank {victim} (pid {ranks[victim]}, node 0) was killed by SIGKILL")
     assert all_gone(ranks)
     assert time.monotonic() - begin < 10
+
+
+def test_a_rank_without_its_first_heartbeat_is_named(make_executor: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is stopped as soon as it is ready: it has sent no heartbeat from which its silence could be counted."""
+    heard = HeartbeatMonitor.rank_heartbeat
+
+    def of_rank_0(self: HeartbeatMonitor, rank: int, now: float, *, begun: int, finished: int) -> None:
+        if rank == 0:
+            heard(self, rank, now, begun=begun, finished=finished)
+
+    monkeypatch.setattr(HeartbeatMonitor, "rank_heartbeat", of_rank_0)
+    executor = make_executor(tensor_parallel_size=2, stall_timeout=2.0)
+    executor.start()
+    rank_pids = pids(executor)
+    message = await_error(executor, RankStalled, 10)
+    assert message.startswith(f"rank 1 (pid {rank_pids[1]}, node 0) has sent no heartbeat for 2 s; it had begun no step")
+    assert all_gone(rank_pids)
 
 
 def test_a_stopped_rank_is_named(make_executor: Make) -> None:

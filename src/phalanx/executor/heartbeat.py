@@ -34,7 +34,8 @@ _UNKNOWN = _RankHeartbeats("not heard of yet")
 
 
 class HeartbeatMonitor:
-    """Silence is counted from the first heartbeat: a process that still loads its libraries cannot send one."""
+    """Silence is counted from the first heartbeat, as a process that still loads its libraries cannot send one; and once all ranks
+    have started, for every rank."""
 
     def __init__(self, stall_timeout: float) -> None:
         self._stall_timeout = stall_timeout
@@ -51,6 +52,12 @@ class HeartbeatMonitor:
         """A rank's heartbeat, with the numbers of the last steps that it began and finished."""
         heartbeats = self._ranks.setdefault(rank, _RankHeartbeats(_UNKNOWN.where))
         heartbeats.last, heartbeats.begun, heartbeats.finished = now, begun, finished
+
+    def all_started(self, now: float) -> None:
+        """All ranks are ready. One that was stopped before its first heartbeat arrived is silent from now on."""
+        for heartbeats in self._ranks.values():
+            if heartbeats.last is None:
+                heartbeats.last = now
 
     def node_heartbeat(self, node: int, now: float, *, address: str | None = None) -> None:
         self._nodes[node] = (address or self._nodes.get(node, ("address unknown", 0.0))[0], now)

@@ -109,6 +109,7 @@ class RankExecutor:
         except BaseException as error:
             self._end(error if isinstance(error, PhalanxError) else EngineClosed("start-up was interrupted"))
             raise
+        self._heartbeats.all_started(time.monotonic())
         facts = self._startup.rank_facts()
         self._bytes |= {each.rank: dict(each.bytes) for each in facts}
         return facts, self._startup.num_blocks
