@@ -38,7 +38,8 @@ GATES = {
 }
 """The goals, as parts of the measured figure; but for throughput with pipeline stages (0.05 for each: one row of 62 misses it),
 which no row is known to: the same one was 9,326, 9,461 and 9,875 tokens/s on three machines. Starts of older engines count where
-the present one was not started."""
+the present one was not started, but for those of which only KV tokens are kept: 70B on one GPU gave 1.3 percent less than
+promised."""
 
 
 KNOWN_TO = 0.1
@@ -97,10 +98,14 @@ def kv_tokens() -> list[Line]:
 def kv_tokens_of_older() -> tuple[list[Line], list[Line]]:
     """The same for starts of older engines: those whose model and layout the present one was not started with, and the other ones,
     among them those of the first days, of which only KV tokens are kept."""
-    present = {fit_memory.layout(start) for start in starts() if history.started_lightly(start)}
-    older = [start for start in starts() if not history.started_lightly(start)]
-    alone = [start for start in older if start.bytes and fit_memory.layout(start) not in present]
-    return [_kv_line(start) for start in alone], [_kv_line(start) for start in older if start not in alone]
+    every = starts()
+    present = {fit_memory.layout(start) for start in every if history.started_lightly(start)}
+    alone: list[Line] = []
+    others: list[Line] = []
+    for start in every:
+        if not history.started_lightly(start):
+            (alone if start.bytes and fit_memory.layout(start) not in present else others).append(_kv_line(start))
+    return alone, others
 
 
 def promised(start: Start) -> int:
@@ -133,7 +138,9 @@ def of_pipeline(line: Line) -> bool:
     return " pp1 " not in line.what
 
 
-def figures(decode_lines: Sequence[Line], batch_lines: Sequence[Line], kv_lines: Sequence[Line]) -> dict[str, float]:
+def figures(
+    decode_lines: Sequence[Line], batch_lines: Sequence[Line], kv_lines: Sequence[Line], older_kv_lines: Sequence[Line]
+) -> dict[str, float]:  # fmt: skip
     """What `GATES` bound, but for the rows left out, which the coefficients' file holds."""
     residuals = coefficients_file.document()["machines"]["H200"]["residuals"]
     decode, batch = [abs(line.error) for line in decode_lines], [abs(line.error) for line in batch_lines]
@@ -147,19 +154,20 @@ def figures(decode_lines: Sequence[Line], batch_lines: Sequence[Line], kv_lines:
         "throughput rows of pipelines, worst": max(abs(line.error) for line in batch_lines if of_pipeline(line)),
         "KV tokens below the least start": kv_shortfall(kv_lines),
         "KV tokens above a start": max(0.0, *(line.error for line in kv_lines)),
-        "KV tokens above an older engine's": max(0.0, *(line.error for line in kv_tokens_of_older()[0])),
+        "KV tokens above an older engine's": max(0.0, *(line.error for line in older_kv_lines)),
     }
 
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
     decode_lines, batch_lines, kv_lines = decodes(), throughput(), kv_tokens()
+    older_kv_lines, ungated_kv_lines = kv_tokens_of_older()
     for title, lines, digits in (
         ("ms per token", decode_lines, 2),
         ("output tokens/s", batch_lines, 0),
         ("KV tokens", kv_lines, 0),
-        ("KV tokens of older engines, where the present one was not started", kv_tokens_of_older()[0], 0),
-        ("KV tokens of older engines, not gated", kv_tokens_of_older()[1], 0),
+        ("KV tokens of older engines, where the present one was not started", older_kv_lines, 0),
+        ("KV tokens of older engines, not gated", ungated_kv_lines, 0),
     ):
         print(f"\n{title:66}{'predicted':>11}{'measured':>11}{'error':>8}")
         for line in lines:
@@ -175,7 +183,7 @@ def main() -> int:
         served.show(document["figures"])
         missed |= served.missed(document["figures"])
     print()
-    for name, value in figures(decode_lines, batch_lines, kv_lines).items():
+    for name, value in figures(decode_lines, batch_lines, kv_lines, older_kv_lines).items():
         over = value > GATES[name]
         missed |= over
         print(f"{name:40}{value:8.4f}  gate {GATES[name]:g}{'  MISSED' if over else ''}")

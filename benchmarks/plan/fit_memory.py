@@ -4,8 +4,9 @@
     python -m benchmarks.plan.fit_memory            fit, and print each start's KV tokens beside the promise
     python -m benchmarks.plan.fit --write           the same coefficients, among all others, into the package
 
-Activations are what starts counted, so they are fitted by themselves. The rest is a linear program: no start took more, and none of
-the present engine gave more KV tokens than `WITHIN` of the promise, for the start of each model and layout that took most.
+Activations are what starts counted, so they are fitted by themselves. The rest is a linear program over the start of each model and
+layout that took most, of the present engine where it has one: none took more, and the present engine's gave at most `WITHIN` more
+KV tokens than promised.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ PROMPT_STEPS, DECODE_STEPS = 8, 6
 UNGATED = {"deepseek-v2-lite": "one model of latent attention: its decode rows are in the fit, its prompts are not"}
 """Models whose throughput is printed and not gated, each with the reason."""
 
-
 HOST_BOUND = "qwen3-30b-a3b"
 """The model whose steps of prompts take the GPU less than the host needs to launch them."""
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of one rank by kind, from shapes alone: weights to the byte, and what is beside them as no start has exceeded it."""
+"""Bytes of one rank by kind, from shapes alone: weights to the byte, and what is beside them as no start of the present engine has
+exceeded it."""
 
 from __future__ import annotations
 
@@ -208,9 +209,10 @@ FEW_GRAPH_TOKENS = 2048
 OVERHEADS = (
     "constant", "ranks", "stages", "split_experts", "block_scales", "dense", "per_hidden_byte", "per_wide_byte",
 )  # fmt: skip
+"""Coefficients of what is neither weights nor KV cache, activations nor graphs: in GB, but the last two, which are bytes for each
+byte; `data/coefficients.json`, "memory"."""
 GRAPH_PAIR = "graph_pair"
-"""Coefficients of what is neither weights nor KV cache nor activations: in GB but for those from "per_hidden_byte" on, which are
-bytes for each byte; `data/coefficients.json`, "memory"."""
+"""The coefficient of graphs, bytes for each byte of `pair_bytes`; there, too."""
 WIDEST_MEASURED = 8192
 """By the present engine. Hidden states of more values took more of the allocator for each byte: Llama-3.1-405B's."""
 
@@ -261,7 +263,7 @@ def graph_bytes(shape: Shape, dtype: str, split: Split, max_batch_size: int, max
 
 def overhead_bytes(shape: Shape, split: Split, max_num_tokens: int) -> int:
     """What one rank takes beside weights, KV cache, activations and graphs: CUDA context, kernels, buffers of collectives. With
-    these, it is never less than a committed start took."""
+    these, it is never less than a start of the present engine took."""
     memory = document()["memory"]
     features = overhead_features(shape, split, max_num_tokens)
     return int(sum(memory[name] * feature for name, feature in zip(OVERHEADS, features, strict=True)))
