@@ -206,6 +206,29 @@ def test_stages_get_even_shares_of_the_decodes() -> None:
     assert sorted(len(step.batches[0].rows) for step in ranks.steps[-4:]) == [3, 3, 3, 4]
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_no_step_is_full_of_decodes_while_prompts_wait(stages: int) -> None:
+    """Else the steps with prompts pass the stages one after the other: the short step is done long before they are. Each prompt
+    here is split among the stages, so that all of them would end in the steps of one stage."""
+    options = replace(
+        ROOMY, pipeline_stages=stages, depth=stages, max_batch_size=32, max_num_tokens=1024, max_seq_len=2048, num_blocks=16384
+    )  # fmt: skip
+    ranks = Ranks(options)
+    for number in range(32):
+        ranks.add(f"r{number}", [number % VOCAB] * (256 * stages), max_tokens=40)
+    decodes: list[int] = []
+    while len(ranks.scheduler.waiting) > 8:
+        ranks.fill()
+        rows = ranks.steps[-1].batches[0].rows
+        decodes.append(sum(row.count == 1 for row in rows))
+        assert len(rows) > decodes[-1], f"step {len(ranks.steps)} has decodes alone"
+        ranks.process_result()
+    assert max(decodes) >= 12 // stages
+    latest = decodes[-stages:]
+    assert max(latest) - min(latest) <= 4, f"decodes of the last steps with prompts: {latest}"
+    ranks.finish()
+
+
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize(("slots", "stages", "most"), [(8, 1, 8), (8, 2, 4), (9, 4, 3), (3, 4, 1), (1, 2, 1)])
 def test_a_step_holds_one_share_of_the_slots(slots: int, stages: int, most: int, chunked: bool) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.config.model import ModelShape
 from phalanx.errors import LayoutError
-from phalanx.plan.layout import Layout, require_suits, stages
+from phalanx.plan.layout import Layout, max_chunk, require_suits, stages
 
 SIZES = st.integers(1, 4)
 
@@ -70,6 +70,14 @@ def test_stages_are_contiguous_and_no_split_is_better(sizes: list[int], pp: int,
 
 def test_the_last_stage_holds_less_among_equals() -> None:
     assert [len(stage) for stage in stages([1] * 5, 2)] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stages", "chunk"),
+    [(1000, 1, 1000), (300, 4, 300), (511, 2, 511), (512, 2, 256), (600, 4, 300), (1000, 2, 500), (2050, 4, 513), (1, 2, 1)],
+)  # fmt: skip
+def test_stages_share_a_prompt_in_equal_chunks(tokens: int, stages: int, chunk: int) -> None:
+    assert max_chunk(tokens, stages) == chunk
 
 
 def test_a_layout_that_does_not_suit_the_model_names_those_that_do() -> None:

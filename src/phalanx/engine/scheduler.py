@@ -42,12 +42,9 @@ from phalanx.engine.prefix import extend_keys, longest_hit
 from phalanx.engine.request import Request
 from phalanx.engine.step_scheduler import Messages, StepScheduler
 from phalanx.errors import EngineError, RequestError, StepDiverged
+from phalanx.plan.layout import max_chunk
 
 __all__ = ["Scheduler", "SchedulerOptions"]
-
-SPLIT_FROM = 256
-"""With pipeline stages a prompt is split into chunks of at least this many tokens. Smaller chunks cost more, by reading the weights
-more often, than the overlap of the stages gains."""
 
 ADMITTED_TOKENS = 2**14
 """Tokens of the prompts that one step admits, at least one, also those of the prefix cache: hashing them takes 5 ms, and every
@@ -146,14 +143,18 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         """The budgets of this step, and the running requests that can go on."""
         options = self.options
         pipelined = options.pipeline_stages > 1  # a request whose token is on its way through the stages waits for it
-        eligible, decodes = [], 0
+        eligible, decodes, all_decodes = [], 0, 0
         for request in self.running:
             pending = request.pending
             goal = len(request.tokens) + pending
-            if goal >= request.limit or (pending and (pipelined or request.constrained)):
+            if goal >= request.limit:
+                continue
+            decode = goal - request.submitted == 1
+            all_decodes += decode
+            if pending and (pipelined or request.constrained):
                 continue
             eligible.append(request)
-            decodes += goal - request.submitted == 1
+            decodes += decode
         rows = options.max_rows
         arrivals = self._arrivals() if pipelined or not options.chunked_prefill else []
         if pipelined:
@@ -161,6 +162,9 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             missing = max(1, options.pipeline_stages - len(self._in_flight))
             total = len(self.running) + len(arrivals)
             rows = max(1, min(rows, -(-(len(eligible) + len(arrivals)) // missing), -(-total // options.pipeline_stages)))
+            # And the decodes by themselves: a step full of them takes no prompt, and while it is in flight the steps with prompts,
+            # which take much longer, pass the stages one after the other.
+            decodes = min(decodes, -(-all_decodes // options.pipeline_stages))
         if options.chunked_prefill:
             decode_budget = min(decodes, rows, options.max_num_tokens)
             return _StepDraft(rows, decode_budget, options.max_num_tokens - decode_budget), eligible
@@ -248,7 +252,6 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             self._add_chunk(draft, request, self._fitting_positions(request, self._chunk(request, left, draft.prefill_budget)))
 
     def _admit(self, draft: _StepDraft, request: Request, hit: list[int]) -> None:
-        stages = self.options.pipeline_stages
         self.waiting.remove(request)
         self.running.append(request)
         request.slot = self._slots.pop()
@@ -258,8 +261,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         request.blocks, request.sent, request.registered, request.shared = hit, 0, len(hit), len(hit)
         request.first_live = hit.count(-1)
         request.submitted = len(hit) * self.options.block_size
-        left = len(request.tokens) - request.submitted
-        request.chunk_cap = left if stages == 1 else max(SPLIT_FROM, -(-left // stages))
+        request.chunk_cap = max_chunk(len(request.tokens) - request.submitted, self.options.pipeline_stages)
         draft.assignments.append(request.assignment())
         if not request.was_admitted:
             request.was_admitted = True

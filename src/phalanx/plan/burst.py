@@ -14,6 +14,7 @@ from functools import cache
 
 from phalanx.plan.cost import Costs, Work
 from phalanx.plan.graphs import graph_sizes
+from phalanx.plan.layout import max_chunk
 
 
 @dataclass(frozen=True)
@@ -85,29 +86,30 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
     rounds, decoding, partial, contexts = 0.0, 0, 0, 0.0  # partial: prompt tokens of the first waiting request that are done
     while done < requests:
         if (waiting and decoding + bool(partial) < most) or partial:
-            # A step holds one share of all requests; those that are full of decodes take no prompts, and the others have the
-            # pipeline to themselves: one that prefills alone passes all stages before the next one can.
-            share = -(-min(requests, limits.max_batch_size) // pp)
-            lanes = max(pp - decoding // share, 1)
-            singles = -(-(decoding - (pp - lanes) * share) // lanes)
+            # A step of a pipeline holds a share of the decodes, and of all requests: of those that wait, one chunk each.
+            singles = -(-decoding // pp)
             budget = limits.max_num_tokens - min(singles, limits.max_num_tokens - 1)
-            prompts = min(waiting, most - decoding, max(share - singles, 1) if pp > 1 else waiting)
+            prompts = min(waiting, most - decoding)
             tokens = min(budget, prompts * isl - partial)
+            if pp > 1:
+                chunks = -(-isl // max_chunk(isl, pp))
+                share = -(-min(requests, limits.max_batch_size) // pp)
+                tokens = min(tokens, -(-max(share - singles, 1) * isl // chunks))
             finished, rest = divmod(partial + tokens, isl)
             pairs = tokens * (isl / 2 if tokens + partial > isl else partial + tokens / 2)
             stages = _prompt_stages(costs, tokens, singles, finished, contexts * singles / max(decoding, 1), pairs)
-            # A step passes the last stage after the one before it. The next one follows through the slowest stage, or as soon as
-            # the steps that share the pipeline have passed; behind the last prompt nothing follows before it has left.
+            # A step passes the last stage after the one before it. The next one follows through the slowest stage; behind the last
+            # prompt nothing follows before it has left.
             left = max(clock + sum(stages), left + stages[-1])
             more = waiting * isl - partial > tokens
-            took = max(max(stages), sum(stages) / lanes) if more else left - clock
+            took = max(stages) if more else left - clock
             clock, partial, waiting = clock + took, rest, waiting - finished
             if decoding:
-                rounds += 1 / lanes
-                decode_s, decode_tokens = decode_s + took * decoding, decode_tokens + decoding / lanes
-                contexts += decoding / lanes
+                rounds += 1 / pp
+                decode_s, decode_tokens = decode_s + took * decoding, decode_tokens + decoding / pp
+                contexts += decoding / pp
             if finished:
-                first.append((clock, finished))
+                first.append((left, finished))
                 heapq.heappush(ends, (rounds + osl - 1, finished))
             decoding, contexts = decoding + finished, contexts + finished * isl
         else:

@@ -11,6 +11,9 @@ from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.errors import LayoutError
 
+SPLIT_FROM = 256
+"""With pipeline stages a prompt is split into chunks of at least this many tokens. Smaller chunks cost more, by reading the weights
+more often, than the overlap of the stages gains."""
 _MAX_LISTED = 64  # larger tp sizes are not listed
 
 
@@ -91,6 +94,12 @@ def _require_layers(pp: int, count: int) -> None:
             f"pipeline_parallel_size={pp} is more than the model's {count} layers", why="every stage holds at least one layer",
             next=f"use at most {count}",
         )  # fmt: skip
+
+
+def max_chunk(tokens: int, pipeline_stages: int) -> int:
+    """Tokens of a prompt of so many that one step computes, at most: stages share it in equal chunks, of which the stages compute
+    one each at a time."""
+    return -(-tokens // max(min(pipeline_stages, tokens // SPLIT_FROM), 1))
 
 
 def stages(layer_bytes: Sequence[int], pp: int, *, first_bytes: int = 0, last_bytes: int = 0) -> list[range]:
