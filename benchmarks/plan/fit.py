@@ -2,11 +2,11 @@
 """Fit the planner's coefficients to the committed results, and write them with their residuals into the package.
 
 `python -m benchmarks.plan.fit --write` writes src/phalanx/plan/data/{collectives,coefficients}.json; without it, prints.
-What is fitted: decode figures on H200 (rows.py), times of single layers (models_lengths.json, models_long_steps.*.json) and of
-their experts (kernels_moe.json). Attention of decodes is taken from the kernel alone (kernels_attention_batches.json). Not fitted:
-throughput figures, rows of `rows.HELD_OUT`, and rows of older kernels. Memory: the KV tokens of every start of a dense model, as a
-linear program that no start falls below. Residuals by leaving one group out (a model, a layout), and the errors of predictions that
-were committed before their figures, give the width of the intervals.
+What is fitted: decode and throughput figures on H200 (rows.py, throughput.py), times of single layers (models_lengths.json,
+models_long_steps.*.json) and of their experts (kernels_moe.json). Attention of decodes is taken from the kernel alone
+(kernels_attention_batches.json). Not fitted: rows of `rows.HELD_OUT`, and rows of older engines. Memory: fit_memory.py. Residuals by
+leaving one group out (a model, a layout), and the errors of predictions that were committed before their figures, give the width of
+the intervals.
 """
 
 from __future__ import annotations

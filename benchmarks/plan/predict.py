@@ -31,6 +31,7 @@ NAMES = (
     "plan_predictions_2026_11_26_four",
     "plan_predictions_2026_11_26_graphs",
     "plan_predictions_2026_11_27",
+    "plan_predictions_2026_11_28",
 )
 """Results with predictions, the oldest first. The first was made by 852df57 with cases of its own: H100, which no coefficient was
 fitted to; contexts of 2k to 32k and mixtures of experts, which were not in the fit then. The second was made by f5d9ba6: long
@@ -40,7 +41,8 @@ the third one's misses led to. The fifth has the mixtures on two GPUs again, for
 two groups of experts with AUTO's exchange. The sixth is of four GPUs: layouts of which no row of a mixture is measured, and dense
 models whose rows on four are of older kernels. The seventh is of engines that replay long prompts of mixtures from graphs, and of
 experts split by number without the faults of the rows that there are. The eighth is of batch sizes and layouts of mixtures between
-those that are measured, of latent attention whose prompts are expanded for all heads at once, and of 70B and mixtures on H100."""
+those that are measured, of latent attention whose prompts are expanded for all heads at once, and of 70B and mixtures on H100. The
+ninth is of pipelines whose steps hold equal shares of the decodes: no throughput of a pipeline is measured since they do."""
 
 
 @dataclass(frozen=True)
@@ -62,29 +64,20 @@ FRACTION = PlanRequest.fraction
 """Of the free memory, the KV cache's part in every prediction: KV tokens of a start with another one are not compared."""
 DECODES = ("decode-1", "decode-64", "decode-256")
 BATCH = "batch-512x1000x1000"
-TP4, MOE_EP4 = PlannedLayout(4, 1, 1, 1), PlannedLayout(4, 1, 1, 1, moe_ep=4)
+FEWER = "batch-256x512x512"
 
 
-def _of(group: str, model: str, layout: PlannedLayout, *workloads: str, gpu: str = "H200", kv: str = "fp8") -> Case:
-    return Case(group, gpu, model, "fp8", kv, layout, workloads)
+def _of(group: str, model: str, layout: PlannedLayout, *workloads: str, gpu: str = "H200") -> Case:
+    return Case(group, gpu, model, "fp8", "fp8", layout, workloads)
 
 
-TP1, TP2, MOE_EP2 = PlannedLayout(1, 1, 1, 1), PlannedLayout(2, 1, 1, 1), PlannedLayout(2, 1, 1, 1, moe_ep=2)
-BETWEEN = ("decode-8", "decode-32", "decode-128", "batch-256x1000x500")
+PP2, TP2_PP2 = PlannedLayout(1, 2, 1, 1), PlannedLayout(2, 2, 1, 1)
 CASES = (
-    _of("between", "qwen3-30b-a3b", TP1, *BETWEEN[:2]),
-    *(_of("between", "qwen3-30b-a3b", layout, *BETWEEN) for layout in (MOE_EP2, TP4)),
-    _of("between", "qwen3-30b-a3b", MOE_EP4, *DECODES, BATCH),
-    *(_of("between", "mixtral-8x7b", layout, *BETWEEN) for layout in (MOE_EP2, TP4, MOE_EP4)),
-    _of("between", "mixtral-8x22b", MOE_EP2, *DECODES, BATCH),
-    _of("between", "mixtral-8x22b", MOE_EP4, *DECODES, BATCH),
-    *(_of("between", "qwen3-235b-a22b", layout, *BETWEEN) for layout in (TP4, MOE_EP4)),
-    _of("latent", "deepseek-v2-lite", TP1, "decode-32", "decode-128", BATCH, kv="auto"),
-    _of("latent", "deepseek-v2", TP2, "decode-16", "decode-128", kv="auto"),
-    _of("latent", "deepseek-v2", TP4, "decode-16", "decode-128", BATCH, kv="auto"),
-    _of("H100", "llama-3-70b", TP2, *DECODES, BATCH, gpu="H100"),
-    _of("H100", "qwen3-30b-a3b", TP1, *DECODES, BATCH, gpu="H100"),
-    _of("H100", "mixtral-8x7b", TP2, *DECODES, BATCH, gpu="H100"),
+    *(_of("pipelines", "llama-3-70b", PP2, *DECODES, BATCH, FEWER, gpu=gpu) for gpu in ("H100", "H200")),
+    *(_of("pipelines", "llama-3-8b", PP2, *DECODES, BATCH, gpu=gpu) for gpu in ("H100", "H200")),
+    *(_of("pipelines", "mixtral-8x7b", PP2, *DECODES, BATCH, gpu=gpu) for gpu in ("H100", "H200")),
+    *(_of("pipelines", "qwen3-30b-a3b", PP2, *DECODES, BATCH, gpu=gpu) for gpu in ("H100", "H200")),
+    *(_of("pipelines", model, TP2_PP2, *DECODES, BATCH) for model in ("llama-3-70b", "mixtral-8x22b", "qwen3-235b-a22b")),
 )
 """max_batch_size is of each replica."""
 

@@ -29,7 +29,7 @@ def costs(tp=4, pp=1):
 @pytest.mark.parametrize(
     ("tp", "pp", "requests", "isl", "osl", "kv"),
     [(4, 1, 64, 1000, 200, 400_000), (2, 1, 100, 700, 150, 40_000), (1, 2, 96, 900, 200, 400_000), (2, 4, 64, 600, 200, 400_000),
-     (4, 1, 1, 128, 64, 10_000), (4, 1, 3, 9000, 30, 100_000)],
+     (4, 1, 1, 128, 64, 10_000), (4, 1, 3, 9000, 30, 100_000), (1, 3, 256, 300, 20, 400_000), (2, 4, 32, 3000, 20, 400_000)],
 )  # fmt: skip
 def test_the_burst_is_what_the_scheduler_makes_of_it(tp, pp, requests, isl, osl, kv):
     step_costs, slots = costs(tp, pp), 64
@@ -39,7 +39,7 @@ def test_the_burst_is_what_the_scheduler_makes_of_it(tp, pp, requests, isl, osl,
     )  # fmt: skip
     real = simulate.run(step_costs, options, arrivals.of("burst", isl=isl, osl=osl, requests=requests))
     fast = burst.run(step_costs, requests, isl, osl, Limits(slots, 8192, kv))
-    assert fast.seconds == pytest.approx(real.seconds, rel=0.02 if pp == 1 else 0.1)
+    assert fast.seconds == pytest.approx(real.seconds, rel=0.02 if pp == 1 else 0.1 if osl > 20 else 0.22)
     ttft = sorted(each.ttft for each in real.served)[(requests - 1) // 2]
     assert fast.ttft_s == pytest.approx(ttft, rel=0.05 if pp == 1 else 0.3)
 

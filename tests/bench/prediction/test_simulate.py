@@ -9,7 +9,7 @@ import random
 import pytest
 
 from benchmarks.plan import accuracy, served, traces
-from benchmarks.plan.rows import rows
+from benchmarks.plan.throughput import batch_rows
 from phalanx.bench.prediction import arrivals, simulate
 from phalanx.bench.prediction.arrivals import Arrival
 from phalanx.engine.scheduler import SchedulerOptions
@@ -34,13 +34,22 @@ def options(**changes):
 
 
 def test_throughput_rows_are_predicted_within_the_gates():
-    """One row of ten; `python -m benchmarks.plan.accuracy` simulates all of them and checks the same gates."""
-    assert sum(row.kind == "batch" for row in rows()) >= 21
-    lines = accuracy.throughput(every=10)
-    assert len(lines) >= 6
+    """All that are committed, as `python -m benchmarks.plan.accuracy --write` kept them, which are those that there are."""
+    lines = accuracy.kept_throughput()
+    assert [(line.what, line.file, line.measured) for line in lines] == [
+        (row.name, row.file, row.measured) for row in batch_rows()
+    ], "run `python -m benchmarks.plan.accuracy --write`"  # fmt: skip
+    assert len(lines) >= 40
     assert sum(abs(line.error) for line in lines) / len(lines) <= accuracy.GATES["throughput rows, mean"]
     for line in lines:
         assert abs(line.error) <= accuracy.GATES["throughput rows, worst"], line
+
+
+def test_kept_throughput_is_what_the_scheduler_makes_of_the_present_costs():
+    """One row of ten: a change of the costs or of the scheduler changes all of them."""
+    kept = accuracy.kept_throughput()[::10]
+    for line, again in zip(kept, accuracy.throughput(every=10), strict=True):
+        assert again.predicted == pytest.approx(line.predicted, rel=1e-6), "run `python -m benchmarks.plan.accuracy --write`"
 
 
 @pytest.mark.parametrize("path", accuracy.served_traces(), ids=lambda path: path.stem)
