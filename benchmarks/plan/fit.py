@@ -5,8 +5,8 @@
 What is fitted: decode and throughput figures on H200 (rows.py, throughput.py), times of single layers (models_lengths.json,
 models_long_steps.*.json) and of their experts (kernels_moe.json). Attention of decodes is taken from the kernel alone
 (kernels_attention_batches.json). Not fitted: rows of `rows.HELD_OUT`, and rows of older engines. Memory: fit_memory.py. Residuals
-by leaving one group out (a model, a layout), and the errors of predictions that were committed before their figures, give the width of
-the intervals.
+by leaving one group out (a model, a layout), and the errors of predictions that were committed before their figures, give the width
+of the intervals.
 """
 
 from __future__ import annotations

@@ -123,6 +123,25 @@ def test_a_request_waits_for_the_first_index_that_has_room() -> None:
     assert {name: len(tokens) for name, tokens in ranks.tokens.items()} == {f"r{n}": 2 if n == 5 else 9 for n in range(9)}
 
 
+def test_steps_are_full_while_prompts_wait() -> None:
+    """An index gets what its next step has room for beside the rest of the prompt that the step before left."""
+    options = SchedulerOptions(
+        num_blocks=400, block_size=4, max_batch_size=40, max_num_tokens=32, max_seq_len=80, vocab_size=VOCAB, prefix_caching=False
+    )  # fmt: skip
+    ranks = Ranks(options)
+    for number in range(40):
+        ranks.add(f"r{number}", [number % VOCAB] * 10)
+    full = 0
+    while len(ranks.scheduler.waiting) > 4:
+        step = ranks.step()
+        assert step.extent is not None
+        assert step.extent.tokens == [32, 32]
+        full += 1
+        ranks.process_result()
+    assert full >= 5
+    ranks.finish()
+
+
 def test_requests_without_a_seed_draw_different_ones() -> None:
     ranks = Ranks()
     for number in range(4):

@@ -389,11 +389,12 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     def load_with(self, request: Request) -> int | None:
         """Tokens that this scheduler would have to hold and to compute if a request came now: those of its other requests, and
-        those of the prompt that its prefix cache lacks. None if the request would have to wait for a slot, for blocks, or for the
-        prompts of others."""
+        those of the prompt that its prefix cache lacks. None if the request would have to wait for a slot, for blocks, or for a
+        step that is not full."""
         queued = sum(len(other.tokens) for other in self.waiting)
         busy = bool(self.running or self.waiting)
-        if busy and (len(self.waiting) >= len(self._slots) or queued >= self.options.max_num_tokens):
+        next_step = queued + sum(max(len(other.tokens) + other.pending - other.submitted, 1) for other in self.running)
+        if busy and (len(self.waiting) >= len(self._slots) or next_step >= self.options.max_num_tokens):
             return None
         hit = len(self._prefix_hit(request))
         blocks = self._blocks_for(queued) + len(self.waiting) + self._peak_new_blocks(request, hit)
