@@ -4,14 +4,20 @@
 Until 72457fc each layer with experts in FP8 gathered the residual in front of its router, from OWNED_ROWS rows of a step on: an
 all-reduce of owned rows did not keep the norm that the router reads. Until 4e866e7 a token alone made each rank read an expert for
 each of its pairs, and until a8af21f few steps with prompts of a mixture were replayed from graphs. Until 3bed13a long prompts had
-the kernel for attention that short ones have.
+the kernel for attention that short ones have. Until 640446b decodes gathered in the steps of one stage of a pipeline, and until
+4efea1d steps of data-parallel indices were half empty by turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from benchmarks.plan.rows import Row, Start, shape_named
+from benchmarks.plan.rows import OLDER_SCHEDULERS_UNTIL, Row, Start, shape_named
+from phalanx.bench.prediction import simulate
+from phalanx.engine.dp_scheduler import DpScheduler
+from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.plan import coefficients, footprint, graphs
 from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.cost import Costs
@@ -77,6 +83,34 @@ def costs_of(row: Row) -> type[Costs]:
         return FewGraphsCosts
     older = row.date <= SHORT_PROMPTS_UNTIL and row.commit not in NEWER_OF_THAT_DAY
     return OneKernelCosts if older else Costs
+
+
+class UnevenStagesScheduler(Scheduler):
+    """That of an engine in which a step of a pipeline could be full of decodes."""
+
+    def _decode_share(self, decodes: int) -> int:
+        return decodes
+
+
+class SparseStepsScheduler(Scheduler):
+    """Of one index of an engine that gave an index as many requests as a step of its own holds, whatever it had begun, and no more
+    until it had begun them all."""
+
+    def _begun_tokens(self) -> int:
+        return 0
+
+
+class SparseStepsDpScheduler(DpScheduler):
+    """Of all indices of that engine."""
+
+    index_type = SparseStepsScheduler
+
+
+def scheduler_of(row: Row) -> Callable[[SchedulerOptions, int], simulate.AnyScheduler]:
+    """That of the engine that a row was measured with."""
+    if row.date <= OLDER_SCHEDULERS_UNTIL:
+        return partial(simulate.engine_scheduler, one=UnevenStagesScheduler, several=SparseStepsDpScheduler)
+    return simulate.engine_scheduler
 
 
 def captured_few(measured: Row | Start) -> bool:

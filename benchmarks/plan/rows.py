@@ -66,8 +66,9 @@ WITHOUT_ROUTER = {
 }  # fmt: skip
 """Files of before d4c3aa7, whose layers drew their experts and left the router's GEMM out."""
 
-UNEVEN_STAGES_UNTIL = "2026-11-27"
-"""The last day with figures of a scheduler that let the decodes of a pipeline gather in the steps of one stage."""
+OLDER_SCHEDULERS_UNTIL = "2026-11-27"
+"""The last day with figures of schedulers that let the decodes of a pipeline gather in the steps of one stage, and that left steps
+of data-parallel indices half empty (`history.scheduler_of`)."""
 
 GATHERED = {
     ("deepseek-v2_tp2_prompt_graphs", 64), ("deepseek-v2_tp2_prompt_graphs", 128), ("deepseek-v2_tp4_prompt_graphs", 128),
@@ -114,8 +115,8 @@ class Row:
             return "each layer gathered its residual until 8e9951d"
         if self.file in ("gpt-oss-120b", "gpt-oss-120b_alone"):
             return "experts in MXFP4 had tiles of 16 tokens until 3540d73"
-        if self.kind == "batch" and self.pp > 1 and self.date <= UNEVEN_STAGES_UNTIL:
-            return "steps of a pipeline that were full of decodes took no prompts then, and stages stood still"
+        if self.kind == "batch" and self.pp > 1 and self.date <= OLDER_SCHEDULERS_UNTIL:
+            return "stages stood still then, how long depended on when requests arrived"
         if self.kind == "batch" and self.commit == "af61857":
             return "the grouped GEMM of 512 tokens took 577 us a layer of Mixtral-8x7B then, and 469 since 2b5ea0a"
         if beside_prompts(self.workload):

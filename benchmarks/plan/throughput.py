@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from scipy.optimize import minimize_scalar
 
-from benchmarks.plan.history import FittedCoefficients, captured_few, costs_of
+from benchmarks.plan.history import FittedCoefficients, captured_few, costs_of, scheduler_of
 from benchmarks.plan.priced import costs_of_row
 from benchmarks.plan.rows import Row, rows
 from phalanx.bench.prediction import arrivals, simulate
@@ -42,14 +42,15 @@ def simulated(row: Row, coefficients: FittedCoefficients) -> float:
     return _simulated(row, costs_of_row(row, coefficients))
 
 
-def _simulated(row: Row, costs: Costs) -> float:
+def _simulated(row: Row, costs: Costs, observe: Callable[[Work], None] | None = None) -> float:
     options = SchedulerOptions(
         num_blocks=row.kv_tokens // 16, block_size=16, max_batch_size=row.max_batch_size, max_num_tokens=8192, max_seq_len=4096,
         depth=max(row.pp, 2), pipeline_stages=row.pp, prefix_caching=False,
     )  # fmt: skip
     work = row.workload
     burst = arrivals.of("burst", isl=work.input_len, osl=work.output_len, requests=work.requests)
-    return work.requests * work.output_len / simulate.run(costs, options, burst).seconds
+    result = simulate.run(costs, options, burst, scheduler_of=scheduler_of(row), observe=observe)
+    return work.requests * work.output_len / result.seconds
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,9 @@ def bursts(coefficients: FittedCoefficients, chosen: Iterable[Row]) -> list[Burs
 
 
 def _burst(row: Row, coefficients: FittedCoefficients) -> Burst:
-    costs, every = costs_of_row(row, coefficients), []
-
-    def recorded(work: Work) -> tuple[float, ...]:
-        every.append(work)
-        return type(costs).step_seconds(costs, work)
-
-    costs.__dict__["step_seconds"] = recorded  # of this instance alone
-    throughput = _simulated(row, costs)
-    del costs.__dict__["step_seconds"]
+    costs = costs_of_row(row, coefficients)
+    every: list[Work] = []
+    throughput = _simulated(row, costs, every.append)
     steps: list[tuple[Work, int]] = []
     for kind, most in (([w for w in every if w.pairs], PROMPT_STEPS), ([w for w in every if not w.pairs], DECODE_STEPS)):
         kind.sort(key=lambda work: work.pairs or work.kv_tokens)

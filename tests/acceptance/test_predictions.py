@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.harness import RESULTS, ROOT
 from benchmarks.plan import fit, history, predict, throughput, widths
+from benchmarks.plan.rows import rows
+from phalanx.bench.prediction import simulate
 from phalanx.plan import coefficients
 
 ROW = {
@@ -144,6 +146,15 @@ def test_the_page_has_the_widths_and_what_was_inside(kind: str, title: str) -> N
         cells += [f"{half[without]:.1%}".replace("%", " %"), f"{rows['inside']} of {rows['rows']}"]
     row = " | ".join([*cells, f"{predicted['inside_by_others']} of {predicted['figures']}"])
     assert f"| {row} |" in (ROOT / "docs/planner.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
+def test_equal_shares_of_the_decodes_pay_in_a_pipeline(layout: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The present scheduler beside that of the rows, at the same costs of a step: docs/planner.md has the range."""
+    (row,) = (r for r in rows() if r.file == "scaling_256x512x512" and (r.tp, r.pp) == layout and r.kind == "batch")
+    of_its_day = throughput.simulated(row, history.fitted())
+    monkeypatch.setattr(throughput, "scheduler_of", lambda row: simulate.engine_scheduler)
+    assert 1.105 < throughput.simulated(row, history.fitted()) / of_its_day < 1.145
 
 
 def test_few_steps_of_a_burst_cost_what_the_scheduler_says():

@@ -44,6 +44,8 @@ class DpScheduler(StepScheduler[list[int | None]]):
     """A `StepScheduler` of several indices, each with a `Scheduler` of its own. options: the limits of one index. Of a step in
     flight it keeps the number of each index's own step; None: the index has no rows."""
 
+    index_type = Scheduler
+
     def __init__(
         self, options: SchedulerOptions, indices: int, open_matcher: OpenMatcher = open_matcher, *,
         grammar_calls: GrammarThreads | InlineGrammarCalls | None = None,
@@ -51,7 +53,8 @@ class DpScheduler(StepScheduler[list[int | None]]):
         super().__init__(options, open_matcher, grammar_calls, num_blocks=options.num_blocks * indices)
         seeds = random.Random(options.seed)
         self.indices = [
-            Scheduler(options, open_matcher, grammar_calls=_SharedCalls(self.grammar_calls), seeds=seeds) for _ in range(indices)
+            self.index_type(options, open_matcher, grammar_calls=_SharedCalls(self.grammar_calls), seeds=seeds)
+            for _ in range(indices)
         ]
         self._placed: dict[str, Scheduler] = {}
 

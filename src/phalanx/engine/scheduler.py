@@ -162,9 +162,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             missing = max(1, options.pipeline_stages - len(self._in_flight))
             total = len(self.running) + len(arrivals)
             rows = max(1, min(rows, -(-(len(eligible) + len(arrivals)) // missing), -(-total // options.pipeline_stages)))
-            # And the decodes by themselves: a step full of them takes no prompt, and while it is in flight the steps with prompts,
-            # which take much longer, pass the stages one after the other.
-            decodes = min(decodes, -(-all_decodes // options.pipeline_stages))
+            decodes = min(decodes, self._decode_share(all_decodes))
         if options.chunked_prefill:
             decode_budget = min(decodes, rows, options.max_num_tokens)
             return _StepDraft(rows, decode_budget, options.max_num_tokens - decode_budget), eligible
@@ -172,6 +170,11 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         prompts = [r for r in eligible if len(r.tokens) + r.pending - r.submitted > 1] or arrivals
         first_tokens = min(len(prompts[0].tokens) - prompts[0].submitted, options.max_num_tokens) if prompts else 0
         return _StepDraft(rows, options.max_num_tokens - first_tokens, first_tokens), eligible
+
+    def _decode_share(self, decodes: int) -> int:
+        """How many of all decodes one step of a pipeline may hold. A step full of them takes no prompt, and while it is in flight
+        the steps with prompts, which take much longer, pass the stages one after the other."""
+        return -(-decodes // self.options.pipeline_stages)
 
     def _arrivals(self) -> list[Request]:
         """The waiting requests for which there are slots and blocks now (without what the prefix cache saves)."""
@@ -393,8 +396,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         step that is not full."""
         queued = sum(len(other.tokens) for other in self.waiting)
         busy = bool(self.running or self.waiting)
-        next_step = queued + sum(max(len(other.tokens) + other.pending - other.submitted, 1) for other in self.running)
-        if busy and (len(self.waiting) >= len(self._slots) or next_step >= self.options.max_num_tokens):
+        if busy and (len(self.waiting) >= len(self._slots) or queued + self._begun_tokens() >= self.options.max_num_tokens):
             return None
         hit = len(self._prefix_hit(request))
         blocks = self._blocks_for(queued) + len(self.waiting) + self._peak_new_blocks(request, hit)
@@ -402,6 +404,10 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             return None
         running = sum(len(other.tokens) + other.pending for other in self.running)
         return running + queued + len(request.tokens) - hit * self.options.block_size
+
+    def _begun_tokens(self) -> int:
+        """Tokens of the running requests that the next steps compute: what is left of their prompts, or one."""
+        return sum(max(len(request.tokens) + request.pending - request.submitted, 1) for request in self.running)
 
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self.options.block_size)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from phalanx.bench.prediction.arrivals import Arrival
@@ -25,6 +25,7 @@ from phalanx.plan.burst import computed_rows, computed_tokens
 from phalanx.plan.cost import Costs, Work
 from phalanx.plan.power import PowerCredit
 
+AnyScheduler = Scheduler | DpScheduler
 _TOKEN = RowResult(token=1)  # what every row yields: nothing but its length ends a request here
 
 
@@ -72,13 +73,14 @@ class Served:
 class SimulatedReplica:
     """One replica in simulated time: its scheduler, and when each stage is free. sent: when the last event was."""
 
-    scheduler: Scheduler | DpScheduler
+    scheduler: AnyScheduler
     costs: Costs
     served: dict[str, Served]
     free: list[float] = field(default_factory=list)
     flying: deque[tuple[Step, float]] = field(default_factory=deque)
     waiting_first: set[str] = field(default_factory=set)
     frontend: Frontend = NO_FRONTEND
+    observe: Callable[[Work], None] | None = None
     power: PowerCredit = field(default_factory=PowerCredit)
     sent: float = 0.0
     open: int = 0
@@ -133,12 +135,12 @@ class SimulatedReplica:
         indices = len(parts)
         if not pairs:
             rows = computed_rows(self.costs, tokens, self.scheduler.options.max_rows) * indices
-            stages = self.costs.step_seconds(Work(rows, samples * indices, kv * indices, longest=longest))
+            stages = self._seconds(Work(rows, samples * indices, kv * indices, longest=longest))
             self.power.rest(max(stages))
             return stages
         tokens, eager = computed_tokens(self.costs, tokens, pairs)
         work = Work(_by_8(tokens) * indices, samples * indices, kv * indices, pairs * indices, eager, longest)
-        stages, free = self.costs.step_seconds(work), self.costs.without_power_limit
+        stages, free = self._seconds(work), self.costs.without_power_limit
         return stages if free is None else self.power.spend(stages, free.step_seconds(work))
 
     def _on_cpu(self, rows: Sequence[StepRow]) -> tuple[float, ...]:
@@ -147,7 +149,12 @@ class SimulatedReplica:
         self.tokens += tokens
         attention = padded(((row.count, row.start) for row in rows), self.scheduler.options.block_size)
         samples = sum(row.samples for row in rows)
-        return self.costs.step_seconds(Work(tokens, samples, attention.keys, attention.pairs, eager=True, calls=attention.calls))
+        return self._seconds(Work(tokens, samples, attention.keys, attention.pairs, eager=True, calls=attention.calls))
+
+    def _seconds(self, work: Work) -> tuple[float, ...]:
+        if self.observe is not None:
+            self.observe(work)
+        return self.costs.step_seconds(work)
 
 
 def _work_of(rows: Sequence[StepRow]) -> tuple[int, int, int, float, int]:
@@ -198,16 +205,20 @@ class SimulationResult:
 
 def run(
     costs: Costs, options: SchedulerOptions, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None,
-    frontend: Frontend = NO_FRONTEND,
+    frontend: Frontend = NO_FRONTEND, *, scheduler_of: Callable[[SchedulerOptions, int], AnyScheduler] | None = None,
+    observe: Callable[[Work], None] | None = None,
 ) -> SimulationResult:  # fmt: skip
     """Serve the arrivals. concurrency: a closed loop of so many requests, at whatever times they were to come. frontend: of each
-    replica.
+    replica. scheduler_of: that of so many dp indices with these limits together; None: the engine's. observe: called at each step.
 
     A request goes to the replica with the fewest open ones. Raises EngineError where the scheduler stands still.
     """
     begin = time.process_time()
     served: dict[str, Served] = {}
-    simulated = [SimulatedReplica(_scheduler(options, costs.split.ep), costs, served, frontend=frontend) for _ in range(replicas)]
+    make = scheduler_of or engine_scheduler
+    simulated = [
+        SimulatedReplica(make(options, costs.split.ep), costs, served, frontend=frontend, observe=observe) for _ in range(replicas)
+    ]
     if concurrency is not None:
         end = _closed_loop(simulated, arrivals, served, concurrency)
     else:
@@ -227,13 +238,15 @@ def run(
     )
 
 
-def _scheduler(options: SchedulerOptions, indices: int) -> Scheduler | DpScheduler:
-    """Of an engine whose dp indices have these limits together."""
+def engine_scheduler(
+    options: SchedulerOptions, indices: int, one: type[Scheduler] = Scheduler, several: type[DpScheduler] = DpScheduler
+) -> AnyScheduler:  # fmt: skip
+    """The scheduler of an engine whose dp indices have these limits together. one, several: its types."""
     if indices == 1:
-        return Scheduler(options)
+        return one(options)
     batch_size, num_tokens = -(-options.max_batch_size // indices), -(-options.max_num_tokens // indices)
     num_blocks = options.num_blocks // indices
-    return DpScheduler(replace(options, max_batch_size=batch_size, max_num_tokens=num_tokens, num_blocks=num_blocks), indices)
+    return several(replace(options, max_batch_size=batch_size, max_num_tokens=num_tokens, num_blocks=num_blocks), indices)
 
 
 def _open_loop(replicas: list[SimulatedReplica], arrivals: Sequence[Arrival], served: dict[str, Served]) -> float:
