@@ -45,6 +45,7 @@ class DpScheduler(StepScheduler[list[int | None]]):
     flight it keeps the number of each index's own step; None: the index has no rows."""
 
     index_type = Scheduler
+    """Of each index."""
 
     def __init__(
         self, options: SchedulerOptions, indices: int, open_matcher: OpenMatcher = open_matcher, *,
@@ -117,14 +118,16 @@ class DpScheduler(StepScheduler[list[int | None]]):
     def _place_waiting(self) -> None:
         """Give waiting requests, in order, to the indices that can begin with them. An index that has not admitted all that it was
         given gets no more: another may have room before it."""
-        ready = [index for index in self.indices if not index.waiting]
+        ready = [(index, index.load()) for index in self.indices if not index.waiting] if self.waiting else []
         while self.waiting and ready:
             request = self.waiting[0]
-            loads = [(load, number) for number, index in enumerate(ready) if (load := index.load_with(request)) is not None]
-            if not loads:
+            tokens = [(index.load_with(request, load), number) for number, (index, load) in enumerate(ready)]
+            fitting = [(count, number) for count, number in tokens if count is not None]
+            if not fitting:
                 return
-            index = ready[min(loads)[1]]
+            index, load = ready[min(fitting)[1]]
             index.enqueue(self.waiting.popleft())
+            load.queued += len(request.tokens)
             self._placed[request.id] = index
 
     # ---- results -----------------------------------------------------------------------------------------------------

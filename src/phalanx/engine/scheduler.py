@@ -64,6 +64,16 @@ class _StepDraft:
     reserved_blocks: int = 0  # that running prompts will still take
 
 
+@dataclass
+class Load:
+    """Tokens of a scheduler's requests. held: of those that run; begun: that the next steps compute for them; queued: of those that
+    it has not admitted."""
+
+    held: int
+    begun: int
+    queued: int
+
+
 class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     """A `StepScheduler` whose steps have one batch."""
 
@@ -390,20 +400,23 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     # ---- blocks and slots --------------------------------------------------------------------------------------------
 
-    def load_with(self, request: Request) -> int | None:
-        """Tokens that this scheduler would have to hold and to compute if a request came now: those of its other requests, and
-        those of the prompt that its prefix cache lacks. None if the request would have to wait for a slot, for blocks, or for a
+    def load(self) -> Load:
+        """What the requests that it has are to it."""
+        held = sum(len(request.tokens) + request.pending for request in self.running)
+        return Load(held, self._begun_tokens(), sum(len(request.tokens) for request in self.waiting))
+
+    def load_with(self, request: Request, load: Load) -> int | None:
+        """Tokens that this scheduler would have to hold and to compute if a request came now: those of its other requests (load),
+        and those of the prompt that its prefix cache lacks. None if the request would have to wait for a slot, for blocks, or for a
         step that is not full."""
-        queued = sum(len(other.tokens) for other in self.waiting)
         busy = bool(self.running or self.waiting)
-        if busy and (len(self.waiting) >= len(self._slots) or queued + self._begun_tokens() >= self.options.max_num_tokens):
+        if busy and (len(self.waiting) >= len(self._slots) or load.begun + load.queued >= self.options.max_num_tokens):
             return None
         hit = len(self._prefix_hit(request))
-        blocks = self._blocks_for(queued) + len(self.waiting) + self._peak_new_blocks(request, hit)
+        blocks = self._blocks_for(load.queued) + len(self.waiting) + self._peak_new_blocks(request, hit)
         if busy and blocks + len(self.running) > self.pool.available:
             return None
-        running = sum(len(other.tokens) + other.pending for other in self.running)
-        return running + queued + len(request.tokens) - hit * self.options.block_size
+        return load.held + load.queued + len(request.tokens) - hit * self.options.block_size
 
     def _begun_tokens(self) -> int:
         """Tokens of the running requests that the next steps compute: what is left of their prompts, or one."""
