@@ -4,8 +4,8 @@
 Until 72457fc each layer with experts in FP8 gathered the residual in front of its router, from OWNED_ROWS rows of a step on: an
 all-reduce of owned rows did not keep the norm that the router reads. Until 4e866e7 a token alone made each rank read an expert for
 each of its pairs, and until a8af21f few steps with prompts of a mixture were replayed from graphs. Until 3bed13a long prompts had
-the kernel for attention that short ones have. Until 640446b decodes gathered in the steps of one stage of a pipeline, and until
-4efea1d steps of data-parallel indices were half empty by turns.
+the kernel for attention that short ones have. Until 640446b decodes gathered in the steps of one stage of a pipeline, until
+4efea1d steps of data-parallel indices were half empty by turns, and a long prompt had all of its steps until 2026-11-28.
 """
 
 from __future__ import annotations
@@ -85,31 +85,34 @@ def costs_of(row: Row) -> type[Costs]:
     return OneKernelCosts if older else Costs
 
 
-class UnevenStagesScheduler(Scheduler):
-    """That of an engine in which a step of a pipeline could be full of decodes."""
+class OlderScheduler(Scheduler):
+    """That of engines in which a step of a pipeline could be full of decodes, each prompt had all of a step until it was computed,
+    and a data-parallel index got as many requests as a step of its own holds, whatever it had begun, and no more until it had begun
+    them all."""
 
     def _decode_share(self, decodes: int) -> int:
         return decodes
 
-
-class SparseStepsScheduler(Scheduler):
-    """Of one index of an engine that gave an index as many requests as a step of its own holds, whatever it had begun, and no more
-    until it had begun them all."""
+    def _left_to_shorter(self, *_: object) -> int:
+        return 0
 
     def _begun_tokens(self) -> int:
         return 0
 
 
-class SparseStepsDpScheduler(DpScheduler):
-    """Of all indices of that engine."""
+class OlderDpScheduler(DpScheduler):
+    """Of several indices of those engines."""
 
-    index_type = SparseStepsScheduler
+    index_type = OlderScheduler
+
+
+older_scheduler = partial(simulate.engine_scheduler, one=OlderScheduler, several=OlderDpScheduler)
 
 
 def scheduler_of(row: Row) -> Callable[[SchedulerOptions, int], simulate.AnyScheduler]:
     """That of the engine that a row was measured with."""
     if row.date <= OLDER_SCHEDULERS_UNTIL:
-        return partial(simulate.engine_scheduler, one=UnevenStagesScheduler, several=SparseStepsDpScheduler)
+        return older_scheduler
     return simulate.engine_scheduler
 
 

@@ -269,6 +269,56 @@ def test_stages_share_one_long_prompt() -> None:
     ranks.finish()
 
 
+def counts(step: Step, ranks: Ranks) -> dict[str, int]:
+    """Tokens of each request of a step."""
+    names = {request.slot: request.id for request in ranks.scheduler.running}
+    return {names[row.slot]: row.count for row in step.batches[0].rows}
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_before_it() -> None:
+    ranks = Ranks(replace(ROOMY, max_num_tokens=32))
+    ranks.add("long", [1] * 150)
+    assert ranks.submit()
+    assert counts(ranks.steps[-1], ranks) == {"long": 32}
+    ranks.add("short", [2] * 10)
+    ranks.add("half as long", [3] * 75)
+    assert ranks.submit()
+    assert counts(ranks.steps[-1], ranks) == {"long": 22, "short": 10}, "what the short one needs, and no more"
+    ranks.process_result()
+    assert ranks.submit()
+    assert counts(ranks.steps[-1], ranks) == {"short": 1, "long": 31}, "nothing for one that is half as long"
+    ranks.finish()
+
+
+def test_a_long_prompt_keeps_half_of_its_steps() -> None:
+    ranks = Ranks(replace(ROOMY, max_num_tokens=32))
+    ranks.add("long", [1] * 150)
+    for number in range(40):
+        ranks.add(f"short {number}", [number % VOCAB] * 12, max_tokens=1)
+    chunks = []
+    while not ranks.tokens("long"):
+        assert ranks.submit()
+        here = counts(ranks.steps[-1], ranks)
+        assert sum(here.values()) == 32, "the step is full"
+        chunks.append(here["long"])
+        ranks.process_result()
+    assert chunks[:7] == [16] * 7
+    assert all(chunk >= 16 for chunk in chunks[:-1])
+    ranks.finish()
+
+
+def test_prompts_of_one_length_are_computed_one_after_the_other() -> None:
+    ranks = Ranks(replace(ROOMY, max_num_tokens=32))
+    for number in range(4):
+        ranks.add(f"r{number}", [number] * 100, max_tokens=1)
+    order = []
+    while ranks.submit():
+        order.append(list(counts(ranks.steps[-1], ranks).items()))
+        ranks.process_result()
+    assert order[:4] == [[("r0", 32)]] * 3 + [[("r0", 4), ("r1", 28)]]
+    assert len(order) == 13, "every step is full"
+
+
 def test_one_stage_runs_one_step_ahead_of_what_it_knows() -> None:
     ranks = Ranks(ROOMY)
     ranks.add("a", [1, 2, 3], max_tokens=5)

@@ -17,9 +17,10 @@ The request skips steps meanwhile, and the others do not wait (`process_grammar_
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.forecast import forecast_of
@@ -51,6 +52,13 @@ ADMITTED_TOKENS = 2**14
 running request waits for it. 48 completions of one prompt of 20,000 tokens took 265 ms."""
 
 
+SHORTER = 4
+"""How many times as long as another a prompt is that leaves it room in its steps."""
+
+FIRST_CHUNK = 64
+"""Tokens of a long prompt with which it is admitted where the step's others are left to shorter ones: they come behind it."""
+
+
 @dataclass
 class _StepDraft:
     """A step that is being built. Tokens have two budgets, so that neither decodes nor prefills starve the other."""
@@ -58,6 +66,7 @@ class _StepDraft:
     rows_left: int
     decode_budget: int
     prefill_budget: int
+    for_shorter: int = 0  # of prefill_budget: what a long prompt leaves to much shorter ones behind it, at most
     assignments: list[SlotAssignment] = field(default_factory=list)
     decode_rows: list[tuple[Request, StepRow]] = field(default_factory=list)
     prefill_rows: list[tuple[Request, StepRow]] = field(default_factory=list)
@@ -65,11 +74,11 @@ class _StepDraft:
 
 
 @dataclass
-class Load:
-    """Tokens of a scheduler's requests. held: of those that run; begun: that the next steps compute for them; queued: of those that
-    it has not admitted."""
+class SchedulerLoad:
+    """Tokens of a scheduler's requests. running: of those that run; begun: that the next steps compute for them; queued: of those
+    that it has not admitted."""
 
-    held: int
+    running: int
     begun: int
     queued: int
 
@@ -175,7 +184,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             decodes = min(decodes, self._decode_share(all_decodes))
         if options.chunked_prefill:
             decode_budget = min(decodes, rows, options.max_num_tokens)
-            return _StepDraft(rows, decode_budget, options.max_num_tokens - decode_budget), eligible
+            prefill_budget = options.max_num_tokens - decode_budget
+            return _StepDraft(rows, decode_budget, prefill_budget, prefill_budget // 2), eligible
         # A prompt that must fit one step would wait for ever behind decodes: it goes first.
         prompts = [r for r in eligible if len(r.tokens) + r.pending - r.submitted > 1] or arrivals
         first_tokens = min(len(prompts[0].tokens) - prompts[0].submitted, options.max_num_tokens) if prompts else 0
@@ -205,12 +215,12 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         """Rows for the running requests, in order of arrival."""
         size = self.options.block_size
         decode_rows = draft.decode_rows
-        for request in eligible:
+        for number, request in enumerate(eligible):
             if not draft.rows_left:
                 return
             start, tokens = request.submitted, request.tokens
             if len(tokens) + request.pending - start > 1:
-                self._continue_prompt(draft, request)
+                self._continue_prompt(draft, request, islice(eligible, number + 1, None))
                 continue
             if not draft.decode_budget or request.slot < 0:  # preempted for a request before it
                 continue
@@ -228,11 +238,11 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             draft.rows_left -= 1
             draft.decode_budget -= 1
 
-    def _continue_prompt(self, draft: _StepDraft, request: Request) -> None:
+    def _continue_prompt(self, draft: _StepDraft, request: Request, behind: Iterator[Request]) -> None:
         if request.slot < 0:
             return
         left = len(request.tokens) - request.submitted
-        count = self._fitting_positions(request, self._chunk(request, left, draft.prefill_budget))
+        count = self._fitting_positions(request, self._chunk(draft, request, left, behind))
         if count:
             self._add_chunk(draft, request, count)
         else:
@@ -262,7 +272,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
                 return
             self._admit(draft, request, hit)
             admitted += len(request.tokens)
-            self._add_chunk(draft, request, self._fitting_positions(request, self._chunk(request, left, draft.prefill_budget)))
+            count = self._chunk(draft, request, left, iter(())) or min(left, draft.prefill_budget, FIRST_CHUNK)
+            self._add_chunk(draft, request, self._fitting_positions(request, count))
 
     def _admit(self, draft: _StepDraft, request: Request, hit: list[int]) -> None:
         self.waiting.remove(request)
@@ -295,11 +306,26 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         extend_keys(request.keys, request.tokens, size, full)
         return longest_hit(self.pool, request.keys[:full], size, self.options.window)
 
-    def _chunk(self, request: Request, left: int, budget: int) -> int:
-        """How many of the `left` known tokens the next row takes."""
-        if self._may_split(request):
-            return min(left, budget, request.chunk_cap)
-        return left if left <= budget else 0
+    def _chunk(self, draft: _StepDraft, request: Request, left: int, behind: Iterator[Request]) -> int:
+        """How many of the `left` known tokens the next row takes. behind: the running requests that came later."""
+        budget = draft.prefill_budget
+        if not self._may_split(request):
+            return left if left <= budget else 0
+        if budget and left > self.options.max_num_tokens // 2:
+            budget = max(budget - self._left_to_shorter(draft, left, behind), 0)
+        return min(left, budget, request.chunk_cap)
+
+    def _left_to_shorter(self, draft: _StepDraft, left: int, behind: Iterator[Request]) -> int:
+        """Tokens of the step that a long prompt, of which so many are left, leaves to much shorter ones behind it: else each of
+        them would wait until all of it is computed. At most half of the step's, so that it takes twice as long at most."""
+        shorter = 0
+        for other in chain(behind, islice(self.waiting, len(self._slots))):
+            tokens = len(other.tokens) - other.submitted
+            if 1 < tokens <= left // SHORTER:
+                shorter += tokens
+                if shorter >= draft.for_shorter:
+                    return draft.for_shorter
+        return shorter
 
     def _may_split(self, request: Request) -> bool:
         """Without chunked prefill a prompt stays whole; what a preempted request recomputes may be split all the same."""
@@ -400,12 +426,12 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     # ---- blocks and slots --------------------------------------------------------------------------------------------
 
-    def load(self) -> Load:
+    def load(self) -> SchedulerLoad:
         """What the requests that it has are to it."""
-        held = sum(len(request.tokens) + request.pending for request in self.running)
-        return Load(held, self._begun_tokens(), sum(len(request.tokens) for request in self.waiting))
+        running = sum(len(request.tokens) + request.pending for request in self.running)
+        return SchedulerLoad(running, self._begun_tokens(), sum(len(request.tokens) for request in self.waiting))
 
-    def load_with(self, request: Request, load: Load) -> int | None:
+    def load_with(self, request: Request, load: SchedulerLoad) -> int | None:
         """Tokens that this scheduler would have to hold and to compute if a request came now: those of its other requests (load),
         and those of the prompt that its prefix cache lacks. None if the request would have to wait for a slot, for blocks, or for a
         step that is not full."""
@@ -416,11 +442,12 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         blocks = self._blocks_for(load.queued) + len(self.waiting) + self._peak_new_blocks(request, hit)
         if busy and blocks + len(self.running) > self.pool.available:
             return None
-        return load.held + load.queued + len(request.tokens) - hit * self.options.block_size
+        return load.running + load.queued + len(request.tokens) - hit * self.options.block_size
 
     def _begun_tokens(self) -> int:
         """Tokens of the running requests that the next steps compute: what is left of their prompts, or one."""
-        return sum(max(len(request.tokens) + request.pending - request.submitted, 1) for request in self.running)
+        half = self.options.max_num_tokens // 2  # a long prompt leaves the other half to much shorter ones
+        return sum(min(max(len(r.tokens) + r.pending - r.submitted, 1), half) for r in self.running)
 
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self.options.block_size)
