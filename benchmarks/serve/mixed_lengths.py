@@ -54,7 +54,7 @@ def mixed(seed: int = 0) -> list[Arrival]:
     return sorted(short + long, key=lambda each: each.at)
 
 
-def measure(folder: Path, trace: Sequence[Arrival]) -> dict[str, dict[str, float]]:
+def measure(folder: Path, trace: Sequence[Arrival]) -> list[dict[str, Any]]:
     """Milliseconds to the first token of a server from these sources. Raises SystemExit where a request fails."""
     command = [
         sys.executable, "-m", "phalanx", "serve", "demo", "--device", "cpu", "--no_enable_prefix_caching",
@@ -71,10 +71,10 @@ def measure(folder: Path, trace: Sequence[Arrival]) -> dict[str, dict[str, float
         samples = asyncio.run(client.at(due, lengths))
     if failures := [sample.error for sample in samples if not sample.ok]:
         raise SystemExit(f"{len(failures)} of {len(samples)} requests failed, the first with: {failures[0]}")
-    times = {"short": [], "long": []}
+    times: dict[str, list[float]] = {"short": [], "long": []}
     for arrival, sample in zip(trace, samples, strict=True):
         times["long" if arrival.input_len == LONG else "short"].append(sample.arrivals[0] - sample.begin)
-    return {kind: percentiles(of_kind) for kind, of_kind in times.items()}
+    return [{"kind": kind, **percentiles(of_kind)} for kind, of_kind in times.items()]
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -85,8 +85,8 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {name: round(1e3 * value, 1) for name, value in figures.items()}
 
 
-def simulated(path: Path, requests: int, slower: float) -> dict[str, Any]:
-    """The trace's first requests, by both schedulers."""
+def simulated(path: Path, requests: int, slower: float) -> list[dict[str, Any]]:
+    """The trace's first requests, by both schedulers: ms to the first token of each kind, and of all to the last one."""
     trace = arrivals.of(str(path), isl=0, osl=0, requests=0)[:requests]
     trace = [Arrival(each.at * slower, each.input_len, each.output_len, each.content) for each in trace]
     machine, _ = subject.machine_for("H200")
@@ -94,13 +94,13 @@ def simulated(path: Path, requests: int, slower: float) -> dict[str, Any]:
     limits = SchedulerOptions(
         num_blocks=3_000_000 // 16, block_size=16, max_batch_size=256, max_num_tokens=8192, max_seq_len=131072
     )  # fmt: skip
-    figures: dict[str, Any] = {}
+    figures: list[dict[str, Any]] = []
     for name, scheduler_of in (("before", history.older_scheduler), ("after", simulate.engine_scheduler)):
         result = simulate.run(costs, limits, trace, scheduler_of=scheduler_of)
-        figures[name] = {"all, to the end": percentiles([each.e2e for each in result.served])}
+        figures.append({"tree": name, "kind": "all, to the last token", **percentiles([each.e2e for each in result.served])})
         for kind, (above, most) in KINDS.items():
             times = [each.ttft for each in result.served if above < each.input_len <= most]
-            figures[name][kind] = {"requests": len(times), **percentiles(times)}
+            figures.append({"tree": name, "kind": kind, "requests": len(times), **percentiles(times)})
     return figures
 
 
@@ -113,20 +113,21 @@ def main() -> int:
     parser.add_argument("--slower", type=float, default=4.5, help="times as slow as the trace")
     parser.add_argument("--record", action="store_true", help="keep the figures in benchmarks/results/serving")
     options = parser.parse_args()
+    figures: list[dict[str, Any]] = []
     settings = {"requests": options.requests, "slower": options.slower} if options.mooncake else {"rounds": options.rounds}
     if options.mooncake:
         name, figures = "mixed_lengths_mooncake", simulated(options.mooncake, options.requests, options.slower)
-        for tree, of_tree in figures.items():
-            print(tree, of_tree)
     else:
-        name, figures = "mixed_lengths_cpu", {}
+        name = "mixed_lengths_cpu"
         trees = [(tree, Path(folder)) for tree, _, folder in (each.partition("=") for each in options.tree)]
         for number in range(options.rounds):
             for tree, folder in trees if number % 2 == 0 else trees[::-1]:
-                figures.setdefault(tree, []).append(measure(folder, mixed()))
-                print(tree, figures[tree][-1], flush=True)
+                figures += [{"tree": tree, **row} for row in measure(folder, mixed())]
+                print(*figures[-2:], sep="\n", flush=True)
     if options.record:
-        print(harness.write(name, {"asked": settings, "ms_to_first_token": figures}, harness.RESULTS / "serving"))
+        print(harness.write(name, {"asked": settings, "figures": figures}, harness.RESULTS / "serving"))
+    elif options.mooncake:
+        print(*figures, sep="\n")
     return 0
 
 
