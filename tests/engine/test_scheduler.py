@@ -290,6 +290,19 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_before_it() -> None:
     ranks.finish()
 
 
+def test_a_prompt_whose_beginning_is_cached_is_as_long_as_the_rest() -> None:
+    ranks, history = Ranks(replace(ROOMY, max_num_tokens=128, max_seq_len=1000, num_blocks=512)), [7] * 300
+    ranks.add("first turn", history, max_tokens=1)
+    ranks.finish()
+    ranks.add("long", [1] * 700)
+    assert ranks.submit()
+    ranks.add("unknown", [8] * 310)
+    ranks.add("second turn", [*history, *[9] * 10])
+    assert ranks.submit()
+    assert counts(ranks.steps[-1], ranks) == {"long": 102, "unknown": 16, "second turn": 10}
+    ranks.finish()
+
+
 def test_a_long_prompt_keeps_half_of_its_steps() -> None:
     ranks = Ranks(replace(ROOMY, max_num_tokens=32))
     ranks.add("long", [1] * 150)

@@ -22,7 +22,8 @@ class Request:
     __slots__ = (  # noqa: RUF023  grouped by meaning
         "id", "params", "tokens", "prompt_length", "stop_ids", "eos_ids", "min_length", "seed", "limit", "matcher", "constrained",
         "steady", "submitted", "pending", "in_flight", "slot", "blocks", "shared", "sent", "first_live", "keys", "registered",
-        "chunk_cap", "cached_tokens", "was_admitted", "ended", "prompt_logprobs", "grammar_row", "grammar_seconds", "grammar_quick",
+        "chunk_cap", "to_compute", "cached_tokens", "was_admitted", "ended", "prompt_logprobs", "grammar_row", "grammar_seconds",
+        "grammar_quick",
     )  # fmt: skip
 
     def __init__(self, add: AddRequest, *, seed: int, limit: int, matcher: TokenMatcher | None) -> None:
@@ -49,6 +50,7 @@ class Request:
         self.keys: list[bytes] = []
         self.registered = 0  # how many of its full blocks have been offered to the prefix cache
         self.chunk_cap = 0
+        self.to_compute: int | None = None  # while it waits: of its tokens those that the prefix cache lacked when it was asked
         self.cached_tokens = 0
         self.was_admitted = False
         self.ended = False

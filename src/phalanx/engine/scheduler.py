@@ -55,7 +55,7 @@ running request waits for it. 48 completions of one prompt of 20,000 tokens took
 SHORTER = 4
 """How many times as long as another a prompt is that leaves it room in its steps."""
 
-FIRST_CHUNK = 64
+FIRST_CHUNK = 16
 """Tokens of a long prompt with which it is admitted where the step's others are left to shorter ones: they come behind it."""
 
 
@@ -67,6 +67,7 @@ class _StepDraft:
     decode_budget: int
     prefill_budget: int
     for_shorter: int = 0  # of prefill_budget: what a long prompt leaves to much shorter ones behind it, at most
+    hash_budget: int = ADMITTED_TOKENS  # tokens of waiting prompts that may be hashed, to ask for their prefix hits
     assignments: list[SlotAssignment] = field(default_factory=list)
     decode_rows: list[tuple[Request, StepRow]] = field(default_factory=list)
     prefill_rows: list[tuple[Request, StepRow]] = field(default_factory=list)
@@ -283,7 +284,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             if block >= 0:
                 self.pool.share(block)
         request.blocks, request.sent, request.registered, request.shared = hit, 0, len(hit), len(hit)
-        request.first_live = hit.count(-1)
+        request.first_live, request.to_compute = hit.count(-1), None
         request.submitted = len(hit) * self.options.block_size
         request.chunk_cap = max_chunk(len(request.tokens) - request.submitted, self.options.pipeline_stages)
         draft.assignments.append(request.assignment())
@@ -318,14 +319,26 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     def _left_to_shorter(self, draft: _StepDraft, left: int, behind: Iterator[Request]) -> int:
         """Tokens of the step that a long prompt, of which so many are left, leaves to much shorter ones behind it: else each of
         them would wait until all of it is computed. At most half of the step's, so that it takes twice as long at most."""
-        shorter = 0
+        shorter = first = 0
         for other in chain(behind, islice(self.waiting, len(self._slots))):
             tokens = len(other.tokens) - other.submitted
+            if tokens > left // SHORTER and other.slot < 0:
+                tokens = self._to_compute(draft, other)
             if 1 < tokens <= left // SHORTER:
-                shorter += tokens
+                shorter, first = shorter + first + tokens, 0
                 if shorter >= draft.for_shorter:
                     return draft.for_shorter
+            elif other.slot < 0:
+                first += FIRST_CHUNK
         return shorter
+
+    def _to_compute(self, draft: _StepDraft, request: Request) -> int:
+        """Of the tokens of a request that waits, those that the prefix cache lacked when it was asked, once; all of them where it
+        was not, since hashing them takes time."""
+        if request.to_compute is None and draft.hash_budget > 0 and self._may_hit(request):
+            draft.hash_budget -= len(request.tokens)
+            request.to_compute = len(request.tokens) - len(self._prefix_hit(request)) * self.options.block_size
+        return len(request.tokens) if request.to_compute is None else request.to_compute
 
     def _may_split(self, request: Request) -> bool:
         """Without chunked prefill a prompt stays whole; what a preempted request recomputes may be split all the same."""
