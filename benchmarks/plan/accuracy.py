@@ -4,7 +4,7 @@
 Decode rows by the cost model, throughput rows and served traces by the engine's own scheduler on it (traces are in no fit), KV
 tokens by plan/footprint. The residuals of models and layouts that were left out of the fit come from the coefficients' file.
 Exit status 1 where a gate is missed; the tests hold the same gates. `--write` keeps the throughput rows (plan_throughput.json):
-simulating them takes a minute, so that the tests hold the kept ones to the gates, and simulate one of ten again.
+simulating them takes a minute, so that the tests hold the kept ones to the gates, and simulate one of twenty again.
 """
 
 from __future__ import annotations
