@@ -51,7 +51,6 @@ ADMITTED_TOKENS = 2**14
 """Tokens of the prompts that one step admits, at least one, also those of the prefix cache: hashing them takes 5 ms, and every
 running request waits for it. 48 completions of one prompt of 20,000 tokens took 265 ms."""
 
-
 SHORTER = 4
 """How many times as long as another a prompt is that leaves it room in its steps."""
 
