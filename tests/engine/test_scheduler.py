@@ -320,6 +320,17 @@ def test_a_long_prompt_keeps_half_of_its_steps() -> None:
     ranks.finish()
 
 
+def test_a_long_prompt_leaves_nothing_to_those_without_blocks() -> None:
+    ranks = Ranks(replace(ROOMY, max_num_tokens=32, num_blocks=39, prefix_caching=False))
+    ranks.add("long", [1] * 150, max_tokens=5)
+    ranks.add("short", [2] * 10, max_tokens=5)
+    for _ in range(4):
+        assert ranks.submit()
+        assert counts(ranks.steps[-1], ranks) == {"long": 32}
+        ranks.process_result()
+    ranks.finish()
+
+
 def test_prompts_of_one_length_are_computed_one_after_the_other() -> None:
     ranks = Ranks(replace(ROOMY, max_num_tokens=32))
     for number in range(4):

@@ -67,6 +67,7 @@ class _StepDraft:
     prefill_budget: int
     for_shorter: int = 0  # of prefill_budget: what a long prompt leaves to much shorter ones behind it, at most
     hash_budget: int = ADMITTED_TOKENS  # tokens of waiting prompts that may be hashed, to ask for their prefix hits
+    arrivals: list[Request] | None = None  # that could be admitted when the step was begun; None: not asked yet
     assignments: list[SlotAssignment] = field(default_factory=list)
     decode_rows: list[tuple[Request, StepRow]] = field(default_factory=list)
     prefill_rows: list[tuple[Request, StepRow]] = field(default_factory=list)
@@ -318,8 +319,10 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     def _left_to_shorter(self, draft: _StepDraft, left: int, behind: Iterator[Request]) -> int:
         """Tokens of the step that a long prompt, of which so many are left, leaves to much shorter ones behind it: else each of
         them would wait until all of it is computed. At most half of the step's, so that it takes twice as long at most."""
+        if draft.arrivals is None:
+            draft.arrivals = self._arrivals()
         shorter = first = 0
-        for other in chain(behind, islice(self.waiting, len(self._slots))):
+        for other in chain(behind, (request for request in draft.arrivals if request.slot < 0)):
             tokens = len(other.tokens) - other.submitted
             if tokens > left // SHORTER and other.slot < 0:
                 tokens = self._to_compute(draft, other)
