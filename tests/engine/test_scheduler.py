@@ -260,6 +260,15 @@ def test_a_stage_that_loses_its_requests_gets_others() -> None:
     assert [len(step.batches[0].rows) for step in ranks.steps[-2:]] == [2, 2]
 
 
+def test_requests_that_end_together_take_no_further_steps() -> None:
+    """While a stage has the last tokens of half of them, the other half go to the first in one step."""
+    ranks = Ranks(replace(ROOMY, pipeline_stages=2, depth=2))
+    for number in range(8):
+        ranks.add(f"r{number}", [number], max_tokens=9)
+    ranks.finish()
+    assert [len(step.batches[0].rows) for step in ranks.steps] == [4] * 2 * 9
+
+
 def test_stages_share_one_long_prompt() -> None:
     options = replace(ROOMY, pipeline_stages=4, depth=4, max_num_tokens=4096, max_seq_len=4096, num_blocks=1024)
     ranks = Ranks(options)

@@ -167,10 +167,10 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         for request in self.running:
             pending = request.pending
             goal = len(request.tokens) + pending
-            if goal >= request.limit:
-                continue
             decode = goal - request.submitted == 1
             all_decodes += decode
+            if goal >= request.limit:
+                continue
             if pending and (pipelined or request.constrained):
                 continue
             eligible.append(request)
