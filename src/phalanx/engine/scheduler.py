@@ -163,18 +163,19 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         """The budgets of this step, and the running requests that can go on."""
         options = self.options
         pipelined = options.pipeline_stages > 1  # a request whose token is on its way through the stages waits for it
-        eligible, decodes, all_decodes = [], 0, 0
+        eligible, decodes, last, all_decodes = [], 0, 0, 0
         for request in self.running:
             pending = request.pending
             goal = len(request.tokens) + pending
-            decode = goal - request.submitted == 1
-            all_decodes += decode
             if goal >= request.limit:
                 continue
+            decode = goal - request.submitted == 1
+            all_decodes += decode
             if pending and (pipelined or request.constrained):
                 continue
             eligible.append(request)
             decodes += decode
+            last += decode and goal + 1 == request.limit
         rows = options.max_rows
         arrivals = self._arrivals() if pipelined or not options.chunked_prefill else []
         if pipelined:
@@ -182,7 +183,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             missing = max(1, options.pipeline_stages - len(self._in_flight))
             total = len(self.running) + len(arrivals)
             rows = max(1, min(rows, -(-(len(eligible) + len(arrivals)) // missing), -(-total // options.pipeline_stages)))
-            decodes = min(decodes, self._decode_share(all_decodes))
+            spread = all_decodes if self.waiting or decodes < len(eligible) else all_decodes - last
+            decodes = min(decodes, self._decode_share(spread) + all_decodes - spread)
         if options.chunked_prefill:
             decode_budget = min(decodes, rows, options.max_num_tokens)
             prefill_budget = options.max_num_tokens - decode_budget
@@ -193,8 +195,9 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         return _StepDraft(rows, options.max_num_tokens - first_tokens, first_tokens), eligible
 
     def _decode_share(self, decodes: int) -> int:
-        """How many of all decodes one step of a pipeline may hold. A step full of them takes no prompt, and while it is in flight
-        the steps with prompts, which take much longer, pass the stages one after the other."""
+        """How many of so many decodes one step of a pipeline may hold. A step full of them takes no prompt, and while it is in
+        flight the steps with prompts, which take much longer, pass the stages one after the other. Where no prompt waits, last
+        tokens are not spread: those of requests that end together would only take further steps."""
         return -(-decodes // self.options.pipeline_stages)
 
     def _arrivals(self) -> list[Request]:
