@@ -183,6 +183,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             missing = max(1, options.pipeline_stages - len(self._in_flight))
             total = len(self.running) + len(arrivals)
             rows = max(1, min(rows, -(-(len(eligible) + len(arrivals)) // missing), -(-total // options.pipeline_stages)))
+            # Where no prompt waits, to spread last tokens would only take further steps: requests may end together.
             spread = all_decodes if self.waiting or decodes < len(eligible) else all_decodes - last
             decodes = min(decodes, self._decode_share(spread) + all_decodes - spread)
         if options.chunked_prefill:
@@ -195,9 +196,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         return _StepDraft(rows, options.max_num_tokens - first_tokens, first_tokens), eligible
 
     def _decode_share(self, decodes: int) -> int:
-        """How many of so many decodes one step of a pipeline may hold. A step full of them takes no prompt, and while it is in
-        flight the steps with prompts, which take much longer, pass the stages one after the other. Where no prompt waits, last
-        tokens are not spread: those of requests that end together would only take further steps."""
+        """How many of these decodes one step of a pipeline may hold. A step full of them takes no prompt, and while it is in flight
+        the steps with prompts, which take much longer, pass the stages one after the other."""
         return -(-decodes // self.options.pipeline_stages)
 
     def _arrivals(self) -> list[Request]:
