@@ -99,8 +99,8 @@ SLOW_FILES = (
     "acceptance/test_tokens_gpt_oss.py", "health/test_failed_start.py", "kernels/ops/test_silu_and_mul.py",
     "serve/test_app_surroundings.py", "serve/structured_output/test_compiler.py", "bench/prediction/test_calibrate.py",
     "acceptance/test_two_hosts.py", "serve/test_allocator.py", "serve/test_app_reasoning.py", "tune/test_runner.py",
-    "worker/test_worker.py", "tune/test_html_report.py", "acceptance/test_documents.py", "kernels/gemm/test_gemv_fused.py",
-    "serve/test_app_overload.py", "executor/test_node.py", "acceptance/test_hostile_host.py",
+    "worker/test_worker.py", "worker/test_token_return.py", "tune/test_html_report.py", "acceptance/test_documents.py",
+    "kernels/gemm/test_gemv_fused.py", "serve/test_app_overload.py", "executor/test_node.py", "acceptance/test_hostile_host.py",
 )  # fmt: skip
 """The longest files, the longest first: a file runs on one worker, and one that began last would leave the others idle."""
 BACKGROUND = (

@@ -39,7 +39,7 @@ else:
     while not (folder / "address").exists():
         time.sleep(0.01)
     store = connect((folder / "address").read_text(), 4, timeout=60)
-groups = form(rank, 4, Layout(pp=2, tp=2), store, torch.device("cpu"), timeout=60)
+groups = form(rank, 4, Layout(pp=2, tp=2), store, torch.device("cpu"), timeout=60, returns_tokens=True)
 world, tp, pp = groups.world, groups.tp, groups.pp
 
 def mine(*shape, dtype=torch.float32):
@@ -71,6 +71,10 @@ if pp.rank == 0:
 else:
     time.sleep(0.3)
     out["received"] = torch.stack([pp.receive(torch.empty(3, 2), 0) for _ in range(config["sends"])])
+if groups.ends.rank == 1:
+    groups.ends.send(torch.tensor([rank]), 0)
+else:
+    out["returned"] = groups.ends.receive(torch.zeros(1, dtype=torch.int64), 1)
 world.barrier()
 torch.save(out, folder / f"out{rank}.part")
 (folder / f"out{rank}.part").rename(folder / f"out{rank}")
@@ -158,6 +162,10 @@ def test_a_sender_runs_ahead_and_may_rewrite_what_it_sent(results: list[dict[str
     for rank in (2, 3):
         numbers = torch.arange(2.0 * SENDS_IN_FLIGHT) + 10 * (rank - 2)
         assert torch.equal(results[rank]["received"], numbers[:, None, None].expand(-1, 3, 2))
+
+
+def test_the_last_stage_sends_to_the_first_of_its_own_slice(results: list[dict[str, torch.Tensor]]) -> None:
+    assert [results[rank]["returned"].tolist() for rank in (0, 1)] == [[2], [3]]
 
 
 def test_a_world_of_one_is_solo() -> None:

@@ -90,6 +90,25 @@ def test_a_step_that_breaks_a_rule_is_refused(name: str) -> None:
         checker.run(BAD[name])
 
 
+@pytest.mark.parametrize(("lag", "number", "allowed"), [(1, 2, True), (3, 3, False), (3, 4, True), (None, 4, False)])
+def test_a_token_is_taken_from_the_slot_when_the_first_stage_has_it(lag: int | None, number: int, allowed: bool) -> None:
+    checker = StepChecker(**SIZES, token_lag=lag)
+    checker.run(FIRST)
+    for later in range(2, number):
+        checker.run(step(later))
+    taking = step(number, StepRow(0, 6, 1, [], [], True))
+    if allowed:
+        checker.run(taking)
+    else:
+        with pytest.raises(StepDiverged, match=f"takes the token of step 1, and may do so {lag} steps later"):
+            checker.run(taking)
+
+
+def test_with_stages_that_return_tokens_one_more_step_is_in_flight() -> None:
+    depths = [FakeExecutor.of(**SIZES, pipeline_stages=stages, returns_tokens=True).depth for stages in (1, 2, 4)]
+    assert depths == [2, 3, 5]
+
+
 def test_a_hit_in_the_right_block_is_taken() -> None:
     checker = StepChecker(**SIZES)
     checker.run(FIRST)
@@ -136,7 +155,7 @@ def test_stages_overlap() -> None:
     assert (executor.depth, len(executor.start()[0])) == (4, 4)
     begin = time.monotonic()
     executor.submit(FIRST)
-    executor.submit(step(2, StepRow(0, 6, 1, [], [], True)))
+    executor.submit(step(2, prompt_row(1, (2, 3)), admitted=(admission(1),)))
     assert executor.collect() == []
     numbers: list[int] = []
     while len(numbers) < 2:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from phalanx.config import SamplingParams, StructuredOutputParams
 from phalanx.engine import scheduler as scheduler_module
 from phalanx.engine.fake import StepChecker, fake_tokens
+from phalanx.engine.limits import depth_of
 from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, RowResult, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import CapacityError, EngineError, PromptTooLong, RequestError, StepDiverged
@@ -33,6 +35,7 @@ class Ranks:
         self.checker = StepChecker(
             vocab_size=VOCAB, num_blocks=options.num_blocks, block_size=options.block_size, max_batch_size=options.max_batch_size,
             max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=options.window,
+            token_lag=options.token_lag,
         )  # fmt: skip
         self.results: deque[StepResult] = deque()
         self.steps: list[Step] = []
@@ -101,7 +104,7 @@ def alone(add: AddRequest, options: SchedulerOptions, seed: int) -> tuple[list[i
 def schedulers(draw: st.DrawFn) -> SchedulerOptions:
     """Pools that hold one to three requests of full length, so that sharing and preemption are common. Drawn evenly: hypothesis
     likes small numbers, and in small schedulers nothing happens."""
-    stages = draw(st.sampled_from([1, 1, 2, 4]))
+    stages, returns = draw(st.sampled_from([(1, False), (1, False), (2, False), (4, False), (2, True), (3, True), (4, True)]))
     chunked = draw(st.sampled_from([True, True, False]))
     max_seq_len = draw(st.sampled_from(range(12, 61)))
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
@@ -111,8 +114,9 @@ def schedulers(draw: st.DrawFn) -> SchedulerOptions:
         max_batch_size=draw(st.sampled_from(range(1, 9))),
         max_num_tokens=draw(st.sampled_from([1, 3, 7, 8, 20, 40])) if chunked else max_seq_len,
         max_seq_len=max_seq_len,
-        depth=max(stages, 2),
+        depth=depth_of(stages, returns_tokens=returns),
         pipeline_stages=stages,
+        returns_tokens=returns,
         window=draw(st.sampled_from([None, None, 1, 5, 16])),
         prefix_caching=draw(st.sampled_from([True, True, False])),
         chunked_prefill=chunked,
@@ -196,6 +200,69 @@ def test_as_many_steps_are_in_flight_as_there_are_stages(stages: int) -> None:
     ranks.finish()
 
 
+def returning(stages: int, options: SchedulerOptions = ROOMY) -> SchedulerOptions:
+    """Stages of which the last returns tokens to the first."""
+    return replace(options, pipeline_stages=stages, returns_tokens=True, depth=depth_of(stages, returns_tokens=True))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("requests", [1, 2, 5, 9])
+def test_requests_go_on_before_their_tokens_are_known_where_the_last_stage_returns_them(stages: int, requests: int) -> None:
+    """A step is queued behind those that the stages run: of the requests of the step that the last stage runs."""
+    ranks = Ranks(returning(stages))
+    for number in range(requests):
+        ranks.add(f"r{number}", [number], max_tokens=60)
+    for _ in range(40):
+        ranks.fill()
+        assert max(request.pending for request in ranks.scheduler.running) == (2 if requests >= stages else 1)
+        if requests >= stages:
+            assert ranks.scheduler.steps_in_flight == stages + 1
+            assert all(not row.tokens for step in ranks.steps[2 * stages :] for row in step.batches[0].rows)
+        else:  # each step needs tokens of one that is not old enough
+            assert ranks.scheduler.steps_in_flight <= requests
+        ranks.process_result()
+    shares = [{row.slot for row in step.batches[0].rows} for step in ranks.steps]
+    if requests >= stages:
+        assert all(one == other for one, other in pairwise(shares[stages::stages]))
+        assert sum(map(len, shares[-stages:])) == requests
+    ranks.finish()
+    assert {len(ranks.tokens(f"r{number}")) for number in range(requests)} == {60}
+
+
+def test_a_token_of_a_grammar_is_awaited_where_others_are_not() -> None:
+    ranks = Ranks(returning(2))
+    for number in range(4):
+        ranks.add(f"r{number}", [number], max_tokens=40)
+    ranks.scheduler.add(AddRequest("even", [7], SamplingParams(
+        max_tokens=40, structured_output=StructuredOutputParams(regex="x", compiled="40")
+    )))  # fmt: skip
+    constrained = next(request for request in ranks.scheduler.waiting if request.constrained)
+    ahead = 0
+    for _ in range(30):
+        ranks.fill()
+        assert constrained.pending <= 1
+        rows = ranks.steps[-1].batches[0].rows
+        assert all(row.tokens for row in rows if row.slot == constrained.slot)
+        ahead += sum(not row.tokens for row in rows)
+        ranks.process_result()
+    assert ahead > 30
+    ranks.finish()
+
+
+def test_a_row_behind_a_stop_token_is_dropped() -> None:
+    """The next step of the request is in flight when its token turns out to be its last."""
+    ranks = Ranks(returning(2))
+    for number in range(4):
+        tokens = fake_tokens([number], SamplingParams(temperature=0), seed=0, vocab_size=VOCAB, count=12)
+        ranks.add(f"r{number}", [number], stop=[tokens[10]], temperature=0, max_tokens=60)
+    ranks.finish()
+    rows = sum(len(step.batches[0].rows) for step in ranks.steps)
+    generated = sum(len(ranks.tokens(f"r{number}")) for number in range(4))
+    assert {ranks.updates[f"r{number}"][-1].finish_reason for number in range(4)} == {"stop"}
+    assert generated < rows <= generated + 4
+    assert ranks.scheduler.pool.referenced == 0
+
+
 def test_stages_get_even_shares_of_the_decodes() -> None:
     ranks = Ranks(replace(ROOMY, pipeline_stages=4, depth=4))
     for number in range(13):
@@ -206,14 +273,15 @@ def test_stages_get_even_shares_of_the_decodes() -> None:
     assert sorted(len(step.batches[0].rows) for step in ranks.steps[-4:]) == [3, 3, 3, 4]
 
 
+@pytest.mark.parametrize("returns", [False, True])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_no_step_is_full_of_decodes_while_prompts_wait(stages: int) -> None:
+def test_no_step_is_full_of_decodes_while_prompts_wait(stages: int, returns: bool) -> None:
     """Else the steps with prompts pass the stages one after the other: the short step is done long before they are. Each prompt
     here is split among the stages, so that all of them would end in the steps of one stage."""
     options = replace(
         ROOMY, pipeline_stages=stages, depth=stages, max_batch_size=32, max_num_tokens=1024, max_seq_len=2048, num_blocks=16384
     )  # fmt: skip
-    ranks = Ranks(options)
+    ranks = Ranks(returning(stages, options) if returns else options)
     for number in range(32):
         ranks.add(f"r{number}", [number % VOCAB] * (256 * stages), max_tokens=40)
     decodes: list[int] = []

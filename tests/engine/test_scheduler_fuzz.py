@@ -20,6 +20,7 @@ from phalanx.config import SamplingParams, StructuredOutputParams
 from phalanx.engine.dp_scheduler import DpScheduler
 from phalanx.engine.fake import FakeExecutor
 from phalanx.engine.grammar_threads import GrammarCall, InlineGrammarCalls
+from phalanx.engine.limits import depth_of
 from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import CapacityError, PromptTooLong
@@ -81,7 +82,7 @@ class Simulation:
         self._ranks = FakeExecutor.of(
             vocab_size=VOCAB, num_blocks=options.num_blocks, block_size=options.block_size, max_batch_size=options.max_batch_size,
             max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=options.window, thorough=True,
-            indices=indices,
+            indices=indices, pipeline_stages=options.pipeline_stages, returns_tokens=options.returns_tokens,
         )  # fmt: skip
 
     def submit(self) -> bool:
@@ -115,12 +116,14 @@ class Simulation:
 
 
 def draw_options(chance: random.Random) -> SchedulerOptions:
-    stages, chunked = chance.choice([1, 1, 2, 4]), chance.random() < 0.7
+    stages, chunked = chance.choice([1, 1, 2, 3, 4]), chance.random() < 0.7
+    returns = stages > 1 and chance.random() < 0.6
     max_seq_len, block_size = chance.randrange(12, 61), chance.choice([1, 2, 4, 8])
     return SchedulerOptions(
         num_blocks=chance.randrange(4, 110) * max_seq_len // (60 * block_size) + 2, block_size=block_size,
         max_batch_size=chance.randrange(1, 9), max_num_tokens=chance.choice([1, 3, 7, 8, 20, 40]) if chunked else max_seq_len,
-        max_seq_len=max_seq_len, depth=max(stages, 2), pipeline_stages=stages, window=chance.choice([None, None, 1, 5, 16]),
+        max_seq_len=max_seq_len, depth=depth_of(stages, returns_tokens=returns), pipeline_stages=stages,
+        returns_tokens=returns, window=chance.choice([None, None, 1, 5, 16]),
         prefix_caching=chance.random() < 0.7, chunked_prefill=chunked, vocab_size=VOCAB,
     )  # fmt: skip
 

@@ -48,6 +48,19 @@ class Pipe:
         return x.copy_(self._lane.popleft())
 
 
+class Stage:
+    """One of several stages in one process: what each sends the next receives."""
+
+    def __init__(self, rank: int, lanes: Sequence[deque[Tensor]]) -> None:
+        self.rank, self.size, self._lanes = rank, len(lanes), lanes
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._lanes[to].append(x.clone())
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        return x.copy_(self._lanes[source + 1].popleft())
+
+
 CPU = torch.device("cpu")
 
 
@@ -115,7 +128,7 @@ class Late:
 def make_runner(
     folder: Path, capturer: GraphCapturer | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
     attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128, tokens: int = 0,
-    dp: Group | None = None,
+    dp: Group | None = None, ends: Any = None,
 ) -> ModelRunner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
     model = registry.build(
@@ -126,7 +139,7 @@ def make_runner(
     runner = ModelRunner(
         model, caches, attention(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
         max_batch_size=SLOTS, max_seq_len=longest, block_size=BLOCK, dtype=torch.float32, device=CPU, capturer=capturer,
-        max_num_tokens=tokens,
+        max_num_tokens=tokens, ends=ends,
     )  # fmt: skip
     list(runner.capture())
     return runner

@@ -16,22 +16,9 @@ from phalanx.worker.graph_buffers import graph_sizes
 from phalanx.worker.model_runner import ModelRunner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import BLOCK, GREEDY
-from tests.support.worker_graphs import BLOCKS, SLOTS, TOKENS, Counting, alike, put_references, requests, serve, step_runner
+from tests.support.worker_graphs import BLOCKS, SLOTS, TOKENS, Counting, Stage, alike, put_references, requests, serve, step_runner
 
 LAYERS = 3
-
-
-class Stage:
-    """One of several stages in one process: what each sends the next receives."""
-
-    def __init__(self, rank: int, lanes: Sequence[deque[Tensor]]) -> None:
-        self.rank, self.size, self._lanes = rank, len(lanes), lanes
-
-    def send(self, x: Tensor, to: int) -> None:
-        self._lanes[to].append(x.clone())
-
-    def receive(self, x: Tensor, source: int) -> Tensor:
-        return x.copy_(self._lanes[source + 1].popleft())
 
 
 @pytest.fixture(scope="module")

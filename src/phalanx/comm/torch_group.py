@@ -38,12 +38,14 @@ _LOST_PEER = re.compile(
 @dataclass(frozen=True)
 class Groups:
     """A rank's groups. `tp`: the ranks that split its layers; `pp`: the pipeline stages in order; `world`: all ranks; `dp`: the
-    ranks with the same slices for other requests, which hold other experts."""
+    ranks with the same slices for other requests, which hold other experts; `ends`: the first and the last stage of `pp`, where
+    tokens return from the last to the first (a group of its own: over NCCL, sends of one group wait for each other)."""
 
     tp: Group
     pp: Group
     world: Group
     dp: Group = field(default_factory=Solo)
+    ends: Group = field(default_factory=Solo)
 
 
 class TorchGroup:
@@ -199,11 +201,13 @@ def form(
     *,
     peer: str = "127.0.0.1",
     timeout: float = 300,
+    returns_tokens: bool = False,
 ) -> Groups:
     """Form this rank's groups; collective over all ranks, and once per process. A group of one is `Solo`.
 
     `store`: an open store, or "host:port", where rank 0 listens. `peer`: the address of host 0; gloo uses the interface from
-    which it is reached (NCCL finds its own). `timeout`: the limit of one collective in seconds.
+    which it is reached (NCCL finds its own). `timeout`: the limit of one collective in seconds. `returns_tokens`: form
+    `Groups.ends`, too.
     """
     if world != layout.world:
         raise LayoutError(f"{world} ranks do not fit the layout", held=f"{layout} has {layout.world} ranks")
@@ -240,12 +244,34 @@ def form(
     tp = axis(sorted({tuple(layout.tp_group(r)) for r in range(world)}))
     pp = axis(sorted({tuple(layout.pp_group(r)) for r in range(world)}))
     dp = axis(sorted({tuple(layout.dp_group(r)) for r in range(world)}))
-    groups = Groups(tp, pp, TorchGroup(all_ranks, device), dp)
-    for group in (groups.world, groups.tp, groups.pp, groups.dp):
+    ends = _form_ends(rank, layout, backend, device, limit) if returns_tokens else Solo()
+    groups = Groups(tp, pp, TorchGroup(all_ranks, device), dp, ends)
+    for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.ends):
         group.barrier()  # connects now, so that a failure is one of the start
     if backend == "gloo":  # NCCL connects more channels later
         refuse_connections(listening() - before)
     return groups
+
+
+def _form_ends(rank: int, layout: Layout, backend: str, device: torch.device, limit: timedelta) -> Group:
+    """The group of this rank's first and last stage, `Solo` on stages between; collective over all ranks. Its NCCL stream has a
+    high priority: else its kernels would wait until those of a step leave them a multiprocessor."""
+    own: Group = Solo()
+    for ranks in sorted({(stages[0], stages[-1]) for stages in map(layout.pp_group, range(layout.world))}):
+        options = None
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = limit  # as new_group sets it: it warns of another one
+        process_group = dist.new_group(list(ranks), backend=backend, timeout=limit, pg_options=options)
+        if rank in ranks:
+            own = TorchGroup(process_group, device)
+    # NCCL connects two ranks at their first send: the host waits for the other one's then.
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    if own.size > 1 and own.rank == 1:
+        own.send(token, 0)
+    elif own.size > 1:
+        own.receive(token, 1)
+    return own
 
 
 def _bind_gloo(peer: str) -> None:

@@ -32,7 +32,12 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """Steps that may be in flight at once: max(pipeline stages, 2)."""
+        """Steps that may be in flight at once: see `limits.depth_of`."""
+
+    @property
+    def returns_tokens(self) -> bool:
+        """With pipeline stages: whether the last stage returns the tokens that it samples to the first on the device, so that a
+        request goes on before the engine knows its token."""
 
     def start(self) -> tuple[list[RankFacts], int]:
         """Start the ranks. Returns what each rank reports, and the number of KV blocks (the smallest of what the ranks have memory

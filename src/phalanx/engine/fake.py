@@ -23,6 +23,7 @@ from typing import Any
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.limits import depth_of, token_lag
 from phalanx.engine.messages import RankFacts, RankStats, RowResult, SlotAssignment, Step, StepResult, StepRow, TokenLogprobs
 from phalanx.errors import StepDiverged
 
@@ -74,7 +75,7 @@ class _Slot:
     tokens: list[int]
     cells: list[int] = field(default_factory=list)
     computed: int = 0
-    sampled: bool = False
+    sampled_in: int | None = None  # the last step that sampled into it
     begun: bool = False
     table: list[int] = field(default_factory=list)
     first_live: int = 0
@@ -94,13 +95,14 @@ class StepChecker:
     """Applies steps to a model of what ranks keep, and raises StepDiverged at the first step that breaks a rule of messages.Step.
 
     Sizes as in SchedulerOptions. `run` returns the result that the ranks would give. `thorough` checks every position that a row
-    looks back to, otherwise the last one only.
+    looks back to, otherwise the last one only. token_lag: as in SchedulerOptions.
     """
 
     def __init__(
         self, *, vocab_size: int, num_blocks: int, block_size: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int,
-        window: int | None = None, thorough: bool = True,
+        window: int | None = None, thorough: bool = True, token_lag: int | None = 1,
     ) -> None:  # fmt: skip
+        self._token_lag = token_lag
         self._reach = (window or max_seq_len) if thorough else 2
         self.vocab_size, self.block_size, self.window = vocab_size, block_size, window
         self.max_batch_size, self.max_num_tokens, self.max_seq_len = max_batch_size, max_num_tokens, max_seq_len
@@ -179,8 +181,11 @@ class StepChecker:
         if row.tokens:
             self._require(row.tokens == state.tokens[row.start : row.start + row.count], f"slot {row.slot} has other tokens")
         else:
-            known = state.sampled and row.count == 1 and row.start == len(state.tokens) - 1
+            sampled, lag = state.sampled_in, self._token_lag
+            known = sampled is not None and row.count == 1 and row.start == len(state.tokens) - 1
             self._require(known, f"slot {row.slot} has no tokens, and none was sampled into it")
+            in_time = sampled is not None and lag is not None and self._number - sampled >= lag
+            self._require(in_time, f"slot {row.slot} takes the token of step {sampled}, and may do so {lag} steps later")
 
     def _extend_table(self, row: StepRow, state: _Slot) -> None:
         live = 0 if self.window is None else max(0, row.start - self.window) // self.block_size
@@ -215,7 +220,7 @@ class StepChecker:
         token = _choose(state.cells[-1], params, assignment.seed, self.vocab_size, forbidden, row.mask)
         state.cells.append(_extend(state.cells[-1], token))
         state.tokens.append(token)
-        state.sampled = True
+        state.sampled_in = self._number
         result.token = token
         if params.logprobs is not None:
             result.logprobs = self._logprobs(token, state)
@@ -245,9 +250,10 @@ class FakeExecutor:
     """
 
     def __init__(
-        self, *checkers: StepChecker, num_blocks: int, pipeline_stages: int = 1, latency: float = 0.0
+        self, *checkers: StepChecker, num_blocks: int, pipeline_stages: int = 1, latency: float = 0.0, returns_tokens: bool = False
     ) -> None:  # fmt: skip
-        self.depth = max(pipeline_stages, 2)
+        self.returns_tokens = returns_tokens
+        self.depth = depth_of(pipeline_stages, returns_tokens=returns_tokens)
         self.checkers = checkers
         self._num_blocks, self._stages, self._latency = num_blocks, pipeline_stages, latency
         self._due: deque[tuple[float, StepResult]] = deque()  # by time.monotonic()
@@ -261,7 +267,7 @@ class FakeExecutor:
 
     @classmethod
     def from_options(cls, options: EngineOptions, shape: ModelShape, settings: dict[str, Any]) -> FakeExecutor:
-        """settings: "num_blocks" and "latency", both optional."""
+        """settings: "num_blocks", "latency" and "returns_tokens", all optional."""
         assert options.max_seq_len is not None
         assert options.max_num_tokens is not None
         blocks = settings.get("num_blocks", 512 + 8 * options.max_seq_len // options.kv_block_size)
@@ -270,24 +276,27 @@ class FakeExecutor:
             max_batch_size=options.index_batch_size, max_num_tokens=options.index_num_tokens or options.max_num_tokens,
             max_seq_len=options.max_seq_len, window=shape.window,
             pipeline_stages=options.pipeline_parallel_size, latency=settings.get("latency", 0.0),
-            indices=options.expert_parallel_size,
+            indices=options.expert_parallel_size, returns_tokens=settings.get("returns_tokens", False),
         )  # fmt: skip
 
     @classmethod
     def of(
         cls, *, vocab_size: int, num_blocks: int = 512, block_size: int = 16, max_batch_size: int = 256, max_num_tokens: int = 2048,
         max_seq_len: int = 4096, window: int | None = None, pipeline_stages: int = 1, latency: float = 0.0, thorough: bool = False,
-        indices: int = 1,
+        indices: int = 1, returns_tokens: bool = False,
     ) -> FakeExecutor:  # fmt: skip
         """From sizes alone, of each of `indices` dp indices."""
         checkers = [
             StepChecker(
                 vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, max_batch_size=max_batch_size,
                 max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, window=window, thorough=thorough,
+                token_lag=token_lag(pipeline_stages, returns_tokens=returns_tokens),
             )
             for _ in range(indices)
         ]  # fmt: skip
-        return cls(*checkers, num_blocks=num_blocks, pipeline_stages=pipeline_stages, latency=latency)
+        return cls(
+            *checkers, num_blocks=num_blocks, pipeline_stages=pipeline_stages, latency=latency, returns_tokens=returns_tokens
+        )
 
     def start(self) -> tuple[list[RankFacts], int]:
         facts = [

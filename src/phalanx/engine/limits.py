@@ -15,9 +15,9 @@ class SchedulerOptions:
 
     num_blocks, block_size: the KV pool, in blocks and tokens per block. max_batch_size: requests that run at once.
     max_num_tokens: tokens of one step. max_seq_len: prompt and output of one request. depth: steps in flight. window: tokens that
-    every layer looks back over, None for all. vocab_size: token ids at or above it are rejected; None takes any. seed: seeds the
-    requests that bring no seed, in the order in which they come. length_hint: what would raise max_seq_len, for the error
-    of a longer prompt; empty where nothing does, since the model ends there.
+    every layer looks back over, None for all. returns_tokens: see `Executor`. vocab_size: token ids at or above it are rejected;
+    None takes any. seed: seeds the requests that bring no seed, in the order in which they come. length_hint: what would raise
+    max_seq_len, for the error of a longer prompt; empty where nothing does, since the model ends there.
     """
 
     num_blocks: int
@@ -27,6 +27,7 @@ class SchedulerOptions:
     max_seq_len: int
     depth: int = 2
     pipeline_stages: int = 1
+    returns_tokens: bool = False
     window: int | None = None
     prefix_caching: bool = True
     chunked_prefill: bool = True
@@ -38,6 +39,23 @@ class SchedulerOptions:
     def max_rows(self) -> int:
         """Rows of one step, at most."""
         return max_rows_per_step(self.max_batch_size, self.pipeline_stages)
+
+    @property
+    def token_lag(self) -> int | None:
+        """How many steps behind the row that samples a token the next row of its request is, at least, while the engine does not
+        know the token; None: the request waits until it does."""
+        return token_lag(self.pipeline_stages, returns_tokens=self.returns_tokens)
+
+
+def token_lag(stages: int, *, returns_tokens: bool) -> int | None:
+    """See `SchedulerOptions.token_lag`. As many steps as there are stages: the last stage samples step n before it begins step n +
+    1, and the first stage is at step n + stages then."""
+    return stages if stages == 1 or returns_tokens else None
+
+
+def depth_of(stages: int, *, returns_tokens: bool) -> int:
+    """Steps in flight: one for each stage, and one that is queued where its tokens need not be known."""
+    return max(stages, 2) if token_lag(stages, returns_tokens=returns_tokens) is None else stages + 1
 
 
 def length_limit(add: AddRequest, options: SchedulerOptions) -> int:

@@ -166,8 +166,9 @@ def start(config: dict[str, Any]) -> EngineCore:
     limits = SchedulerOptions(
         num_blocks=num_blocks, block_size=options.kv_block_size, max_batch_size=options.index_batch_size,
         max_num_tokens=_resolved(options.index_num_tokens), max_seq_len=max_seq_len, depth=executor.depth,
-        pipeline_stages=options.pipeline_parallel_size, window=shape.window, prefix_caching=options.enable_prefix_caching,
-        chunked_prefill=options.enable_chunked_prefill, vocab_size=shape.vocab_size, seed=options.seed, length_hint=length_hint,
+        pipeline_stages=options.pipeline_parallel_size, returns_tokens=executor.returns_tokens, window=shape.window,
+        prefix_caching=options.enable_prefix_caching, chunked_prefill=options.enable_chunked_prefill,
+        vocab_size=shape.vocab_size, seed=options.seed, length_hint=length_hint,
     )  # fmt: skip
     indices, grammar_calls = options.expert_parallel_size, GrammarThreads()
     scheduler: StepScheduler[Any]

@@ -12,8 +12,9 @@ class Request:
     """One completion of one prompt.
 
     Its tokens are counted in three numbers. `tokens` are those whose ids the engine knows: the prompt and the output so far.
-    `pending` more are sampled by steps in flight and known to the device only. `submitted` positions, counted from 0, have been
-    put into steps since the last admission, so the next row starts there. A row that reaches len(tokens) + pending samples.
+    `pending` more are sampled by steps in flight, the last of them by step `sampled_in`, and known to the device only. `submitted`
+    positions, counted from 0, have been put into steps since the last admission, so the next row starts there. A row that reaches
+    len(tokens) + pending samples.
 
     `limit` is the length, prompt included, at which the request ends with "length". `slot` is -1 while it waits. `blocks` holds a
     KV block per block_size positions, -1 where a block left the sliding window; those from `first_live` on are referenced.
@@ -21,9 +22,9 @@ class Request:
 
     __slots__ = (  # noqa: RUF023  grouped by meaning
         "id", "params", "tokens", "prompt_length", "stop_ids", "eos_ids", "min_length", "seed", "limit", "matcher", "constrained",
-        "steady", "submitted", "pending", "in_flight", "slot", "blocks", "shared", "sent", "first_live", "keys", "registered",
-        "chunk_cap", "to_compute", "cached_tokens", "was_admitted", "ended", "prompt_logprobs", "grammar_row", "grammar_seconds",
-        "grammar_quick",
+        "steady", "submitted", "pending", "sampled_in", "in_flight", "slot", "blocks", "shared", "sent", "first_live", "keys",
+        "registered", "chunk_cap", "to_compute", "cached_tokens", "was_admitted", "ended", "prompt_logprobs", "grammar_row",
+        "grammar_seconds", "grammar_quick",
     )  # fmt: skip
 
     def __init__(self, add: AddRequest, *, seed: int, limit: int, matcher: TokenMatcher | None) -> None:
@@ -41,6 +42,7 @@ class Request:
         self.steady = not (add.stop_token_ids or add.params.stops or self.constrained)  # only its limit ends it
         self.submitted = 0
         self.pending = 0
+        self.sampled_in = 0
         self.in_flight = 0  # rows in steps whose results have not been processed
         self.slot = -1
         self.blocks: list[int] = []

@@ -162,7 +162,9 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     def _draft(self) -> tuple[_StepDraft, list[Request]]:
         """The budgets of this step, and the running requests that can go on."""
         options = self.options
-        pipelined = options.pipeline_stages > 1  # a request whose token is on its way through the stages waits for it
+        pipelined = options.pipeline_stages > 1
+        # Of a token that is not known, the step that samples it: this one at the latest. None: a request waits for its token.
+        latest = None if options.token_lag is None else self.counters.steps + 1 - options.token_lag
         eligible, decodes, last, all_decodes = [], 0, 0, 0
         for request in self.running:
             pending = request.pending
@@ -171,7 +173,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
                 continue
             decode = goal - request.submitted == 1
             all_decodes += decode
-            if pending and (pipelined or request.constrained):
+            if pending and (latest is None or request.sampled_in > latest or request.constrained):
                 continue
             eligible.append(request)
             decodes += decode
@@ -363,11 +365,13 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         draft.reserved_blocks += self._blocks_for(len(request.tokens)) - len(request.blocks)
 
     def _close(self, draft: _StepDraft, rows: list[tuple[Request, StepRow]]) -> Step:
-        for request, _ in rows:
+        self.counters.steps += 1
+        for request, row in rows:
             request.in_flight += 1
+            if row.samples:
+                request.sampled_in = self.counters.steps
         for request, _ in draft.prefill_rows:
             self._register_blocks(request)  # not earlier: a row must not share what another row of its own step computes
-        self.counters.steps += 1
         step = Step(self.counters.steps, [StepBatch(self._released, draft.assignments, [row for _, row in rows])])
         self._in_flight.append((step.number, rows))
         self._released = []

@@ -100,10 +100,11 @@ class Launcher(Protocol):
         Each process executes `WORKER` by `comm.launch.start`, and gets `config` with these added: "rank", "node", "device_index",
         "local_ranks" (how many ranks share its host), and may have "free_cores" (cores that no other program uses). config holds
         "options" (of EngineOptions), "engine" (the zmq address to which ranks connect), "peer" (the address by which other hosts
-        reach the host of rank 0: collectives use the interface that leads there) and "cluster_token" (what authenticates the
-        connections to "engine"; None where nothing does). The token is a secret: pass it on where nobody else can read it, never in
-        a command line. A launcher that places ranks on other hosts calls `LocalLauncher.start` on each of them, with its share of
-        the ranks; if rank 0 is among these, it replaces "peer" by that host's address.
+        reach the host of rank 0: collectives use the interface that leads there), "returns_tokens" (see `Executor`) and
+        "cluster_token" (what authenticates the connections to "engine"; None where nothing does). The token is a secret: pass it on
+        where nobody else can read it, never in a command line. A launcher that places ranks on other hosts calls
+        `LocalLauncher.start` on each of them, with its share of the ranks; if rank 0 is among these, it replaces "peer" by that
+        host's address.
         """
 
     def ended(self) -> list[EndedRank]:

@@ -27,6 +27,7 @@ from phalanx.config.host_facts import host_facts
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
+from phalanx.engine.limits import depth_of
 from phalanx.engine.messages import RankFacts, RankStats, Step, StepResult
 from phalanx.errors import EngineClosed, OptionError, PhalanxError, RankStalled
 from phalanx.executor import failure, protocol
@@ -55,8 +56,11 @@ SHUTDOWN_GRACE_SECONDS = 3.0
 class RankExecutor:
     """The `Executor` of rank processes; see `engine.executor.Executor` for the contract of each method."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, *, returns_tokens: bool = False) -> None:
+        """returns_tokens: of an engine of one host. Off: over gloo the first stage would wait for each step that samples, and no
+        GPU has run it yet."""
         self._layout = Layout.of(options)
+        self.returns_tokens = returns_tokens and self._layout.pp > 1
         self._launcher = load_launcher(options)
         self._joins = range(1, options.nnodes)  # the hosts that join this engine, each with a `Node`
         self._host = host_ranks(options, 0)  # what the launcher starts
@@ -70,7 +74,7 @@ class RankExecutor:
         if launches_all and self._cluster_token is None and not options.insecure_cluster:
             self._cluster_token = secrets.token_hex(32)  # every rank and node gets it from the launcher
         self._facts: dict[str, str] = {}
-        self.depth = max(self._layout.pp, 2)
+        self.depth = depth_of(self._layout.pp, returns_tokens=self.returns_tokens)
         self._socket: zmq.Socket[bytes] | None = None  # while ranks run, or start
         self._peers: PeerAuthenticator | None = None  # of connections over TCP
         self._handles: Mapping[int, RankHandle] = {}
@@ -91,7 +95,7 @@ class RankExecutor:
 
     @classmethod
     def from_options(cls, options: EngineOptions, shape: ModelShape, settings: dict[str, Any]) -> RankExecutor:  # noqa: ARG003
-        return cls(options)
+        return cls(options, returns_tokens=options.device == "cuda" and options.nnodes == 1)
 
     # ---- starting ----------------------------------------------------------------------------------------------------
 
@@ -147,7 +151,7 @@ class RankExecutor:
         self._handles = self._launcher.start(self._host, {
             "engine": address, "peer": peer,
             "cluster_token": self._cluster_token if address.startswith("tcp:") else None,
-            "options": options.model_dump(mode="json", exclude=SECRET_OPTIONS),
+            "options": options.model_dump(mode="json", exclude=SECRET_OPTIONS), "returns_tokens": self.returns_tokens,
         })  # fmt: skip
 
     def _authenticate(self, router: zmq.Socket[bytes]) -> None:

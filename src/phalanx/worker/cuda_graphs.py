@@ -133,16 +133,17 @@ _COUNTED = ("steps", "tokens", "padding")
 class StepGraphs:
     """The captured forwards of one rank's model.
 
-    last_tokens [slots] int64: the token that was sampled last, by slot; written on the last stage, and read on a stage that is also
-    the first. max_rows: of a step; with pipeline stages fewer than the slots. max_num_tokens: of a step; 0 for decode graphs only.
+    last_tokens [slots] int64: the token that was sampled last, by slot; written on the last stage, and read on the first where it
+    has them: it is the last, too, or `returns_tokens` (see `token_return`). max_rows: of a step; with pipeline stages fewer than
+    the slots. max_num_tokens: of a step; 0 for decode graphs only.
     """
 
     def __init__(
         self, model: Model, backend: AttentionBackend, tables: BlockTables, last_tokens: Tensor, capturer: GraphCapturer, *,
-        first: bool, last: bool, dtype: torch.dtype, max_rows: int, max_num_tokens: int = 0,
+        first: bool, last: bool, dtype: torch.dtype, max_rows: int, max_num_tokens: int = 0, returns_tokens: bool = False,
     ) -> None:  # fmt: skip
         self._model, self._backend, self._tables, self._capturer = model, backend, tables, capturer
-        self._last_tokens, self._both = last_tokens, first and last
+        self._last_tokens, self._reads_tokens = last_tokens, first and (last or returns_tokens)
         device = last_tokens.device
         assert backend.graphs is not None, f"attention back end {backend.name} supports no graphs"
         self._graph_support = backend.graphs
@@ -167,7 +168,7 @@ class StepGraphs:
         largest comes first, since the others share its memory. Yields each size once its graphs are captured. Collective: all ranks
         capture the same sizes, as their heads and GPUs are alike."""
         for size in sorted(sizes, key=lambda size: (size.prefill_rows > 0, -size.tokens)):
-            batch = self.buffers(size).batch(size, self._tables.device, self._last_tokens if self._both else None)
+            batch = self.buffers(size).batch(size, self._tables.device, self._last_tokens if self._reads_tokens else None)
             self._captured[size] = self._capture(size, batch, caches)
             limit = self._short_kv_limit(size)  # known once a forward has met all kinds of layers
             if limit:

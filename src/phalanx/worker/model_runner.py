@@ -3,6 +3,8 @@
 
     apply releases and assignments -> build (host) -> upload (one copy) -> receive hidden -> forward -> send hidden | sample
 
+In a pipeline, tokens may return from the last stage to the first before that: see `token_return`.
+
 Where graphs are captured, the smallest that holds the step runs its forward: a decode graph where every row is a decode row that
 samples, else a mixed graph. A step that no graph holds runs eagerly.
 
@@ -31,6 +33,7 @@ from phalanx.worker.graph_buffers import NO_BLOCKS, DecodeGraphBuffers, GraphSiz
 from phalanx.worker.input_batch import BlockTables, HostBatch, PromptLogprobs, Upload
 from phalanx.worker.sampler import Sampler
 from phalanx.worker.sampler_output import PromptScores, SampledTokens
+from phalanx.worker.token_return import TokenReturn
 
 
 @dataclass
@@ -91,7 +94,8 @@ class ModelRunner:
 
     caches: one per layer of the stage; may be replaced between steps. sampler: on the last stage. pipeline: the group of the
     stages. max_batch_size: slots. capturer: captures graphs, where the attention back end supports them; mixed graphs have up to
-    max_num_tokens tokens. Every call is made in the order of the steps.
+    max_num_tokens tokens. ends: the group of the first and the last stage, in which tokens return to the first; None where a
+    request waits for its token. Every call is made in the order of the steps.
 
     max_rows: of a step, as a scheduler makes it for this many stages. Graphs have no more rows.
     """
@@ -99,7 +103,7 @@ class ModelRunner:
     def __init__(
         self, model: Model, caches: Sequence[KvCache], backend: AttentionBackend, sampler: Sampler | None, pipeline: Group, *,
         max_batch_size: int, max_seq_len: int, block_size: int, dtype: torch.dtype, device: torch.device,
-        capturer: GraphCapturer | None = None, max_num_tokens: int = 0,
+        capturer: GraphCapturer | None = None, max_num_tokens: int = 0, ends: Group | None = None,
     ) -> None:  # fmt: skip
         self.caches = caches
         self._model, self._backend, self._sampler, self._pipeline = model, backend, sampler, pipeline
@@ -108,6 +112,9 @@ class ModelRunner:
         self.max_rows = max_rows_per_step(max_batch_size, pipeline.size)
         self._tables = BlockTables(max_batch_size, max_seq_len, block_size, device)
         self._last_tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
+        self._token_return = None
+        if ends is not None and ends.size > 1:
+            self._token_return = TokenReturn(ends, self._last_tokens, pipeline.size)
         self._prompts = PromptLogprobs()
         self._reporting: set[int] = set()  # slots whose prompt logprobs are wanted
         self._upload = Upload(device)
@@ -117,13 +124,22 @@ class ModelRunner:
         if capturer is not None and backend.graphs is not None:
             self.graphs = StepGraphs(
                 model, backend, self._tables, self._last_tokens, capturer, first=self._first, last=self._last, dtype=dtype,
-                max_rows=self.max_rows, max_num_tokens=max_num_tokens,
+                max_rows=self.max_rows, max_num_tokens=max_num_tokens, returns_tokens=self._token_return is not None,
             )  # fmt: skip
 
     @torch.inference_mode()
     def run(self, step: StepBatch, extent: StepExtent | None = None) -> StepOutput:
         """Queue the step's work on the device. extent: of the parts of all dp indices; None where all have this part. Raises
         EngineError for a step that no scheduler would make."""
+        if self._token_return is None:
+            return self._run(step, extent)
+        if not all(row.tokens for row in step.rows):
+            self._token_return.return_tokens()
+        output = self._run(step, extent)
+        self._token_return.step_queued()
+        return output
+
+    def _run(self, step: StepBatch, extent: StepExtent | None) -> StepOutput:
         self._apply(step)
         if self._indices > 1 and extent is None:
             extent = StepExtent.of([step] * self._indices)
@@ -272,7 +288,7 @@ class ModelRunner:
         """The index arrays of the rows on the host, and the blocks that the device's tables still lack."""
         new = self._tables.append(rows)
         host_batch = self._tables.build(rows, reported)
-        if host_batch.from_slot.size and self._first and not self._last:
+        if host_batch.from_slot.size and self._first and not self._last and self._token_return is None:
             raise EngineError(
                 f"slots {host_batch.from_slot.tolist()} were scheduled before their last token is known",
                 why="with pipeline stages it is sampled on another rank",

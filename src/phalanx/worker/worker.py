@@ -97,6 +97,7 @@ class Worker:
         self.rank: int = config["rank"]
         self.channel = channel
         self._config = config
+        self._returns_tokens: bool = config.get("returns_tokens", False)
         self._layout = Layout.of(self.options)
         self._place = self._layout.place(self.rank)
         self._phases = log.Phases(logger)
@@ -188,7 +189,8 @@ class Worker:
             require_mutual(store, self._config["node"], self.options.nnodes, own_address)
         collective_timeout = max(timeout, self.options.step_timeout)
         return torch_group.form(
-            self.rank, world, self._layout, store, device, peer=self._config["peer"], timeout=collective_timeout
+            self.rank, world, self._layout, store, device, peer=self._config["peer"], timeout=collective_timeout,
+            returns_tokens=self._returns_tokens,
         )  # fmt: skip
 
     def _with_table(self, groups: Groups, shape: ModelShape, device: torch.device) -> Groups:
@@ -310,7 +312,7 @@ class Worker:
         runner = ModelRunner(
             model, caches(1), attention, sampler, groups.pp, max_batch_size=options.index_batch_size, max_seq_len=max_seq_len,
             block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=max_num_tokens,
-            capturer=capturer,
+            capturer=capturer, ends=groups.ends if self._returns_tokens else None,
         )  # fmt: skip
         self.channel.send(KvCapacity(self.rank, self._measure(runner, model, specs, max_seq_len, groups.world, device)))
         blocks = self._await(Allocate).blocks

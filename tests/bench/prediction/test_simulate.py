@@ -139,6 +139,24 @@ def test_the_stages_of_a_pipeline_are_busy_all_the_time(stages, part):
     assert result.busy > part * result.seconds
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_tokens_that_return_on_the_device_are_awaited_by_the_first_stage(stages):
+    """A step that takes tokens begins when the step that samples them has ended, and they have come. Without a hop nobody gains,
+    since a simulated engine knows each token at once; each hop costs a round as much where nothing else fills it."""
+    rows, returned = arrivals.of("burst", isl=64, osl=100, requests=stages), {"returns_tokens": True, "depth": stages + 1}
+
+    def seconds(changes, hop=0.0):
+        limits = options(**{"depth": stages, "pipeline_stages": stages, **changes})
+        result = simulate.run(costs(1, stages), limits, rows, token_hop=hop)
+        assert result.generated == stages * 100
+        return result.seconds
+
+    assert seconds(returned) == pytest.approx(seconds({}), rel=1e-3)
+    first, second, third = (seconds(returned, hop) for hop in (0.0, 1e-3, 3e-3))
+    assert third - second == pytest.approx(97 * 2e-3, rel=0.1)
+    assert second > first
+
+
 def test_a_closed_loop_keeps_as_many_open():
     rows = arrivals.of("burst", isl=300, osl=30, requests=40)
     served = simulate.run(costs(), options(), rows, concurrency=4).served

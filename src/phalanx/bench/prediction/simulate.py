@@ -4,6 +4,9 @@
 A step is submitted as soon as the scheduler gives it, up to its depth, and passes the stages one after the other, each stage one
 step at a time; its tokens are known when the last stage has ended. So a request that comes while steps are in flight waits as it
 would. What lies between a client and the engine is a `Frontend`: without one, times are the engine's own.
+
+Where the scheduler's options say that the last stage returns tokens to the first, a step that takes some begins no earlier than the
+first stage has them.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ class Served:
 
 @dataclass
 class SimulatedReplica:
-    """One replica in simulated time: its scheduler, and when each stage is free. sent: when the last event was."""
+    """One replica in simulated time: its scheduler, and when each stage is free. sent: when the last event was. token_hop: seconds
+    that tokens take from the last stage to the first."""
 
     scheduler: AnyScheduler
     costs: Costs
@@ -86,9 +90,12 @@ class SimulatedReplica:
     open: int = 0
     busy: float = 0.0
     tokens: int = 0
+    token_hop: float = 0.0
+    ends: deque[float] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.free = [0.0] * self.costs.split.pp
+        self.ends = deque([0.0] * len(self.free), len(self.free))  # of as many steps as there are stages, the oldest first
 
     def submit(self, now: float) -> None:
         """Every step that the scheduler gives now."""
@@ -97,12 +104,19 @@ class SimulatedReplica:
                 self._note_admitted(now)
             if now > self.free[0]:
                 self.power.rest(now - self.free[0])
-            begin, costs = now, self._stages(step)
+            begin, costs = max(now, self._tokens_returned(step)), self._stages(step)
             for stage, seconds in enumerate(costs):
                 begin = max(begin, self.free[stage]) + seconds
                 self.free[stage] = begin
             self.busy += max(costs)
             self.flying.append((step, begin))
+            self.ends.append(begin)
+
+    def _tokens_returned(self, step: Step) -> float:
+        """When the first stage of a pipeline has the tokens that the step takes and the engine does not know."""
+        if len(self.free) == 1 or all(row.tokens for batch in step.batches for row in batch.rows):
+            return 0.0
+        return self.ends[0] + self.token_hop
 
     def finish_step(self) -> float:
         """The oldest step in flight has ended; when."""
@@ -206,10 +220,11 @@ class SimulationResult:
 def run(
     costs: Costs, options: SchedulerOptions, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None,
     frontend: Frontend = NO_FRONTEND, *, scheduler_of: Callable[[SchedulerOptions, int], AnyScheduler] | None = None,
-    observe: Callable[[Work], None] | None = None,
+    observe: Callable[[Work], None] | None = None, token_hop: float = 0.0,
 ) -> SimulationResult:  # fmt: skip
     """Serve the arrivals. concurrency: a closed loop of so many requests, at whatever times they were to come. frontend: of each
     replica. scheduler_of: that of so many dp indices with these limits together; None: the engine's. observe: called at each step.
+    token_hop: see `SimulatedReplica`.
 
     A request goes to the replica with the fewest open ones. Raises EngineError where the scheduler stands still.
     """
@@ -217,7 +232,8 @@ def run(
     served: dict[str, Served] = {}
     make = scheduler_of or engine_scheduler
     simulated = [
-        SimulatedReplica(make(options, costs.split.ep), costs, served, frontend=frontend, observe=observe) for _ in range(replicas)
+        SimulatedReplica(make(options, costs.split.ep), costs, served, frontend=frontend, observe=observe, token_hop=token_hop)
+        for _ in range(replicas)
     ]
     if concurrency is not None:
         end = _closed_loop(simulated, arrivals, served, concurrency)
