@@ -208,25 +208,36 @@ def returning(stages: int, options: SchedulerOptions = ROOMY) -> SchedulerOption
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("requests", [1, 2, 5, 9])
 def test_requests_go_on_before_their_tokens_are_known_where_the_last_stage_returns_them(stages: int, requests: int) -> None:
-    """A step is queued behind those that the stages run: of the requests of the step that the last stage runs."""
+    """A step is queued behind those that the stages run: of the requests of the step that the last stage runs. Where there are fewer
+    requests than stages, steps without rows come between."""
     ranks = Ranks(returning(stages))
     for number in range(requests):
         ranks.add(f"r{number}", [number], max_tokens=60)
     for _ in range(40):
         ranks.fill()
-        assert max(request.pending for request in ranks.scheduler.running) == (2 if requests >= stages else 1)
-        if requests >= stages:
-            assert ranks.scheduler.steps_in_flight == stages + 1
-            assert all(not row.tokens for step in ranks.steps[2 * stages :] for row in step.batches[0].rows)
-        else:  # each step needs tokens of one that is not old enough
-            assert ranks.scheduler.steps_in_flight <= requests
+        assert max(request.pending for request in ranks.scheduler.running) == 2 or requests < stages
+        assert ranks.scheduler.steps_in_flight == stages + 1
+        assert all(not row.tokens for step in ranks.steps[2 * stages :] for row in step.batches[0].rows)
         ranks.process_result()
     shares = [{row.slot for row in step.batches[0].rows} for step in ranks.steps]
-    if requests >= stages:
-        assert all(one == other for one, other in pairwise(shares[stages::stages]))
-        assert sum(map(len, shares[-stages:])) == requests
+    assert all(one == other for one, other in pairwise(shares[stages::stages]))
+    assert sum(map(len, shares[-stages:])) == requests
+    assert shares[-stages:].count(set()) == max(stages - requests, 0)
     ranks.finish()
     assert {len(ranks.tokens(f"r{number}")) for number in range(requests)} == {60}
+
+
+def test_steps_without_rows_are_made_only_for_a_request_that_can_go_on_behind_them() -> None:
+    ranks = Ranks(returning(4))
+    ranks.add("a", [1], max_tokens=3)
+    ranks.finish()
+    assert [len(step.batches[0].rows) for step in ranks.steps] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
+    grammar = StructuredOutputParams(regex="x", compiled="9")
+    ranks.scheduler.add(AddRequest("b", [2], SamplingParams(max_tokens=9, structured_output=grammar)))
+    ranks.steps.clear()
+    ranks.finish()
+    assert len(ranks.steps) == 9
+    assert all(step.batches[0].rows for step in ranks.steps)
 
 
 def test_a_token_of_a_grammar_is_awaited_where_others_are_not() -> None:

@@ -150,7 +150,23 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         self._continue_running(draft, eligible)
         self._admit_waiting(draft)
         rows = draft.decode_rows + draft.prefill_rows
-        return self._close(draft, rows) if rows else None
+        return self._close(draft, rows) if rows or self._too_early() else None
+
+    def _too_early(self) -> bool:
+        """Whether a request waits only for steps between the one that samples its token and its next one, and not for the token:
+        then a step without rows, which costs the device nothing, takes less than the token's way to the engine."""
+        latest = self._latest_sampling
+        return latest is not None and any(
+            request.sampled_in > latest and request.pending and not request.constrained
+            and len(request.tokens) + request.pending < request.limit
+            for request in self.running
+        )  # fmt: skip
+
+    @property
+    def _latest_sampling(self) -> int | None:
+        """The latest step whose tokens the next step may take before the engine knows them; None: a request waits for its token."""
+        lag = self.options.token_lag
+        return None if lag is None else self.counters.steps + 1 - lag
 
     def empty_step(self) -> Step | None:
         """A step without rows, for what ranks do beside requests; None when `depth` steps are in flight."""
@@ -163,8 +179,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         """The budgets of this step, and the running requests that can go on."""
         options = self.options
         pipelined = options.pipeline_stages > 1
-        # Of a token that is not known, the step that samples it: this one at the latest. None: a request waits for its token.
-        latest = None if options.token_lag is None else self.counters.steps + 1 - options.token_lag
+        latest = self._latest_sampling
         eligible, decodes, last, all_decodes = [], 0, 0, 0
         for request in self.running:
             pending = request.pending

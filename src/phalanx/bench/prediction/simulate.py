@@ -140,6 +140,8 @@ class SimulatedReplica:
         self.waiting_first -= running
 
     def _stages(self, step: Step) -> tuple[float, ...]:
+        if not any(batch.rows for batch in step.batches):
+            return (0.0,) * len(self.free)
         if not self.costs.machine.replays_graphs and len(step.batches) == 1:
             return self._on_cpu(step.batches[0].rows)
         parts = [_work_of(batch.rows) for batch in step.batches]
