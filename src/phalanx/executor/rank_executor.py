@@ -57,8 +57,8 @@ class RankExecutor:
     """The `Executor` of rank processes; see `engine.executor.Executor` for the contract of each method."""
 
     def __init__(self, options: EngineOptions, *, returns_tokens: bool = False) -> None:
-        """returns_tokens: of an engine of one host. Off: over gloo the first stage would wait for each step that samples, and no
-        GPU has run it yet."""
+        """returns_tokens: the last stage of a pipeline returns tokens to the first. For GPUs of one host: over gloo the first stage
+        would wait for each step that samples."""
         self._layout = Layout.of(options)
         self.returns_tokens = returns_tokens and self._layout.pp > 1
         self._launcher = load_launcher(options)

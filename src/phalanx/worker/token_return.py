@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """In a pipeline, the last stage returns the tokens that it samples to the first: on the device, so that the first stage begins a
-request's next step before the host knows the token. It is off until GPUs have run it (`executor/rank_executor.py:RankExecutor`).
+request's next step before the host knows the token. On GPUs of one host (`executor/rank_executor.py:RankExecutor.from_options`).
 
 Let P be the number of stages. Of a step m with rows whose token ids the engine does not know, each was sampled by step m - P or an
 earlier one (`SchedulerOptions.token_lag`). Before the step,
