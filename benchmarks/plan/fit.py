@@ -44,7 +44,8 @@ DATA = Path(__file__).resolve().parents[2] / "src/phalanx/plan/data"
 FITTED = {
     "e_bytes": (0.2, 0.88, 1.0), "e_bytes_16": (0.2, 0.9, 1.0), "gemm_rs_hidden_part": (0.0, 0.3, 0.9),
     "tflops_per_watt": (1.0, 1.75, 2.2), "sharpness": (0.8, 1.6, 4.0), "passes": (0.0, 1.0, 8.0), "c_layer": (1.0, 17.0, 60.0),
-    "c_one": (1.0, 12.0, 60.0), "c_step": (0.0, 50.0, 2000.0), "c_hop": (0.0, 100.0, 2000.0), "e_experts": (0.2, 0.88, 1.0),
+    "c_one": (1.0, 12.0, 60.0), "c_step": (0.0, 50.0, 2000.0), "c_hop": (0.0, 100.0, 2000.0), "c_return": (0.0, 1.0, 20.0),
+    "e_experts": (0.2, 0.88, 1.0),
     "e_experts_flops": (0.2, 0.55, 1.0), "c_moe": (0.0, 15.0, 60.0), "passes_experts": (0.0, 1.0, 8.0),
     "sharpness_experts": (0.8, 1.7, 4.0), "c_few": (1.0, 15.0, 60.0), "c_norm": (0.0, 1.0, 8.0),
     "c_gather": (0.0, 20.0, 100.0), "c_expert": (0.0, 0.1, 2.0), "c_moe_hidden": (0.0, 1.0, 10.0),

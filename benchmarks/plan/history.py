@@ -5,7 +5,8 @@ Until 72457fc each layer with experts in FP8 gathered the residual in front of i
 all-reduce of owned rows did not keep the norm that the router reads. Until 4e866e7 a token alone made each rank read an expert for
 each of its pairs, and until a8af21f few steps with prompts of a mixture were replayed from graphs. Until 3bed13a long prompts had
 the kernel for attention that short ones have. Until 640446b decodes gathered in the steps of one stage of a pipeline, until
-4efea1d steps of data-parallel indices were half empty by turns, and a long prompt had all of its steps until 2026-11-28.
+4efea1d steps of data-parallel indices were half empty by turns, and a long prompt had all of its steps until 2026-11-28. Until ebd3fd9
+each token of a pipeline went over the host.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ SHORT_PROMPTS_UNTIL = "2026-11-26"
 """The last day with figures of engines without a kernel for attention of long prompts."""
 NEWER_OF_THAT_DAY = {"3bed13a"}
 """Commits of that day that have it."""
+HOST_TOKENS_UNTIL = "2026-11-28"
+"""The last day with figures of engines whose pipelines sent each token over the host."""
+RETURNED_FIRST = "ebd3fd9"
+"""The first commit that returns them on the device, of that day."""
 OWNED_ROWS = 128
 """Rows of a step from which on all-reduces left the residual with the ranks that own its rows."""
 
@@ -41,7 +46,15 @@ class FittedCoefficients(Coefficients):
     c_gather: float = 0.0
 
 
-class OneKernelCosts(Costs):
+class HostTokensCosts(Costs):
+    """Those of an engine in which each token of a pipeline went over the host."""
+
+    @property
+    def returns_tokens(self) -> bool:
+        return False
+
+
+class OneKernelCosts(HostTokensCosts):
     """Those of an engine without a kernel for attention of long prompts."""
 
     @property
@@ -82,7 +95,16 @@ def costs_of(row: Row) -> type[Costs]:
     if captured_few(row):
         return FewGraphsCosts
     older = row.date <= SHORT_PROMPTS_UNTIL and row.commit not in NEWER_OF_THAT_DAY
-    return OneKernelCosts if older else Costs
+    if older:
+        return OneKernelCosts
+    return HostTokensCosts if over_host(row) else Costs
+
+
+def over_host(row: Row) -> bool:
+    """Whether tokens went over the host: in all pipelines until ebd3fd9, and in that commit with fewer requests than stages."""
+    if row.commit == RETURNED_FIRST:
+        return row.workload.requests < row.pp
+    return row.date <= HOST_TOKENS_UNTIL
 
 
 class OlderScheduler(Scheduler):

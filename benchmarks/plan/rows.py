@@ -31,8 +31,6 @@ HELD_OUT = frozenset({
     "llama-3.1-8b_long_row_kv_fp8", "llama-3.1-8b_8x32768x512_kv_fp8", "llama-3.1-70b_fp8_tp2_contexts_kv_fp8",
     "llama-3.1-8b_long_prompts", "llama-3.1-8b_long_prompts_kv_fp8", "llama-3.1-70b_fp8_tp2_long_prompts_kv_fp8",
     "llama-3.1-70b_fp8_tp2_few_rows_kv_fp8", "llama-3-70b_fp8_tp4_again_kv_fp8", "deepseek-v2_tp4_prompt_graphs",
-    "llama-3-8b_bf16_first_of_three_kv_fp8", "llama-3-8b_bf16_second_of_three_kv_fp8", "llama-3-8b_bf16_third_of_three_kv_fp8",
-    "mixtral-8x22b_tp2_beside_vllm_kv_fp8", "qwen3-235b-a22b_tp2_again_kv_fp8", "gpt-oss-120b_beside_vllm",
 })  # fmt: skip
 """Files that no coefficient may be fitted to: decode rows of the present attention kernel at contexts of up to 32,768 tokens; and
 rows of 70B and DeepSeek-V2 on four GPUs. With the latter in it, the fit moved to another optimum, by which 8x22B's layouts on eight

@@ -14,7 +14,7 @@ from benchmarks.plan.history import FittedCoefficients, captured_few, costs_of, 
 from benchmarks.plan.priced import costs_of_row
 from benchmarks.plan.rows import Row, rows
 from phalanx.bench.prediction import arrivals, simulate
-from phalanx.engine.scheduler import SchedulerOptions
+from phalanx.engine.limits import SchedulerOptions, depth_of
 from phalanx.plan.cost import Costs, Work
 
 PROMPT_STEPS, DECODE_STEPS = 8, 6
@@ -48,7 +48,8 @@ def simulated(row: Row, coefficients: FittedCoefficients) -> float:
 def _simulated(row: Row, costs: Costs, observe: Callable[[Work], None] | None = None) -> float:
     options = SchedulerOptions(
         num_blocks=row.kv_tokens // 16, block_size=16, max_batch_size=row.max_batch_size, max_num_tokens=8192, max_seq_len=4096,
-        depth=max(row.pp, 2), pipeline_stages=row.pp, prefix_caching=False,
+        depth=depth_of(row.pp, returns_tokens=costs.returns_tokens), pipeline_stages=row.pp, returns_tokens=costs.returns_tokens,
+        prefix_caching=False,
     )  # fmt: skip
     work = row.workload
     burst = arrivals.of("burst", isl=work.input_len, osl=work.output_len, requests=work.requests)

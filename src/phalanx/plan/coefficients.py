@@ -29,7 +29,8 @@ class Coefficients:
     FAR_ROW tokens of a row. ps_head, ps_head_fp8: picoseconds of decode attention for each query head and cached token, beside the
     reading. passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer
     whose kernels the host launches one by one, which a step without a graph takes at least; c_eager_experts: of one with experts,
-    which has more of them. c_call: of another call of a layer's attention, where rows of other sizes have one of their own (on a
+    which has more of them. c_hop: of each stage of a pipeline whose tokens go over the host; c_return: for each row of a step
+    where the last stage returns them to the first on the device, instead. c_call: of another call of a layer's attention, where rows of other sizes have one of their own (on a
     CPU). c_latent: more of a chain for a layer with latent attention; c_query: for one whose query is compressed too. e_latent: of
     absorbed attention over latents, whose heads share what is read, with LATENT_HEADS of a rank and more; e_latent_few: with fewer.
     block_experts: times as long as at e_experts does reading experts take whose weights have scales of blocks. e_long_prompt: of
@@ -82,6 +83,7 @@ class Coefficients:
     block_experts: float = 1.0
     mxfp4: float = 1.0
     mxfp4_flops: float = 1.0
+    c_return: float = 0.0
 
     @classmethod
     def from_json(cls, values: dict[str, float]) -> Coefficients:

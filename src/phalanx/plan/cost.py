@@ -10,7 +10,8 @@ Per stage, in seconds, for T tokens, of which R rows sample, that read K tokens 
                       + T * activation bytes / BW                                              what is between GEMMs
                       + 2 all-reduces (measured curve; T hidden bytes) - their norms  +  c(T)   c: a layer's chain of kernels
                       + exchange of tokens (measured curve), there and back                     of layers with experts, for ep > 1
-    + head on R rows + c_step, and for a pipeline c_hop and the hidden states' bytes for each stage
+    + head on R rows + c_step, and for a pipeline for each stage the hidden states' bytes and c_hop, or R c_return where tokens go
+                                                                                               back to the first stage on the device
 
 BW and F are the catalogue's; e_f F is at most what the power limit allows, watts x operations per joule, which is what binds on
 H200. Experts: bytes of those that T tokens reach, E (1 - (1 - k/E)^T) of them. Fitted by benchmarks/plan/fit.py;
@@ -198,6 +199,11 @@ class Costs:
         return replace(self, machine=replace(self.machine, coefficients=coefficients))
 
     @property
+    def returns_tokens(self) -> bool:
+        """Whether the last stage of a pipeline returns tokens to the first on the device, as it does on the GPUs of one node."""
+        return self.split.pp > 1 and self.machine.replays_graphs and not self._spans_nodes(self.split.world)
+
+    @property
     def has_long_prompts(self) -> bool:
         """Whether long prompts have a kernel of their own (kernels/attention/dispatch.py:supports_warp_specialized_prefill)."""
         shape = self.shape
@@ -252,7 +258,7 @@ class Costs:
         if stage == split.pp - 1:
             seconds += self._head_seconds(max(work.rows, 1)) + cs.c_step * 1e-6
         if split.pp > 1:
-            seconds += cs.c_hop * 1e-6
+            seconds += (cs.c_return * max(work.rows, 1) if self.returns_tokens else cs.c_hop) * 1e-6
             if stage < split.pp - 1:
                 between_nodes = machine.network if self._spans_nodes(split.world) else None
                 bandwidth = between_nodes.bandwidth if between_nodes else machine.gpu.link_bandwidth

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.bench.prediction import simulate
 from phalanx.bench.prediction.arrivals import Arrival
 from phalanx.bench.prediction.simulate import NO_FRONTEND, Frontend, Served, SimulationResult
-from phalanx.engine.scheduler import SchedulerOptions
+from phalanx.engine.limits import SchedulerOptions, depth_of
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.plan import footprint, search
 from phalanx.plan.coefficients import document as document_of_coefficients
@@ -64,20 +64,20 @@ class ReplicaSpec:
                 search.nearest(shape, machine, request, [refused])
             ))  # fmt: skip
         window = max((size for size in shape.windows if size), default=None) if all(shape.windows) else None
+        costs = Costs(shape, request.dtype, kv, layout.split, machine, request.strategy, request.exchange)
         options = SchedulerOptions(
             num_blocks=kv_tokens // search.BLOCK,
             block_size=search.BLOCK,
             max_batch_size=slots,
             max_num_tokens=request.max_num_tokens,
             max_seq_len=request.seq_len,
-            depth=max(pp, 2),
+            depth=depth_of(pp, returns_tokens=costs.returns_tokens),
             pipeline_stages=pp,
+            returns_tokens=costs.returns_tokens,
             window=window,
             prefix_caching=prefix_caching,
         )
-        return cls(
-            Costs(shape, request.dtype, kv, layout.split, machine, request.strategy, request.exchange), options, layout, frontend
-        )
+        return cls(costs, options, layout, frontend)
 
     def run(self, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None) -> SimulationResult:
         """Prefixes are only looked up where the trace tells contents: elsewhere nothing could be found."""
