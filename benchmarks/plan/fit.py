@@ -27,10 +27,10 @@ from scipy.optimize import least_squares, minimize_scalar
 
 from benchmarks import harness
 from benchmarks.plan import fit_memory, widths
-from benchmarks.plan.history import FittedCoefficients, fitted
+from benchmarks.plan.history import FittedCoefficients, fitted, returns_tokens
 from benchmarks.plan.priced import costs_of, machine, predicted
 from benchmarks.plan.rows import HELD_OUT, REFERENCE_GBPS, RESULTS, Row, one_name, rows, shape_named
-from benchmarks.plan.throughput import Burst, batch_rows, bursts, eager_experts, host_bound
+from benchmarks.plan.throughput import Burst, batch_rows, bursts, eager_experts, host_bound, simulated
 from phalanx.hardware import catalogue
 from phalanx.plan import collectives, cost, graphs, search
 from phalanx.plan.collectives import Curve, curve_points, rising
@@ -44,8 +44,7 @@ DATA = Path(__file__).resolve().parents[2] / "src/phalanx/plan/data"
 FITTED = {
     "e_bytes": (0.2, 0.88, 1.0), "e_bytes_16": (0.2, 0.9, 1.0), "gemm_rs_hidden_part": (0.0, 0.3, 0.9),
     "tflops_per_watt": (1.0, 1.75, 2.2), "sharpness": (0.8, 1.6, 4.0), "passes": (0.0, 1.0, 8.0), "c_layer": (1.0, 17.0, 60.0),
-    "c_one": (1.0, 12.0, 60.0), "c_step": (0.0, 50.0, 2000.0), "c_hop": (0.0, 100.0, 2000.0), "c_return": (0.0, 1.0, 20.0),
-    "e_experts": (0.2, 0.88, 1.0),
+    "c_one": (1.0, 12.0, 60.0), "c_step": (0.0, 50.0, 2000.0), "c_hop": (0.0, 100.0, 2000.0), "e_experts": (0.2, 0.88, 1.0),
     "e_experts_flops": (0.2, 0.55, 1.0), "c_moe": (0.0, 15.0, 60.0), "passes_experts": (0.0, 1.0, 8.0),
     "sharpness_experts": (0.8, 1.7, 4.0), "c_few": (1.0, 15.0, 60.0), "c_norm": (0.0, 1.0, 8.0),
     "c_gather": (0.0, 20.0, 100.0), "c_expert": (0.0, 0.1, 2.0), "c_moe_hidden": (0.0, 1.0, 10.0),
@@ -357,6 +356,20 @@ def mxfp4_flops(values: dict[str, float]) -> float:
     return round(float(minimize_scalar(miss, bounds=(1.0, 5.0), method="bounded").x), 4)
 
 
+def c_return(values: dict[str, float]) -> float:
+    """`c_return` by which pipelines that return tokens on the device take as long as measured, with all others as they are. Their
+    rows are in no other fit: no row outside of them tells it."""
+    decodes = [row for row in fitted_rows() if returns_tokens(row)]
+    batches = [row for row in batch_rows() if row.file not in HELD_OUT and returns_tokens(row)]
+
+    def loss(value: float) -> float:
+        now = FittedCoefficients.from_json({**values, "c_return": value})
+        ratios = [predicted(row, now) / row.measured for row in decodes] + [simulated(row, now) / row.measured for row in batches]
+        return sum(math.log(ratio) ** 2 for ratio in ratios)
+
+    return round(float(minimize_scalar(loss, bounds=(0.0, 20.0), method="bounded", options={"xatol": 0.01}).x), 4)
+
+
 def fitted_rows() -> list[Row]:
     """Decode rows that the coefficients describe and that are not held out."""
     return [row for row in rows() if row.kind == "decode" and row.file not in HELD_OUT and not row.unlike]
@@ -467,16 +480,20 @@ def main() -> int:
     collectives._document.cache_clear()
     before = fitted()  # steps of bursts are taken with these, and launched by the host as fast as they say
     base, every, layer_rows = {**measured_base(), "c_eager_experts": before.c_eager_experts}, fitted_rows(), layers()
-    common_rows = [row for row in batch_rows() if row.file not in HELD_OUT and kind(row) in FITTED_KINDS and not host_bound(row)]
+    common_rows = [
+        row for row in batch_rows()
+        if row.file not in HELD_OUT and kind(row) in FITTED_KINDS and not host_bound(row) and not returns_tokens(row)
+    ]  # fmt: skip
     burst_rows = bursts(before, common_rows)
     alone = {name: [row for row in every if row.model.partition(":")[0] == model] for name, (model, _) in ALONE.items()}
-    decodes = [row for row in every if kind(row) in FITTED_KINDS]
+    decodes = [row for row in every if kind(row) in FITTED_KINDS and not returns_tokens(row)]
     common = fit(decodes, layer_rows, burst_rows, base)
     common["mxfp4_flops"] = mxfp4_flops(common)
     values = dict(common)
     for name, chosen in alone.items():
         values[name] = fit_alone(name, chosen, values)
     values["c_eager_experts"] = eager_experts(values)
+    values["c_return"] = c_return(values)
     print(values)
     show(every, layer_rows, values)
     for name, chosen in alone.items():

@@ -101,10 +101,15 @@ def costs_of(row: Row) -> type[Costs]:
 
 
 def over_host(row: Row) -> bool:
-    """Whether tokens went over the host: in all pipelines until ebd3fd9, and in that commit with fewer requests than stages."""
+    """Whether a pipeline's tokens went over the host: until ebd3fd9, and in that commit with fewer requests than stages."""
     if row.commit == RETURNED_FIRST:
         return row.workload.requests < row.pp
-    return row.date <= HOST_TOKENS_UNTIL
+    return row.pp > 1 and row.date <= HOST_TOKENS_UNTIL
+
+
+def returns_tokens(row: Row) -> bool:
+    """Whether they return on the device."""
+    return row.pp > 1 and costs_of(row) is Costs
 
 
 class OlderScheduler(Scheduler):

@@ -34,8 +34,7 @@ HELD_OUT = frozenset({
 })  # fmt: skip
 """Files that no coefficient may be fitted to: decode rows of the present attention kernel at contexts of up to 32,768 tokens; and
 rows of 70B and DeepSeek-V2 on four GPUs. With the latter in it, the fit moved to another optimum, by which 8x22B's layouts on eight
-GPUs came in another order: its steps with 16 and more requests take longer than the model knows why. The last six were measured
-since the last fit."""
+GPUs came in another order: its steps with 16 and more requests take longer than the model knows why."""
 
 Kind = Literal["decode", "batch"]
 

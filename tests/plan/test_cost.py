@@ -143,6 +143,32 @@ def test_rows_are_priced_as_the_engine_that_they_were_measured_with():
         assert history.costs_of(replace(row, date=date, commit=commit)) is kind
 
 
+def test_pipelines_are_priced_by_the_way_that_their_tokens_took():
+    """One request over two stages waited for the host also in the commit that returned tokens first."""
+    row = Row("", "", "llama-3-8b", "fp8", True, 1, 2, "AUTO", parse("decode-64"), 3.9)
+    for date, commit, workload, returned in (
+        ("2026-11-27", "x", "decode-64", False), ("2026-11-28", "1b9e654", "decode-64", False),
+        ("2026-11-28", "ebd3fd9", "decode-64", True), ("2026-11-28", "ebd3fd9", "decode-1", False),
+        ("2026-11-29", "x", "decode-1", True),
+    ):  # fmt: skip
+        assert history.returns_tokens(replace(row, date=date, commit=commit, workload=parse(workload))) == returned
+
+
+def test_a_pipeline_on_the_gpus_of_one_node_has_no_hop_but_a_time_for_each_row():
+    costs_of_stages = costs("llama-3-70b", 4, pp=2)
+    over_host = history.HostTokensCosts(*(getattr(costs_of_stages, name) for name in ("shape", "dtype", "kv", "split", "machine")))
+    far = replace(costs_of_stages, machine=replace(MACHINE, gpus_per_node=4, nodes=2))
+    on_cpu = replace(costs_of_stages, machine=replace(MACHINE, gpu=replace(MACHINE.gpu, sm=0)))
+    assert [each.returns_tokens for each in (costs_of_stages, over_host, far, on_cpu, costs("llama-3-70b", 4))] == [
+        True, False, False, False, False
+    ]  # fmt: skip
+    cs = MACHINE.coefficients
+    for rows in (1, 32):
+        step, slower = (each.step_seconds(Work(32, rows)) for each in (costs_of_stages, over_host))
+        for one, other in zip(step, slower, strict=True):
+            assert other - one == pytest.approx(1e-6 * (cs.c_hop - rows * cs.c_return))
+
+
 def test_blocks_of_scales_and_compressed_queries_cost_more():
     for name, coefficient, value, rows in (("deepseek-v2", "c_query", 0.0, 1), ("deepseek-v3", "block_experts", 1.0, 64)):
         plain = replace(MACHINE, coefficients=replace(MACHINE.coefficients, **{coefficient: value}))
