@@ -170,6 +170,7 @@ class Served:
 
     def __init__(self, executor: RankExecutor, limits: SchedulerOptions, stages: int, indices: int = 1) -> None:
         self.rows: list[StepRow] = []
+        self.empty = 0  # steps without rows
         self.updates: dict[str, list[RequestUpdate]] = {}
         limits = replace(limits, pipeline_stages=stages, depth=executor.depth, returns_tokens=executor.returns_tokens)
         self.scheduler = Scheduler(limits) if indices == 1 else DpScheduler(limits, indices)
@@ -189,7 +190,9 @@ class Served:
                 for request in list(scheduler.running)[::4]:
                     scheduler.abort(request.id)
             while (step := scheduler.schedule()) is not None:
-                self.rows += [row for batch in step.batches for row in batch.rows]
+                rows = [row for batch in step.batches for row in batch.rows]
+                self.rows += rows
+                self.empty += not rows
                 executor.submit(step)
             for result in await_results(executor.collect, 1) if scheduler.steps_in_flight else []:
                 ended += 1
@@ -227,6 +230,7 @@ def test_ranks_give_the_tokens_that_they_give_where_each_is_awaited(folder: Path
     assert all(row.tokens for row in awaited.rows)
     unknown = sum(not row.tokens for row in returned.rows)
     assert unknown > len(returned.rows) / 2
+    assert awaited.empty == 0 < returned.empty
     stats = returned.scheduler.stats()
     assert stats.preemptions > 0
     assert stats.prefix_hits > 0
