@@ -375,6 +375,11 @@ def fitted_rows() -> list[Row]:
     return [row for row in rows() if row.kind == "decode" and row.file not in HELD_OUT and not row.unlike]
 
 
+def in_common(row: Row) -> bool:
+    """Whether the row is one of the common fit, as far as its kind and layout go."""
+    return kind(row) in FITTED_KINDS and not returns_tokens(row)
+
+
 def kind(row: Row) -> search.Kind:
     context = row.workload.input_len + row.workload.output_len / 2
     return search.kind(shape_named(row.model), context)
@@ -480,13 +485,10 @@ def main() -> int:
     collectives._document.cache_clear()
     before = fitted()  # steps of bursts are taken with these, and launched by the host as fast as they say
     base, every, layer_rows = {**measured_base(), "c_eager_experts": before.c_eager_experts}, fitted_rows(), layers()
-    common_rows = [
-        row for row in batch_rows()
-        if row.file not in HELD_OUT and kind(row) in FITTED_KINDS and not host_bound(row) and not returns_tokens(row)
-    ]  # fmt: skip
+    common_rows = [row for row in batch_rows() if row.file not in HELD_OUT and in_common(row) and not host_bound(row)]
     burst_rows = bursts(before, common_rows)
     alone = {name: [row for row in every if row.model.partition(":")[0] == model] for name, (model, _) in ALONE.items()}
-    decodes = [row for row in every if kind(row) in FITTED_KINDS and not returns_tokens(row)]
+    decodes = [row for row in every if in_common(row)]
     common = fit(decodes, layer_rows, burst_rows, base)
     common["mxfp4_flops"] = mxfp4_flops(common)
     values = dict(common)

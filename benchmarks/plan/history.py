@@ -5,8 +5,8 @@ Until 72457fc each layer with experts in FP8 gathered the residual in front of i
 all-reduce of owned rows did not keep the norm that the router reads. Until 4e866e7 a token alone made each rank read an expert for
 each of its pairs, and until a8af21f few steps with prompts of a mixture were replayed from graphs. Until 3bed13a long prompts had
 the kernel for attention that short ones have. Until 640446b decodes gathered in the steps of one stage of a pipeline, until
-4efea1d steps of data-parallel indices were half empty by turns, and a long prompt had all of its steps until 2026-11-28. Until ebd3fd9
-each token of a pipeline went over the host.
+4efea1d steps of data-parallel indices were half empty by turns, and a long prompt had all of its steps until 2026-11-28. Until
+ebd3fd9 each token of a pipeline went over the host.
 """
 
 from __future__ import annotations

@@ -124,9 +124,7 @@ def test_widths_and_coverage_are_those_of_the_rows_left_out_and_of_the_predictio
     now = history.fitted()
     intervals = widths.intervals(fitted, fit.attention_errors(now), [row.model for row in fit.fitted_rows()])
     assert coefficients.document()["intervals"] == json.loads(json.dumps(intervals))
-    errors = sorted(
-        fit.predicted(row, now) / row.measured - 1 for row in fit.fitted_rows() if fit.kind(row) in ("dense", "experts")
-    )
+    errors = sorted(fit.predicted(row, now) / row.measured - 1 for row in fit.fitted_rows() if fit.in_common(row))
     assert errors == pytest.approx(sorted(row["fit"] for row in fitted), abs=1e-4)
 
 

@@ -208,8 +208,8 @@ def returning(stages: int, options: SchedulerOptions = ROOMY) -> SchedulerOption
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("requests", [1, 2, 5, 9])
 def test_requests_go_on_before_their_tokens_are_known_where_the_last_stage_returns_them(stages: int, requests: int) -> None:
-    """A step is queued behind those that the stages run: of the requests of the step that the last stage runs. Where there are fewer
-    requests than stages, steps without rows come between."""
+    """A step is queued behind those that the stages run: of the requests of the step that the last stage runs. Where there are
+    fewer requests than stages, steps without rows come between."""
     ranks = Ranks(returning(stages))
     for number in range(requests):
         ranks.add(f"r{number}", [number], max_tokens=60)

@@ -21,21 +21,21 @@ _LIKE = {
 @dataclass(frozen=True)
 class Coefficients:
     """e_*: parts of a peak; tflops_per_watt: FP8 operations per joule, twice those in 16 bit; c_*: microseconds. c_one: a layer's
-    chain at one token, where kernels are fused; c_few: at up to FEW_ROWS; c_layer: at MANY_ROWS and more. c_norm: of a chain,
-    a residual norm with its quantization, which an all-reduce has in itself. c_moe: more of a chain for a layer with experts,
-    c_moe_hidden: for each 1,024 of its hidden size, c_expert: for each expert of a rank that tokens reach,
-    ns_pair: nanoseconds for each pair of a token and an expert of a step, which every rank chooses and sorts.
-    e_experts, e_experts_flops, sharpness_experts: of the grouped GEMMs over experts. e_far, e_far_fp8: of decode attention beyond
-    FAR_ROW tokens of a row. ps_head, ps_head_fp8: picoseconds of decode attention for each query head and cached token, beside the
-    reading. passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer
-    whose kernels the host launches one by one, which a step without a graph takes at least; c_eager_experts: of one with experts,
-    which has more of them. c_hop: of each stage of a pipeline whose tokens go over the host; c_return: for each row of a step
-    where the last stage returns them to the first on the device, instead. c_call: of another call of a layer's attention, where rows of other sizes have one of their own (on a
-    CPU). c_latent: more of a chain for a layer with latent attention; c_query: for one whose query is compressed too. e_latent: of
-    absorbed attention over latents, whose heads share what is read, with LATENT_HEADS of a rank and more; e_latent_few: with fewer.
-    block_experts: times as long as at e_experts does reading experts take whose weights have scales of blocks. e_long_prompt: of
-    attention of prompts in the kernel for long ones (`Costs.has_long_prompts`), e_prompt: in the one for all others. *_fp8: with an
-    FP8 cache. e_bytes_16: of weights in 16 bit. mxfp4, mxfp4_flops: times as long as reading weights at
+    chain at one token, where kernels are fused; c_few: at up to FEW_ROWS; c_layer: at MANY_ROWS and more. c_norm: of a chain, a
+    residual norm with its quantization, which an all-reduce has in itself. c_moe: more of a chain for a layer with experts,
+    c_moe_hidden: for each 1,024 of its hidden size, c_expert: for each expert of a rank that tokens reach, ns_pair: nanoseconds
+    for each pair of a token and an expert of a step, which every rank chooses and sorts. e_experts, e_experts_flops,
+    sharpness_experts: of the grouped GEMMs over experts. e_far, e_far_fp8: of decode attention beyond FAR_ROW tokens of a row.
+    ps_head, ps_head_fp8: picoseconds of decode attention for each query head and cached token, beside the reading. passes,
+    passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer whose kernels the host launches one by
+    one, which a step without a graph takes at least; c_eager_experts: of one with experts, which has more of them. c_hop: of each
+    stage of a pipeline whose tokens go over the host; c_return: for each row of a step where the last stage returns them to the
+    first on the device, instead. c_call: of another call of a layer's attention, where rows of other sizes have one of their own
+    (on a CPU). c_latent: more of a chain for a layer with latent attention; c_query: for one whose query is compressed too.
+    e_latent: of absorbed attention over latents, whose heads share what is read, with LATENT_HEADS of a rank and more;
+    e_latent_few: with fewer. block_experts: times as long as at e_experts does reading experts take whose weights have scales of
+    blocks. e_long_prompt: of attention of prompts in the kernel for long ones (`Costs.has_long_prompts`), e_prompt: in the one for
+    all others. *_fp8: with an FP8 cache. e_bytes_16: of weights in 16 bit. mxfp4, mxfp4_flops: times as long as reading weights at
     e_experts, and as computing at e_experts_flops, do GEMMs over experts in MXFP4 take, which widen their weights. ns_row,
     ns_long_row: of one row's attention, for each token of its context up to LONG_ROW and beyond. gemm_rs_hidden_part: of an
     all-reduce, what long steps hide, since GEMMs write into their owners' memory."""

@@ -10,8 +10,8 @@ Per stage, in seconds, for T tokens, of which R rows sample, that read K tokens 
                       + T * activation bytes / BW                                              what is between GEMMs
                       + 2 all-reduces (measured curve; T hidden bytes) - their norms  +  c(T)   c: a layer's chain of kernels
                       + exchange of tokens (measured curve), there and back                     of layers with experts, for ep > 1
-    + head on R rows + c_step, and for a pipeline for each stage the hidden states' bytes and c_hop, or R c_return where tokens go
-                                                                                               back to the first stage on the device
+    + head on R rows + c_step, and for a stage of a pipeline the hidden states' bytes and c_hop,   c_return: where the last stage
+      or R c_return                                                                            returns tokens on the device
 
 BW and F are the catalogue's; e_f F is at most what the power limit allows, watts x operations per joule, which is what binds on
 H200. Experts: bytes of those that T tokens reach, E (1 - (1 - k/E)^T) of them. Fitted by benchmarks/plan/fit.py;
