@@ -21,6 +21,7 @@ from phalanx.engine.dp_scheduler import DpScheduler
 from phalanx.engine.limits import SchedulerOptions, depth_of
 from phalanx.engine.messages import AddRequest, RequestUpdate, StepRow
 from phalanx.engine.scheduler import Scheduler
+from phalanx.executor.launcher import LocalLauncher
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.token_return import FIRST, LAST, TokenReturn
@@ -258,3 +259,11 @@ def test_the_depth_follows() -> None:
     for stages, returns, depth in ((1, True, 2), (2, False, 2), (2, True, 3), (4, True, 5)):
         executor = RankExecutor(options(Path("x"), pipeline_parallel_size=stages), returns_tokens=returns)
         assert (executor.depth, executor.returns_tokens) == (depth, returns and stages > 1)
+
+
+@pytest.mark.parametrize(("device", "nnodes", "returned"), [("cuda", 1, True), ("cpu", 1, False), ("cuda", 2, False)])
+def test_tokens_return_on_the_gpus_of_one_host(monkeypatch: pytest.MonkeyPatch, device: str, nnodes: int, returned: bool) -> None:
+    monkeypatch.setattr(LocalLauncher, "require_devices", lambda launcher, ranks: None)
+    chosen = options(Path("x"), pipeline_parallel_size=2, device=device, nnodes=nnodes, insecure_cluster=True)
+    executor = RankExecutor.from_options(chosen, None, {})  # type: ignore[arg-type]
+    assert (executor.returns_tokens, executor.depth) == (returned, 3 if returned else 2)
