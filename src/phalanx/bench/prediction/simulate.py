@@ -74,8 +74,8 @@ class Served:
 
 @dataclass
 class SimulatedReplica:
-    """One replica in simulated time: its scheduler, and when each stage is free. sent: when the last event was. token_hop: seconds
-    that tokens take from the last stage to the first."""
+    """One replica in simulated time: its scheduler, and when each stage is free. sent: when the last event was. ends:
+    when the latest steps leave the last stage, as many as there are stages, the oldest first."""
 
     scheduler: AnyScheduler
     costs: Costs
@@ -90,12 +90,11 @@ class SimulatedReplica:
     open: int = 0
     busy: float = 0.0
     tokens: int = 0
-    token_hop: float = 0.0
     ends: deque[float] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.free = [0.0] * self.costs.split.pp
-        self.ends = deque([0.0] * len(self.free), len(self.free))  # of as many steps as there are stages, the oldest first
+        self.ends = deque([0.0] * len(self.free), len(self.free))
 
     def submit(self, now: float) -> None:
         """Every step that the scheduler gives now."""
@@ -116,7 +115,7 @@ class SimulatedReplica:
         """When the first stage of a pipeline has the tokens that the step takes and the engine does not know."""
         if len(self.free) == 1 or all(row.tokens for batch in step.batches for row in batch.rows):
             return 0.0
-        return self.ends[0] + self.token_hop
+        return self.ends[0]
 
     def finish_step(self) -> float:
         """The oldest step in flight has ended; when."""
@@ -222,11 +221,10 @@ class SimulationResult:
 def run(
     costs: Costs, options: SchedulerOptions, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None,
     frontend: Frontend = NO_FRONTEND, *, scheduler_of: Callable[[SchedulerOptions, int], AnyScheduler] | None = None,
-    observe: Callable[[Work], None] | None = None, token_hop: float = 0.0,
+    observe: Callable[[Work], None] | None = None,
 ) -> SimulationResult:  # fmt: skip
     """Serve the arrivals. concurrency: a closed loop of so many requests, at whatever times they were to come. frontend: of each
     replica. scheduler_of: that of so many dp indices with these limits together; None: the engine's. observe: called at each step.
-    token_hop: see `SimulatedReplica`.
 
     A request goes to the replica with the fewest open ones. Raises EngineError where the scheduler stands still.
     """
@@ -234,8 +232,7 @@ def run(
     served: dict[str, Served] = {}
     make = scheduler_of or engine_scheduler
     simulated = [
-        SimulatedReplica(make(options, costs.split.ep), costs, served, frontend=frontend, observe=observe, token_hop=token_hop)
-        for _ in range(replicas)
+        SimulatedReplica(make(options, costs.split.ep), costs, served, frontend=frontend, observe=observe) for _ in range(replicas)
     ]
     if concurrency is not None:
         end = _closed_loop(simulated, arrivals, served, concurrency)
