@@ -23,6 +23,7 @@ NOT_ENFORCED = [
     ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     ({"type": "string", "pattern": "a+", "maxLength": 3}, "'pattern' together"),
     ({"$ref": "http://example.com/x.json"}, "not part of it"),
+    ({"$ref": "#x", "$defs": {"x": {"$anchor": "x", "type": "integer"}}}, "the anchor '#x' as a reference at #;"),
     ({"allOf": [INTEGER, {"minimum": 3}]}, "allOf"),
     ({"anyOf": [{"required": ["a"]}], "type": "object"}, "'anyOf' together with 'type'"),
     ({"$ref": "#/$defs/x", "$defs": {"x": INTEGER}, "minimum": 3}, "'\\$ref' together with 'minimum'"),
@@ -66,6 +67,11 @@ NOT_ENFORCED = [
     ("schema", "names"),
     [
         *NOT_ENFORCED,
+        (
+            {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+            "only to itself at #/items",
+        ),
+        ({"$ref": "#"}, "the reference '#', which leads only to itself at #; no finite text satisfies it"),
         ({"type": "object", "properties": {}, "required": [["a"]]}, "the required property \\['a'\\]"),
         ([], "is not a JSON object"),
         (3, "is not a JSON object"),
@@ -90,6 +96,11 @@ def test_xgrammar_would_not_reject_it(schema):
         {"type": "object", "properties": {"not": INTEGER, "if": {"type": "string"}, "uniqueItems": INTEGER}, "required": ["not"]},
         {"enum": [{"not": 1}], "default": {"contains": 1}, "examples": [{"if": 1}]},
         {"$ref": "#/$defs/x", "description": "fine", "$defs": {"x": INTEGER}},
+        {
+            "$ref": "#/$defs/x",
+            "$defs": {"x" * i: {"$ref": f"#/$defs/{'x' * (i + 1)}"} for i in range(1, 30)} | {"x" * 30: INTEGER},
+        },
+        {"type": "object", "properties": {"next": {"$ref": "#"}}},
         {"anyOf": [INTEGER, {"type": "null"}], "default": None, "title": "X"},
         {"type": "array", "uniqueItems": False},
         {"allOf": [INTEGER]},

@@ -43,10 +43,13 @@ REQUIRED = {"type": "object", "required": ["x"]}
 @pytest.mark.parametrize(
     ("schema", "ends"),
     [
-        ({"$ref": "#"}, False),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, False),
+        ({"anyOf": [{"$ref": "#"}]}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, False),
         ({**REQUIRED, "properties": {"x": {"$ref": "#"}}}, False),
-        ({**REQUIRED, "properties": {"x": {}, "y": {"$ref": "#/$defs/y"}}, "$defs": {"y": {"$ref": "#/$defs/y"}}}, False),
+        (
+            {**REQUIRED, "properties": {"x": {}, "y": {"$ref": "#/$defs/y"}}, "$defs": {"y": {"anyOf": [{"$ref": "#/$defs/y"}]}}},
+            False,
+        ),
         ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, False),
         ({"type": "array", "items": {"$ref": "#"}}, True),
         ({**REQUIRED, "properties": {"x": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}}, True),
@@ -62,7 +65,7 @@ def test_schemas(compiler, schema, ends):
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_tags(compiler, ends):
-    content = {"type": "json_schema", "json_schema": {"type": "object"} if ends else {"$ref": "#"}}
+    content = {"type": "json_schema", "json_schema": {"type": "object"} if ends else {"anyOf": [{"$ref": "#"}]}}
     tag = {"type": "tag", "begin": "<call>", "content": content, "end": "</call>"}
     layout = {"type": "triggered_tags", "triggers": ["<c"], "tags": [tag]}
     compiled = compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": layout}))

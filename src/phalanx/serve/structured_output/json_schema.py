@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check JSON schemas: accepted are those that the grammar enforces completely and that compile quickly.
 
-xgrammar ignores some keywords silently or with a line on stderr, and allows some strings that are not JSON (observed with 0.2.8);
-an answer could then violate its schema. Each such keyword is rejected by name and place, or rewritten. Keywords that only annotate
-(title, default, description, examples, ...) are accepted, as the JSON Schema specification demands.
+xgrammar ignores some keywords silently or with a line on stderr, and allows some strings that are not JSON (observed with 0.2.8 and
+0.2.9); an answer could then violate its schema. Each such keyword is rejected by name and place, or rewritten. Keywords that only
+annotate (title, default, description, examples, ...) are accepted, as the JSON Schema specification demands.
 
-Each check is here because xgrammar compiles what it rejects: keywords that xgrammar does not know; a keyword beside `$ref`,
-`anyOf`, `enum` or `const`; a bound without a type; a pattern beside a length or format; a pattern whose text JSON escapes; a
-property that two keywords describe. What xgrammar rejects by itself (values that are no schemas, bounds that exclude each other,
-`false`) is left to it. Tests say so when a version of xgrammar rejects one of these by itself.
+Each check but one is here because xgrammar compiles what it rejects: keywords that xgrammar does not know; a keyword beside `$ref`,
+`anyOf`, `enum` or `const`; an anchor as a reference; a bound without a type; a pattern beside a length or format; a pattern whose
+text JSON escapes; a property that two keywords describe. The one: references that lead only to each other, which xgrammar 0.2.9
+rejects, and older versions do not; all get the same message here. What xgrammar rejects by itself (values that are no schemas,
+bounds that exclude each other, `false`) is left to it. Tests say so when a version of xgrammar rejects one of these by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from phalanx.errors import OptionError
-from phalanx.serve.structured_output.oneof import DisjointnessProof, discriminator_tags, excludes_type_of
+from phalanx.serve.structured_output.oneof import DisjointnessProof, discriminator_tags, excludes_type_of, referred
 from phalanx.serve.structured_output.regex import expand_unicode_classes, parts, unsupported_construct
 
 MAX_BYTES = 128 * 1024
@@ -86,8 +87,9 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
         raise OptionError(f"the {what} is not a JSON object: {json.dumps(schema)[:60]}")
     tags = list(discriminator_tags((node for _, node in _schemas(schema, "#")), schema))
     proof = DisjointnessProof(schema, tags)
+    ending: set[int] = set()
     for where, node in _schemas(schema, "#"):
-        complaint = _complaint(node) or _complaint_of_one_of(node, proof)
+        complaint = _complaint(node) or _complaint_of_chain(node, schema, ending) or _complaint_of_one_of(node, proof)
         if complaint is not None:
             raise OptionError(f"the {what} has {complaint.part} at {where}", why=complaint.why, next=complaint.next)
         if isinstance(node.get("pattern"), str):
@@ -159,13 +161,31 @@ def _complaint_of_choice(node: dict[str, Any]) -> _Complaint | None:
     for keyword in ("type", "anyOf", "oneOf", "allOf"):
         if node.get(keyword) == []:
             return _Complaint(f"an empty {keyword!r}", why="no value satisfies it", next="add a choice, or remove it")
-    if isinstance(node.get("$ref"), str) and not node["$ref"].startswith("#"):
+    if isinstance(node.get("$ref"), str) and node["$ref"] != "#" and not node["$ref"].startswith("#/"):
+        if node["$ref"].startswith("#"):  # the grammar would allow any value
+            return _Complaint(f"the anchor {node['$ref']!r} as a reference", next="refer to its place, as in '#/$defs/name'")
         return _Complaint(f"the schema {node['$ref']!r}, which is not part of it")
     if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
         return _Complaint("'allOf' with more than one schema")
     choices = [keyword for keyword in _CHOICES if keyword in node]
     others = sorted(set(node) - _ANNOTATIONS - set(choices[:1])) if choices else []
     return _Complaint(f"{choices[0]!r} together with {', '.join(repr(name) for name in others)}") if others else None
+
+
+def _complaint_of_chain(node: dict[str, Any], root: Any, ending: set[int]) -> _Complaint | None:
+    """Follow the references from a node. ending: ids of the nodes from which a chain is known to end; extended."""
+    chain: set[int] = set()
+    while isinstance(node, dict) and isinstance(node.get("$ref"), str) and id(node) not in ending:
+        if id(node) in chain:
+            return _Complaint(
+                f"the reference {node['$ref']!r}, which leads only to itself",
+                why="no finite text satisfies it",
+                next="let the chain of references end at a schema",
+            )
+        chain.add(id(node))
+        node = referred(root, node["$ref"])
+    ending |= chain
+    return None
 
 
 def _complaint_of_one_of(node: dict[str, Any], proof: DisjointnessProof) -> _Complaint | None:

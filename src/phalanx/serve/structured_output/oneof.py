@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that at most one schema of a `oneOf` accepts each value: the grammar enforces only `anyOf`.
 
-xgrammar (0.2.8) proves by itself that types, listed values, and objects with different constants are disjoint. Where references,
-nested unions, or an object beside null come in, which clients send, it falls back to `anyOf` with a warning on stderr. Hence this
-proof, whose leaves are types and values again, and the discriminators of pydantic, which xgrammar does not read. A test says so
-when xgrammar proves more.
+xgrammar (0.2.8 and 0.2.9) proves by itself that types, listed values, and objects with different constants are disjoint. Where
+references, nested unions, or an object beside null come in, which clients send, it falls back to `anyOf` with a warning on stderr.
+Hence this proof, whose leaves are types and values again, and the discriminators of pydantic, which xgrammar does not read. A test
+says so when xgrammar proves more.
 
 Schemas are disjoint if their types are, if their values (const, enum) are, or, for objects, if a property is: one that is required
 with disjoint schemas on both sides, or required on one side and impossible on the other. Other schemas may be disjoint, too, but
@@ -126,7 +126,7 @@ class DisjointnessProof:
                 return schema
             reference, every = schema.get("$ref"), schema.get("allOf")
             if isinstance(reference, str):
-                schema = _at(self._root, reference)
+                schema = referred(self._root, reference)
             elif isinstance(every, list) and len(every) == 1:
                 schema = every[0]
             else:
@@ -134,7 +134,7 @@ class DisjointnessProof:
         return None
 
 
-def _at(root: Any, reference: str) -> Any:
+def referred(root: Any, reference: str) -> Any:
     """The target of a JSON pointer ("#/$defs/x"); None if there is none."""
     if not reference.startswith("#"):
         return None
