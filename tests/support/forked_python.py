@@ -61,12 +61,16 @@ _FITTED = {"PYTHONWARNINGS": "ignore", "OMP_WAIT_POLICY": "PASSIVE"}
 """Such variables, and the only value that a fork can have. Without one it does what the template does, which waits as OpenMP does
 in ranks on CPU."""
 _ON_DEMAND = 16 << 20
+_HUGE, _MADV_COLLAPSE = 2 << 20, 25
 _PRELOADED = (
-    "torch", "torch.distributed", "transformers", "transformers.tokenization_utils_fast",
-    "safetensors.torch", "phalanx.cli", "phalanx.comm.torch_group", "phalanx.engine.process", "phalanx.executor.node",
-    "phalanx.models.registry", "phalanx.models.weights", "phalanx.serve.app", "phalanx.serve.llm",
-    "phalanx.tune.ranks.candidates", "phalanx.tune.ranks.measure", "phalanx.tune.ranks.setup", "phalanx.tune.ranks.warmup",
-    "phalanx.worker.model_runner", "phalanx.worker.worker",
+    "encodings.idna", "numpy.ma", "torch", "torch.distributed", "transformers", "transformers.tokenization_utils_fast",
+    "safetensors.torch", "phalanx.cli", "phalanx.comm.reachability", "phalanx.comm.sequence_parallel.on_cpu",
+    "phalanx.comm.torch_group", "phalanx.comm.warmup", "phalanx.engine.process", "phalanx.executor.node",
+    "phalanx.kernels.attention.dispatch", "phalanx.kernels.compiling.compile_time", "phalanx.models.layers.attention.sdpa",
+    "phalanx.models.layers.attention.select", "phalanx.models.registry", "phalanx.models.weights", "phalanx.serve.app",
+    "phalanx.serve.llm", "phalanx.tune.ranks.candidates", "phalanx.tune.ranks.measure", "phalanx.tune.ranks.setup",
+    "phalanx.tune.ranks.warmup", "phalanx.worker.engine_store", "phalanx.worker.expert_load", "phalanx.worker.expert_moves",
+    "phalanx.worker.memory_profile", "phalanx.worker.model_runner", "phalanx.worker.warmup", "phalanx.worker.worker",
 )  # fmt: skip
 
 _POPEN = subprocess.Popen
@@ -350,6 +354,19 @@ def _end(status: Any) -> NoReturn:
     os._exit(code & 0xFF)
 
 
+def _collapse_heap() -> None:
+    """Have the memory of this process on huge pages, where the kernel has them: a fork, which copies the table of pages, takes half
+    as long."""
+    with open("/proc/self/maps", encoding="ascii") as file:
+        areas = [line.split() for line in file]
+    for addresses, access, _, _, _, *name in areas:
+        if access == "rw-p" and name in ([], ["[heap]"]):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            for page in range(-(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE, _HUGE):
+                with contextlib.suppress(OSError):  # too little of it is there, or the kernel is older than 6.1
+                    _call("madvise", ctypes.c_void_p(page), ctypes.c_size_t(_HUGE), _MADV_COLLAPSE)
+
+
 def _zero_on_demand() -> None:
     """Have torch.zeros of at least _ON_DEMAND bytes on CPU map pages of zeros."""
     import torch
@@ -384,6 +401,7 @@ def main() -> NoReturn:
     gc.collect()
     gc.freeze()
     gc.enable()
+    _collapse_heap()
     _run(socket.socket(fileno=int(sys.argv[1])), dict(os.environ))
 
 

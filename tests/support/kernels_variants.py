@@ -49,8 +49,8 @@ class _Driver:
 
 
 class _Torch(TorchFunctionMode):
-    """New integers are zeros, since no kernel writes them and indices are read; torch's own GEMMs, which take long and launch
-    nothing of ours, do not run."""
+    """New integers are zeros, since no kernel writes them and indices are read; what of torch takes long and launches nothing of
+    ours (GEMMs, copies of activations) does not run."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,6 +63,13 @@ class _Torch(TorchFunctionMode):
             left, right = args[1:3] if func is torch.addmm else args[:2]
             shape, dtype = (*left.shape[:-1], right.shape[-1]), kwargs.get("out_dtype") or left.dtype
             return torch.empty(shape, dtype=dtype) if kwargs.get("out") is None else kwargs["out"]
+        if func is torch.cat and args[0][0].dtype is torch.bfloat16:
+            (first, *others), dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            shape = list(first.shape)
+            shape[dim] += sum(other.shape[dim] for other in others)
+            return first.new_empty(shape)
+        if func is torch.Tensor.float and args[0].dtype is torch.bfloat16:
+            return torch.empty_like(args[0], dtype=torch.float32)
         return func(*args, **kwargs)
 
 
