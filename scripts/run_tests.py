@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All tests: first those that need the machine for themselves, then two lanes at once.
+"""All tests, in two lanes at once.
 
     python scripts/run_tests.py [ARGUMENTS OF PYTEST]
 
-Foreground: tests that start ranks, servers and hosts. They wait a quarter of their time, for processes, probes and limits of time,
-and some of them fail on a machine that is too busy. Background: tests that only compute (`tests/conftest.py` lists their folders),
-which fill these gaps: at the lowest priority, so that the others do not notice. What the background prints is shown at its end.
+Foreground: first the tests that measure gaps between tokens, with no other of this lane; then tests that start ranks, servers and
+hosts. They wait a quarter of their time, for processes, probes and limits of time, and some of them fail on a machine that is too
+busy. Background: tests that only compute (`tests/conftest.py` lists their folders), which fill these gaps: at the lowest priority,
+so that the others do not notice (gaps between tokens are as long with them as without). What the background prints is shown at its
+end.
 
 The exit status is not 0 where any test failed, or where no test was found at all.
 """
@@ -38,11 +40,6 @@ def lowest_priority() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    print("== tests that measure gaps between tokens, alone on this machine", flush=True)
-    alone = subprocess.run([*PYTEST, "-m", "alone", "tests/serve/test_app_bodies_beside_streams.py"], cwd=ROOT, check=False)
-    if alone.returncode:
-        return alone.returncode
-    print("== tests (several minutes: they start real ranks and servers)", flush=True)
     begin = time.monotonic()
     with tempfile.TemporaryFile() as printed:
         background = subprocess.Popen(
@@ -50,6 +47,11 @@ def main(arguments: list[str]) -> int:
             stdout=printed, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=lowest_priority,
         )  # fmt: skip
         try:
+            print("== tests that measure gaps between tokens", flush=True)
+            alone = subprocess.run([*PYTEST, "-m", "alone", "tests/serve/test_app_bodies_beside_streams.py"], cwd=ROOT, check=False)
+            if alone.returncode:
+                return alone.returncode
+            print("== tests (several minutes: they start real ranks and servers)", flush=True)
             foreground = subprocess.run([*PYTEST, *LANE, "--lane", "foreground", *arguments], cwd=ROOT, check=False)
             print(
                 f"== tests that only compute, at the lowest priority beside these ({time.monotonic() - begin:.0f} s so far)",

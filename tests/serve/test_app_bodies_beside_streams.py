@@ -2,8 +2,8 @@
 """The worst bodies of each route, all at once beside sixteen streams: they add no long gap between tokens.
 
 Sixteen streams run all the time, beside the bodies and alone by turns. Where the streams have a gap of 100 ms alone, too, something
-else holds up this machine, and the windows around it say nothing. The test needs the machine for itself (`make test` runs it before
-the others): two cores, which streams at this interval do not fill.
+else holds up this machine, and the windows around it say nothing. The test needs two cores, which streams at this interval do not
+fill: `make test` runs it before the other tests that start servers, and beside tests of the lowest priority, which add nothing.
 
 What holds up the server itself is measured as well, without its waits for a core: one turn of either loop, and full collections of
 the garbage collector, of which there must be none. One of them, 0.15 s, was the gap of 105 to 146 ms that one window in five had;
