@@ -7,18 +7,17 @@ from __future__ import annotations
 import itertools
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.support.documents import ROOT, blocks, commands
+from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -73,9 +72,7 @@ def test_the_check_of_an_installation_runs():
 @pytest.fixture(scope="module")
 def served(small_kv_cache: None) -> Iterator[str]:
     """`localhost:PORT` of the server that the quick start starts, on a free port."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
+    address = f"localhost:{free_ports()}"
     words = next(command.words for command in commands(DOCS / "quickstart.md") if command.words[:3] == ["phalanx", "serve", "demo"])
     words = [word.replace("8000", address.partition(":")[2]) for word in words]
     server = subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.DEVNULL)

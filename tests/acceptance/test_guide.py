@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -16,12 +15,12 @@ import time
 import httpx
 
 from tests.support.documents import ROOT, printed_under
+from tests.support.ports import free_ports
 
 
 def test_the_server(tmp_path, forked_python):
     (serve, ask, metrics), expected = printed_under(ROOT / "docs" / "guide.md", "### The server")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_ports()
     words = [sys.executable, "-m", *shlex.split(serve), "--port", str(port)]
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(words, stdout=log, stderr=log, env=os.environ | {"PHALANX_KV_CACHE_BYTES": str(1 << 26)})

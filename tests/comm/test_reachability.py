@@ -10,6 +10,7 @@ import pytest
 from phalanx.comm import reachability
 from phalanx.comm.reachability import require_mutual
 from phalanx.errors import EngineError
+from tests.support.ports import free_ports
 
 
 class MemoryStore:
@@ -35,12 +36,6 @@ def soon(monkeypatch):
     monkeypatch.setattr(reachability, "CONNECT_SECONDS", 0.5)
 
 
-def closed_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def test_hosts_that_reach_each_other_go_on():
     store = MemoryStore()
     with ThreadPoolExecutor(3) as pool:
@@ -64,7 +59,7 @@ def test_strangers_that_connect_keep_no_host_out():
 
 
 def test_the_direction_that_fails_is_named():
-    port = closed_port()
+    port = free_ports()
     store = MemoryStore()
     store.set("reachability/1", f"127.0.0.1:{port}")
     with pytest.raises(

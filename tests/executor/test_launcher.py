@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +27,7 @@ from phalanx.executor.rank_executor import RankExecutor
 from phalanx.hardware.probe import cores
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import Drive, await_results, expected, options, prompts
+from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -160,19 +159,8 @@ def two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
     sys.modules.pop("own_launcher", None)
 
 
-def free_ports() -> int:
-    """The first of two free ports."""
-    while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            with contextlib.suppress(OSError, OverflowError):
-                two.bind(("127.0.0.1", port + 1))
-                return port
-
-
 def test_a_launcher_of_ones_own_starts_real_ranks_through_configuration_alone(tmp_path: Path, two_hosts: ModuleType) -> None:
-    folder, port = write_checkpoint(tmp_path / "llama", "llama"), free_ports()
+    folder, port = write_checkpoint(tmp_path / "llama", "llama"), free_ports(2)
     executor = RankExecutor(
         options(folder, tensor_parallel_size=2, launcher="own_launcher:TwoHosts", master_addr="127.0.0.1", master_port=port)
     )

@@ -13,6 +13,7 @@ from phalanx.serve import follower
 from phalanx.serve.connections.listen import bind
 from phalanx.serve.follower import FollowerStatus, run_follower
 from phalanx.version import __version__
+from tests.support.ports import free_ports
 
 
 def engine(**options):
@@ -51,20 +52,14 @@ def joins(monkeypatch):
     return answers
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def test_it_answers_while_the_node_runs(joins):
-    joins.append(free_port())
+    joins.append(free_ports())
     assert run_follower(engine(), ServeOptions.of(host="127.0.0.1", port=joins[0]), 0) == 7
     assert joins[1] == 200
 
 
 def test_an_address_of_another_host_becomes_its_own(joins, caplog):
-    joins.append(free_port())
+    joins.append(free_ports())
     assert run_follower(engine(), ServeOptions.of(host="192.0.2.1", port=joins[0]), 0) == 7
     assert joins[1] == 200
     assert f"probes are answered at 127.0.0.1:{joins[0]}" in caplog.text
@@ -76,7 +71,7 @@ def test_without_a_route_to_the_engine_it_says_so(joins, monkeypatch):
 
     monkeypatch.setattr("phalanx.executor.node.address_towards", unreachable)
     with pytest.raises(OptionError, match=r"^no route leads to master_addr=127\.0\.0\.1; Network is unreachable; check"):
-        run_follower(engine(), ServeOptions.of(host="192.0.2.1", port=free_port()), 0)
+        run_follower(engine(), ServeOptions.of(host="192.0.2.1", port=free_ports()), 0)
 
 
 def test_only_the_first_process_of_a_host_answers(joins):

@@ -20,7 +20,8 @@ import openai
 import pytest
 
 from tests.support.loop_delays import SCHEDSTAT, delays_between
-from tests.support.serve_processes import MODEL, fake_server, free_port, until
+from tests.support.ports import free_ports
+from tests.support.serve_processes import MODEL, fake_server, until
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -252,7 +253,7 @@ def test_on_cpu_the_first_request_for_structured_output_waits_and_the_log_says_w
 
 def test_the_key_is_nowhere(tmp_path, tiny_model):
     """Not in the log, and not where `ps` would show it."""
-    port = free_port()
+    port = free_ports()
     with fake_server(tmp_path, tiny_model, api_key="very-secret", port=port) as served:
         served.wait_ready()
         with served.http() as http:

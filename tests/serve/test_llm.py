@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from phalanx.errors import EngineClosed, ModelError, OptionError, RankDied, Requ
 from phalanx.serve.client import EngineProcessClient
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.checkpoints import write_checkpoint
+from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -532,9 +532,7 @@ def test_torchrun(tmp_path, folder, reference):
     token = "cluster_token='a token of sixteen bytes or more', tensor_parallel_size"
     text = THREE_LINES.format(folder=str(folder)).replace("tensor_parallel_size", token)
     path.write_text(text, encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports(2)  # torchrun's, and the engine's
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

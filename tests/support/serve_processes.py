@@ -20,6 +20,8 @@ import httpx
 import openai
 import psutil
 
+from tests.support.ports import free_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "tiny"
 
@@ -109,13 +111,6 @@ def session_nice(pid: int) -> int | None:
     return int(words[-1]) if words else None
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextlib.contextmanager
 def started(
     command: list[str], port: int, folder: Path, *, cwd: Path | None = None, environment: dict[str, str | None] | None = None
@@ -151,7 +146,7 @@ def fake_server(
     """The server over the fake executor, with the tokenizer and shape of a checkpoint. before: a command that executes it.
     delays: a folder for the delays of its loops (`tests.support.loop_delays`)."""
     before = serving.pop("before", [])
-    port = serving.pop("port", None) or free_port()
+    port = serving.pop("port", None) or free_ports()
     surroundings = {name: serving.pop(name) for name in ("cwd", "environment") if name in serving}
     delays = serving.pop("delays", None)
     options = {
@@ -167,7 +162,7 @@ def fake_server(
 def rank_server(folder: Path, model: Path, *flags: str, **surroundings: Any):
     """`phalanx serve` as it is, with real ranks. Their KV cache is small: filling the default of 1 GiB takes seconds of each.
     before: as of `fake_server`."""
-    port, flags = free_port(), ("--kv_cache_bytes", str(1 << 26), *flags)
+    port, flags = free_ports(), ("--kv_cache_bytes", str(1 << 26), *flags)
     command = [
         *surroundings.pop("before", []),
         sys.executable,

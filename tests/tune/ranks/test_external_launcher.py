@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import pytest
 
 from phalanx.tune import records
 from phalanx.tune.commands import launched_rank
+from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -45,9 +45,7 @@ def test_under_torchrun(tmp_path):
 
 def test_under_mpirun(tmp_path):
     """mpirun sets these variables for each process that it starts."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports(2)
     command = [
         sys.executable,
         "-m",
