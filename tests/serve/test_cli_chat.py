@@ -108,7 +108,7 @@ class Answers(BaseHTTPRequestHandler):
         events = [{"choices": [{"delta": {"role": "assistant"}}]}]
         events += [{"choices": [{"delta": {"content": letter}}]} for letter in text.upper()]
         events += [{"choices": []}]
-        lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"]
+        lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events] + ["data: [DONE]\n\n"]
         content = "".join(lines).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
@@ -139,16 +139,16 @@ def server():
 
 def test_chat_with_a_server(capsys, monkeypatch):
     with server() as (url, bodies):
-        typed(monkeypatch, "hello\nfail\nthere\n")
+        typed(monkeypatch, "hello\nfail\nth\u2028ere\n")  # which is one line, and so is the event that has it
         assert cli.main(["chat", url + "/v1/", "--api_key", "hunter2", "--max_tokens", "7"]) == 1  # for "fail"
     out, err = capsys.readouterr()
-    assert out == "HELLO\nTHERE\n"
+    assert out == "HELLO\nTH\u2028ERE\n"
     assert "this cannot be said" in err
     assert "hunter2" not in err
     assert [body["key"] for body in bodies] == ["Bearer hunter2"] * 3
     assert bodies[0] == {**bodies[0], "model": "parrot", "stream": True, "max_tokens": 7, "temperature": 0.0}
     # What was refused is not part of the talk.
-    assert [message["content"] for message in bodies[2]["messages"]] == ["hello", "HELLO", "there"]
+    assert [message["content"] for message in bodies[2]["messages"]] == ["hello", "HELLO", "th\u2028ere"]
 
 
 def test_a_refusal_is_a_failure_unless_somebody_sees_it(capsys, monkeypatch):

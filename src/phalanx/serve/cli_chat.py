@@ -116,7 +116,7 @@ def _over_http(url: str, key: str | None, *, max_tokens: int, temperature: float
                         await response.aread()
                         _checked(response)
                     thinking = False
-                    async for line in response.aiter_lines():
+                    async for line in _lines(response):
                         if line.startswith("data: ") and line != "data: [DONE]":
                             delta = _delta(json.loads(line.removeprefix("data: ")))
                             if reasoning := delta.get("reasoning_content"):
@@ -137,6 +137,15 @@ def _over_http(url: str, key: str | None, *, max_tokens: int, temperature: float
             ) from None
 
     return respond
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Lines of server-sent events, which end at LF or CR LF: those of httpx also end at U+2028, which a text may have."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace").rstrip("\r")
 
 
 def _checked(response: httpx.Response) -> httpx.Response:

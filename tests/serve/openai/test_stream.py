@@ -37,11 +37,12 @@ def until(condition, seconds=10.0):
 
 def test_a_chunk_is_its_head_with_one_choice():
     head = {"id": 'a"b', "created": 1, "usage": None}
-    choice = {"index": 0, "text": 'x"\n\u2028\U0001f642\x00', "logprobs": None}
+    choice = {"index": 0, "text": 'x"\n\u2028\x85\u2029\U0001f642\x00', "logprobs": None}
     chunk = Chunks(head).of(choice)
     assert (chunk[:6], chunk[-2:]) == (b"data: ", b"\n\n")
     assert json.loads(chunk[6:]) == {**head, "choices": [choice]} == json.loads(event({**head, "choices": [choice]})[6:])
     assert chunk.count(b"\n") == 2  # an event ends with an empty line, and must hold no other
+    assert chunk.decode().splitlines() == [chunk[:-2].decode(), ""]  # for clients that end lines elsewhere, too
 
     with_usage = Chunks(head).of(choice, {"total_tokens": 3})
     assert json.loads(with_usage[6:]) == {**head, "choices": [choice], "usage": {"total_tokens": 3}}

@@ -6,14 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-import msgspec
-
 from phalanx.engine.messages import TokenLogprobs
-from phalanx.serve.openai.long_answers import JsonParts
+from phalanx.serve.openai.long_answers import JsonParts, encode_small
 
 _PART = 64
 """Tokens whose alternatives are encoded at once: a millisecond."""
-_encode = msgspec.json.Encoder().encode
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON has no number for (the same value as OpenAI's)."""
 
@@ -49,7 +46,7 @@ def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], text_of: Callable[
     parts: list[bytes | memoryview] = [b"["]
     for start in range(0, len(logprobs), _PART):
         part = [None if one is None else entries(one) for one in logprobs[start : start + _PART]]
-        parts.append((b"," if start else b"") + _encode(part)[1:-1])
+        parts.append((b"," if start else b"") + encode_small(part)[1:-1])
     return JsonParts([*parts, b"]"], len(logprobs))
 
 

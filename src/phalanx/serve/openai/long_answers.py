@@ -41,7 +41,21 @@ def _joined(value: Any) -> msgspec.Raw:
     raise NotImplementedError(f"{type(value).__name__} has no JSON")
 
 
-encode_small = msgspec.json.Encoder(enc_hook=_joined).encode
+_encode = msgspec.json.Encoder(enc_hook=_joined).encode
+_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
+
+
+def encode_small(value: Any) -> bytes:
+    """JSON of a value with few entries, on one line for every reader: line ends beyond ASCII are escaped.
+
+    Events are lines, which by their standard end at CR and LF only. But clients that split them as `str.splitlines` does (httpx's
+    and requests' iter_lines of texts) would break one at a U+2028 of the model's. In JSON such bytes are always part of a text.
+    """
+    data = _encode(value)
+    if not data.isascii():
+        for end, escaped in _LINE_ENDS:
+            data = data.replace(end, escaped)
+    return data
 
 
 async def off_loop(work: Callable[..., Result], *args: Any, entries: int) -> Result:
