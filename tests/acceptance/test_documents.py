@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from phalanx.deploy.ray_serve import free_ports
 from tests.support.documents import ROOT, blocks, commands
-from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

@@ -14,8 +14,8 @@ import time
 
 import httpx
 
+from phalanx.deploy.ray_serve import free_ports
 from tests.support.documents import ROOT, printed_under
-from tests.support.ports import free_ports
 
 
 def test_the_server(tmp_path, forked_python):

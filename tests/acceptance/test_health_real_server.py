@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from phalanx import cli
+from phalanx.deploy.ray_serve import free_ports
 from phalanx.health.servers import parse, visit
-from tests.support.ports import free_ports
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 
 from phalanx.comm import reachability
 from phalanx.comm.reachability import require_mutual
+from phalanx.deploy.ray_serve import free_ports
 from phalanx.errors import EngineError
-from tests.support.ports import free_ports
 
 
 class MemoryStore:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from phalanx.config.options import EngineOptions
+from phalanx.deploy.ray_serve import free_ports
 from phalanx.errors import LayoutError, OptionError, RankDied
 from phalanx.executor.launcher import (
     SLEEPING_THREADS,
@@ -27,7 +28,6 @@ from phalanx.executor.rank_executor import RankExecutor
 from phalanx.hardware.probe import cores
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import Drive, await_results, expected, options, prompts
-from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

@@ -8,12 +8,12 @@ import pytest
 
 from phalanx.config.options import EngineOptions
 from phalanx.config.serving import ServeOptions
+from phalanx.deploy.ray_serve import free_ports
 from phalanx.errors import OptionError
 from phalanx.serve import follower
 from phalanx.serve.connections.listen import bind
 from phalanx.serve.follower import FollowerStatus, run_follower
 from phalanx.version import __version__
-from tests.support.ports import free_ports
 
 
 def engine(**options):

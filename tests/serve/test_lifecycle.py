@@ -19,8 +19,8 @@ import httpx
 import openai
 import pytest
 
+from phalanx.deploy.ray_serve import free_ports
 from tests.support.loop_delays import SCHEDSTAT, delays_between
-from tests.support.ports import free_ports
 from tests.support.serve_processes import MODEL, fake_server, until
 
 pytestmark = pytest.mark.usefixtures("forked_python")

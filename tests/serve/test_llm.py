@@ -24,12 +24,12 @@ import torch
 
 from phalanx import LLM, SamplingParams
 from phalanx.config import StructuredOutputParams
+from phalanx.deploy.ray_serve import free_ports
 from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.errors import EngineClosed, ModelError, OptionError, RankDied, RequestError, UnknownOption
 from phalanx.serve.client import EngineProcessClient
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.checkpoints import write_checkpoint
-from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 

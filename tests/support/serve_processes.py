@@ -20,7 +20,7 @@ import httpx
 import openai
 import psutil
 
-from tests.support.ports import free_ports
+from phalanx.deploy.ray_serve import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "tiny"

@@ -9,6 +9,7 @@ group of its own (`deploy.ray_launcher`).
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import time
 from collections.abc import MutableMapping
@@ -30,6 +31,8 @@ from phalanx.errors import EngineError, OptionError
 logger = log.get_logger(__name__)
 
 _LOOPBACK = "127.0.0.1"
+_PORTS = range(20_000, 30_000)
+"""Below those that Linux gives to connections, and to whoever asks for any (from 32768 on), and those of Kubernetes's NodePorts."""
 _PROBE_SECONDS = 5.0
 _STOP_MARGIN_SECONDS = 10.0
 
@@ -98,7 +101,7 @@ class Replica:
         for name, value in adopt_variables(variables).items():
             logger.warning("%s=%s of this host stays; where it was deployed from, it is %s", name, value, variables[name])
         options = EngineOptions(**engine)
-        port = free_ports(1)
+        port = free_ports()
         if options.nnodes > 1:
             engine = {**engine, "launcher": "ray", "master_port": free_ports(2)}
         config = {"engine": engine, "serving": {**serving, "host": _LOOPBACK, "port": port}}
@@ -153,17 +156,16 @@ class Forward:
         await forward(scope, receive, send)
 
 
-def free_ports(count: int) -> int:
-    """The first of `count` consecutive free ports of this host. Another process may take them before they are used."""
+def free_ports(count: int = 1) -> int:
+    """The first of `count` consecutive TCP ports of this host that nobody has. Another process may take them before they are used:
+    rarely, as they are none that the system gives to connections. Raises EngineError."""
     for _ in range(100):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            first = stack.enter_context(socket.socket())
-            first.bind(("", 0))
-            port = int(first.getsockname()[1])
-            for number in range(1, count):
+        port = random.SystemRandom().choice(_PORTS)  # a seed may be what other processes have, too
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for number in range(count):
                 stack.enter_context(socket.socket()).bind(("", port + number))
             return port
-    raise EngineError(f"no {count} consecutive ports of this host are free")
+    raise EngineError(f"no {count} consecutive ports of this host were free", why=f"100 of {_PORTS[0]} to {_PORTS[-1]} were tried")
 
 
 def deploy(engine: EngineOptions, serving: ServeOptions, scaling: Scaling, *, name: str, route_prefix: str) -> str:

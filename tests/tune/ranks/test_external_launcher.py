@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from phalanx.deploy.ray_serve import free_ports
 from phalanx.tune import records
 from phalanx.tune.commands import launched_rank
-from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
