@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from phalanx.deploy.ray_cluster import PLACEMENT_SECONDS
+from phalanx.health.host import is_orphan
 from tests.support.documents import ROOT, blocks, printed_under
 from tests.support.namespaces import Namespaces, idle_percent, two_namespaces
 from tests.support.two_hosts import CLIENT, PORT, PROMPT
@@ -153,6 +154,7 @@ def test_it_serves_on_both_hosts_with_the_tokens_of_one_and_a_killed_host_is_nam
     with cluster.serving() as server:
         assert {"phalanx rank 0", "phalanx rank 1"} == {title for title in cluster.ours(0) if "rank" in title}
         assert {"phalanx rank 2", "phalanx rank 3"} == set(cluster.ours(1))
+        assert not any(is_orphan(process) for host in (0, 1) for process in cluster.ours(host).values())
         assert cluster.ours(1)["phalanx rank 2"].environ()["UCX_PASSED_ON"] == "yes"
         events, _ = cluster.stream(TOKENS).communicate(timeout=60)
         assert events.strip().endswith("data: [DONE]")

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from phalanx.config.locate import DEMO
-from phalanx.health.host import ResourceLimit
+from phalanx.health.host import ResourceLimit, is_orphan
 from tests.support.health_host import executable, outward
 from tests.support.health_nvml import machine
 from tests.support.health_subject import doctor, finding_of, findings, only, served, subject
@@ -315,6 +316,24 @@ def test_rank_with_its_parent_is_no_orphan():
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("title", "pid", "parent", "orphan"),
+    [
+        ("phalanx rank 0", 70, "ray::NodeAgent.run", False),
+        ("phalanx rank 0", 70, "phalanx engine", False),
+        ("phalanx rank 0", 70, "/usr/lib/systemd/systemd --user", True),
+        ("phalanx rank 0", 1, "/sbin/init", True),
+        ("phalanx engine", 1, "phalanx server", False),
+        ("phalanx rank 2", 1, "/opt/bin/python /opt/bin/phalanx serve model --node_rank 1", False),
+        ("phalanx server", 1, "/sbin/init", False),
+    ],
+)
+def test_who_may_be_the_parent_of_a_rank(title, pid, parent, orphan):
+    """Ray's actors and the first process of a container, too: the cure of an orphan is to kill it."""
+    above = SimpleNamespace(pid=pid, cmdline=lambda: [parent], name=lambda: parent[:15])
+    assert is_orphan(SimpleNamespace(cmdline=lambda: [title], name=lambda: title, parent=lambda: above)) == orphan
 
 
 def test_taken_port():

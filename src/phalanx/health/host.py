@@ -256,12 +256,12 @@ def title_of(process: psutil.Process) -> str:
 
 
 def is_orphan(process: psutil.Process) -> bool:
-    """Whether an engine or a rank has lost its parent. A server may have a service manager as its parent."""
-    title = title_of(process)
-    if not title.startswith(("phalanx engine", "phalanx rank")):
+    """Whether an engine or a rank has lost its parent: a process of ours, of a user's Python program, or an actor of Ray. In a
+    container ours may be the first process. A server may have a service manager as its parent."""
+    if not title_of(process).startswith(("phalanx engine", "phalanx rank")):
         return False
     parent = process.parent()
     if parent is None or parent.pid <= 1:
-        return True
+        return parent is None or "phalanx" not in title_of(parent)
     words = " ".join(parent.cmdline()[:1]) + parent.name()
-    return "phalanx" not in words and "python" not in words and "pytest" not in words
+    return not any(name in words for name in ("phalanx", "python", "pytest", "ray::"))
