@@ -24,8 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
+from phalanx.bench.workloads import parse
 
 TREES = ("before", "after")
+LONG_PROMPT = 2048
+"""Tokens of a prompt from which on its time to the first token is a figure, too."""
 WORKLOADS = ("decode-1", "decode-64", "batch-512x1000x1000")
 
 
@@ -94,11 +97,22 @@ def joined(folder: Path) -> dict[str, Any]:
 
 
 def _figures(report: Mapping[str, Any], *, kept: bool) -> Iterator[tuple[str, float]]:
-    engine = report["engine"] if "engine" in report else next(iter(report["engines"].values()))
-    yield f"start with {'the kernels of an earlier one' if kept else 'no kernels'}, s", engine["start_s"]
+    """Each measure and its value; the measures of another all-reduce strategy than AUTO name it. Of several engines only the first
+    one's start counts: the others find its kernels."""
+    strategy, engine = next(iter(report["engines"].items())) if "engines" in report else ("AUTO", report["engine"])
+    yield f"start with {'the kernels of an earlier one' if kept else 'no kernels'}{_by(strategy)}, s", engine["start_s"]
     for row in report["results"]:
-        batch = row["workload"].startswith("batch")
-        yield f"{row['workload']}, {'tok/s' if batch else 'ms'}", row["output_tok_s" if batch else "tpot_ms"]
+        workload, by = parse(row["workload"]), _by(row.get("allreduce_strategy", "AUTO"))
+        if workload.kind == "batch":
+            yield f"{workload.name}{by}, tok/s", row["output_tok_s"]
+            continue
+        yield f"{workload.name}{by}, ms", row["tpot_ms"]
+        if workload.input_len >= LONG_PROMPT:
+            yield f"{workload.name}{by}, s to the first token", row["prefill_s"]
+
+
+def _by(strategy: str) -> str:
+    return "" if strategy == "AUTO" else f" by {strategy}"
 
 
 if __name__ == "__main__":

@@ -38,6 +38,28 @@ def test_medians_of_each_group(tmp_path):
     assert medians["8b", "batch-512x1000x1000, tok/s"]["ratio"] == 1.0
 
 
+def test_other_strategies_and_long_prompts_have_measures_of_their_own(tmp_path):
+    def row(workload: str, step: float, first: float, strategy: str) -> dict[str, object]:
+        return {"workload": workload, "tpot_ms": step, "prefill_s": first, "allreduce_strategy": strategy}
+
+    for tree, faster in (("before", 0.0), ("after", 1.0)):
+        content = {
+            "about": {},
+            "engines": {"AUTO": {"start_s": 20 - faster}, "NCCL": {"start_s": 5}},
+            "results": [
+                row("decode-1", 10 - faster, 0.1, "AUTO"), row("decode-1x16384x512", 13 - faster, 1.5, "AUTO"),
+                row("decode-1", 11 - faster, 0.1, "NCCL"), row("decode-1", 12 - faster, 0.1, "NCCL"),
+            ],
+        }  # fmt: skip
+        (tmp_path / f"70b.{tree}.1.json").write_text(json.dumps(content))
+    medians = {row["measure"]: (row["before"], row["after"]) for row in two_trees.joined(tmp_path)["medians"]}
+    assert medians == {
+        "start with no kernels, s": (20, 19),  # not that of the second engine, which finds the first one's kernels
+        "decode-1, ms": (10, 9), "decode-1x16384x512, ms": (13, 12), "decode-1x16384x512, s to the first token": (1.5, 1.5),
+        "decode-1 by NCCL, ms": (11.5, 10.5),
+    }  # fmt: skip
+
+
 def test_rounds_in_turn(tmp_path, monkeypatch):
     commands: list[tuple[Path, str, list[str]]] = []
 
