@@ -17,6 +17,7 @@ from functools import partial
 
 from benchmarks.plan.rows import OLDER_SCHEDULERS_UNTIL, Row, Start, shape_named
 from phalanx.bench.prediction import simulate
+from phalanx.engine.decode_share import DecodeCounts
 from phalanx.engine.dp_scheduler import DpScheduler
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.plan import coefficients, footprint, graphs
@@ -117,8 +118,8 @@ class OlderScheduler(Scheduler):
     and a data-parallel index got as many requests as a step of its own holds, whatever it had begun, and no more until it had begun
     them all."""
 
-    def _decode_share(self, decodes: int) -> int:
-        return decodes
+    def _decode_share(self, decodes: DecodeCounts, prompts_wait: bool) -> int:
+        return decodes.ready
 
     def _left_to_shorter(self, *_: object) -> int:
         return 0

@@ -227,6 +227,39 @@ def test_requests_go_on_before_their_tokens_are_known_where_the_last_stage_retur
     assert {len(ranks.tokens(f"r{number}")) for number in range(requests)} == {60}
 
 
+def steps_per_token(ranks: Ranks, name: str) -> float:
+    return len(ranks.steps) / len(ranks.tokens(name))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_constrained_request_finds_a_place_among_others_as_soon_as_its_token_is_known(stages: int) -> None:
+    """Its token takes one step more than those of others, which have filled the next step by then: it gets a place of theirs."""
+    ranks = Ranks(returning(stages, replace(ROOMY, max_seq_len=1000, num_blocks=2048)))
+    for number in range(7):
+        ranks.add(f"r{number}", [number], max_tokens=800)
+    grammar = StructuredOutputParams(regex="x", compiled="800")
+    ranks.scheduler.add(AddRequest("even", [7], SamplingParams(max_tokens=800, structured_output=grammar)))
+    for _ in range(300):
+        ranks.fill()
+        ranks.process_result()
+    assert steps_per_token(ranks, "even") < stages + 2
+    assert all(steps_per_token(ranks, f"r{number}") < stages + 0.1 for number in range(7))
+
+
+def test_many_constrained_requests_leave_places_to_another() -> None:
+    ranks = Ranks(returning(2, replace(ROOMY, max_seq_len=1000, num_blocks=2048)))
+    grammar = StructuredOutputParams(regex="x", compiled="800")
+    for number in range(15):
+        params = SamplingParams(max_tokens=800, structured_output=grammar)
+        ranks.scheduler.add(AddRequest(f"even {number}", [number], params))
+    ranks.add("plain", [7], max_tokens=800)
+    for _ in range(300):
+        ranks.fill()
+        ranks.process_result()
+    assert steps_per_token(ranks, "plain") < 4
+    assert all(steps_per_token(ranks, f"even {number}") < 4 for number in range(15))
+
+
 def test_steps_without_rows_are_made_only_for_a_request_that_can_go_on_behind_them() -> None:
     ranks = Ranks(returning(4))
     ranks.add("a", [1], max_tokens=3)
@@ -354,6 +387,47 @@ def test_stages_share_one_long_prompt() -> None:
     ranks.add("long", [1] * 2048, max_tokens=2)
     ranks.fill()
     assert [step.batches[0].rows[0].count for step in ranks.steps] == [512] * 4
+    ranks.finish()
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("returns", [False, True])
+def test_requests_go_on_beside_a_long_prompt_in_a_pipeline(stages: int, returns: bool) -> None:
+    """Of as many requests as stages a step has one row, which a prompt of many steps must not take in each of them."""
+    options = replace(ROOMY, max_num_tokens=64, max_seq_len=4000, num_blocks=2048)
+    staged = replace(options, pipeline_stages=stages, depth=depth_of(stages, returns_tokens=False))
+    ranks = Ranks(returning(stages, options) if returns else staged)
+    ranks.add("long", [1] * 3000, max_tokens=2)
+    assert ranks.submit()
+    ranks.add("streams", [2] * 8, max_tokens=500)
+    for number in range(stages - 1):
+        ranks.add(f"short {number}", [3 + number] * 8, max_tokens=2)
+    came = []
+    while not ranks.tokens("long"):
+        ranks.fill()
+        ranks.process_result()
+        came += [len(ranks.steps)] * (len(ranks.tokens("streams")) - len(came))
+    assert len(came) > 3000 / 64 / (stages + 1) - 4
+    assert all(after - before <= 2 * stages for before, after in pairwise(came))
+    ranks.finish()
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_long_prompt_in_a_pipeline_leaves_what_shorter_ones_can_take(stages: int) -> None:
+    options = SchedulerOptions(
+        num_blocks=8192, block_size=16, max_batch_size=64, max_num_tokens=8192, max_seq_len=131072, vocab_size=VOCAB,
+        pipeline_stages=stages, depth=stages,
+    )  # fmt: skip
+    ranks = Ranks(options)
+    ranks.add("long", [1] * 100_000, max_tokens=2)
+    assert ranks.submit()
+    ranks.add("shorter", [2] * 5000, max_tokens=2)
+    while not ranks.tokens("shorter"):
+        ranks.fill()
+        ranks.process_result()
+    assert not ranks.tokens("long")
+    filled = [sum(row.count for row in step.batches[0].rows) for step in ranks.steps[stages:]]
+    assert filled[: 2 * stages] == [8192] * min(len(filled), 2 * stages)
     ranks.finish()
 
 

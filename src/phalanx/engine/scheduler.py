@@ -23,6 +23,7 @@ from functools import partial
 from itertools import chain, islice
 
 from phalanx.engine.blocks import BlockPool
+from phalanx.engine.decode_share import DecodeCounts
 from phalanx.engine.forecast import forecast_of
 from phalanx.engine.grammar import OpenMatcher, TokenMatcher, open_matcher, request_matcher
 from phalanx.engine.grammar_threads import SLOW_SECONDS, TOKEN_SECONDS, GrammarCall, GrammarThreads, InlineGrammarCalls
@@ -60,12 +61,13 @@ FIRST_CHUNK = 16
 
 @dataclass
 class _StepDraft:
-    """A step that is being built. Tokens have two budgets, so that neither decodes nor prefills starve the other."""
+    """A step that is being built. Tokens have budgets of their own, so that neither decodes nor prefills starve the other."""
 
     rows_left: int
     decode_budget: int
     prefill_budget: int
     for_shorter: int = 0  # of prefill_budget: what a long prompt leaves to much shorter ones behind it, at most
+    constrained_budget: int = 0  # as decode_budget, of constrained requests where the tokens of others return on the device
     hash_budget: int = ADMITTED_TOKENS  # tokens of waiting prompts that may be hashed, to ask for their prefix hits
     arrivals: list[Request] | None = None  # that could be admitted when the step was begun; None: not asked yet
     assignments: list[SlotAssignment] = field(default_factory=list)
@@ -180,42 +182,59 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         options = self.options
         pipelined = options.pipeline_stages > 1
         latest = self._latest_sampling
-        eligible, decodes, last, all_decodes = [], 0, 0, 0
+        eligible: list[Request] = []
+        plain, constrained = DecodeCounts(), DecodeCounts()
         for request in self.running:
             pending = request.pending
             goal = len(request.tokens) + pending
             if goal >= request.limit:
                 continue
+            decodes = constrained if self._decodes_apart(request) else plain
             decode = goal - request.submitted == 1
-            all_decodes += decode
+            decodes.all += decode
             if pending and (latest is None or request.sampled_in > latest or request.constrained):
                 continue
             eligible.append(request)
-            decodes += decode
-            last += decode and goal + 1 == request.limit
-        rows = options.max_rows
+            decodes.ready += decode
+            decodes.last += decode and goal + 1 == request.limit
+            decodes.without_block += decode and request.submitted < len(request.blocks) * options.block_size
+        rows, budget, constrained_budget = options.max_rows, plain.ready, constrained.ready
         arrivals = self._arrivals() if pipelined or not options.chunked_prefill else []
         if pipelined:
             # Spread the requests evenly over the steps that are still missing, and over all stages: no stage stands still.
-            missing = max(1, options.pipeline_stages - len(self._in_flight))
-            total = len(self.running) + len(arrivals)
-            rows = max(1, min(rows, -(-(len(eligible) + len(arrivals)) // missing), -(-total // options.pipeline_stages)))
-            # Where no prompt waits, to spread last tokens would only take further steps: requests may end together.
-            spread = all_decodes if self.waiting or decodes < len(eligible) else all_decodes - last
-            decodes = min(decodes, self._decode_share(spread) + all_decodes - spread)
+            # Not so the long prompts, which have a row in each step: it must not be the only one, or nobody else would go on.
+            missing, stages = max(1, options.pipeline_stages - len(self._in_flight)), options.pipeline_stages
+            long = sum(self._is_long(len(r.tokens) - r.submitted) for r in eligible) if options.chunked_prefill else 0
+            ready, total = (len(requests) + len(arrivals) - long for requests in (eligible, self.running))
+            rows = max(1, min(rows, long - (-ready // missing), long - (-total // stages)))
+            prompts_wait = bool(self.waiting) or budget + constrained_budget < len(eligible)
+            budget, constrained_budget = (self._decode_share(one, prompts_wait) for one in (plain, constrained))
+            if constrained_budget:
+                # The token of a constrained request takes one step longer than those of others, which have filled the next step by
+                # then, each time: it has a place beside their share, and where a step holds no more rows, one of theirs. But not if
+                # it needs a block, which it may not get: its place could stay empty in every step.
+                budget = min(budget, options.max_rows - min(constrained.without_block, constrained_budget))
+                rows = min(options.max_rows, max(rows, budget + constrained_budget))
         if options.chunked_prefill:
-            decode_budget = min(decodes, rows, options.max_num_tokens)
-            prefill_budget = options.max_num_tokens - decode_budget
-            return _StepDraft(rows, decode_budget, prefill_budget, prefill_budget // 2), eligible
+            budget = min(budget, rows, options.max_num_tokens)
+            constrained_budget = min(constrained_budget, rows, options.max_num_tokens - budget)
+            prefill_budget = options.max_num_tokens - budget - constrained_budget
+            return _StepDraft(rows, budget, prefill_budget, prefill_budget // 2, constrained_budget), eligible
         # A prompt that must fit one step would wait for ever behind decodes: it goes first.
         prompts = [r for r in eligible if len(r.tokens) + r.pending - r.submitted > 1] or arrivals
         first_tokens = min(len(prompts[0].tokens) - prompts[0].submitted, options.max_num_tokens) if prompts else 0
         return _StepDraft(rows, options.max_num_tokens - first_tokens, first_tokens), eligible
 
-    def _decode_share(self, decodes: int) -> int:
-        """How many of these decodes one step of a pipeline may hold. A step full of them takes no prompt, and while it is in flight
-        the steps with prompts, which take much longer, pass the stages one after the other."""
-        return -(-decodes // self.options.pipeline_stages)
+    def _decodes_apart(self, request: Request) -> bool:
+        """Whether the request waits for the engine to know its tokens, where those of others return on the device, and has a budget
+        of its own. Not where a step may have fewer tokens than rows: the oldest request, for which others give their blocks back,
+        must never be without one."""
+        options = self.options
+        apart = options.returns_tokens and options.chunked_prefill and options.max_rows < options.max_num_tokens
+        return apart and request.constrained
+
+    def _decode_share(self, decodes: DecodeCounts, prompts_wait: bool) -> int:
+        return decodes.share(self.options.pipeline_stages, prompts_wait=prompts_wait)
 
     def _arrivals(self) -> list[Request]:
         """The waiting requests for which there are slots and blocks now (without what the prefix cache saves)."""
@@ -243,7 +262,9 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             if len(tokens) + request.pending - start > 1:
                 self._continue_prompt(draft, request, islice(eligible, number + 1, None))
                 continue
-            if not draft.decode_budget or request.slot < 0:  # preempted for a request before it
+            apart = self._decodes_apart(request)
+            budget = draft.constrained_budget if apart else draft.decode_budget
+            if not budget or request.slot < 0:  # preempted for a request before it
                 continue
             blocks: list[int] = []
             if start >= len(request.blocks) * size:
@@ -257,7 +278,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             request.pending += 1
             decode_rows.append((request, row))
             draft.rows_left -= 1
-            draft.decode_budget -= 1
+            draft.constrained_budget -= apart
+            draft.decode_budget -= not apart
 
     def _continue_prompt(self, draft: _StepDraft, request: Request, behind: Iterator[Request]) -> None:
         if request.slot < 0:
@@ -273,7 +295,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         """Give slots to waiting requests, in order, as long as there are tokens, slots and blocks, and ADMITTED_TOKENS are not
         reached."""
         pool, size = self.pool, self.options.block_size
-        draft.prefill_budget += draft.decode_budget
+        draft.prefill_budget += draft.decode_budget + draft.constrained_budget
         forecast = forecast_of(self.running, pool.available, self.options) if self.waiting and self._slots else None
         admitted = 0
         while self.waiting and self._slots and draft.rows_left and draft.prefill_budget and admitted < ADMITTED_TOKENS:
@@ -332,22 +354,30 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         budget = draft.prefill_budget
         if not self._may_split(request):
             return left if left <= budget else 0
-        if budget and left > self.options.max_num_tokens // 2:
+        if budget and self._is_long(left):
             budget = max(budget - self._left_to_shorter(draft, left, behind), 0)
         return min(left, budget, request.chunk_cap)
 
+    def _is_long(self, tokens: int) -> bool:
+        """Whether a prompt of which so many tokens are left would fill half of a step, and more."""
+        return tokens > self.options.max_num_tokens // 2
+
     def _left_to_shorter(self, draft: _StepDraft, left: int, behind: Iterator[Request]) -> int:
         """Tokens of the step that a long prompt, of which so many are left, leaves to much shorter ones behind it: else each of
-        them would wait until all of it is computed. At most half of the step's, so that it takes twice as long at most."""
+        them would wait until all of it is computed. At most half of the step's, so that it takes twice as long at most, and no
+        more than they can take: a pipeline's step has few rows."""
         if draft.arrivals is None:
             draft.arrivals = self._arrivals()
-        shorter = first = 0
+        shorter, first, rows = 0, 0, draft.rows_left - 1
         for other in chain(behind, (request for request in draft.arrivals if request.slot < 0)):
+            if not rows:
+                break
             tokens = len(other.tokens) - other.submitted
             if tokens > left // SHORTER and other.slot < 0:
                 tokens = self._to_compute(draft, other)
             if 1 < tokens <= left // SHORTER:
-                shorter, first = shorter + first + tokens, 0
+                cap = max_chunk(tokens, self.options.pipeline_stages) if other.slot < 0 else other.chunk_cap
+                shorter, first, rows = shorter + first + min(tokens, cap), 0, rows - 1
                 if shorter >= draft.for_shorter:
                     return draft.for_shorter
             elif other.slot < 0:
