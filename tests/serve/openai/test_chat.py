@@ -262,6 +262,26 @@ def test_calls_that_were_cut_off_are_rendered():
             assert f'{{"name": "weather", "arguments": {rendered}}}' in prompt_of(server)
 
 
+@pytest.mark.parametrize(
+    ("stop", "more", "arguments", "finish_reason"),
+    [
+        (["Köln"], {}, ['{"city": "'], "stop"),
+        (["}"], {}, ['{"city": "Köln"'], "stop"),
+        (["}"], {"extra_body": {"include_stop_str_in_output": True}}, ['{"city": "Köln"}'], "tool_calls"),
+        (["</tool_call>"], {}, ['{"city": "Köln"}'], "tool_calls"),
+        (["{}"], {}, ['{"city": "Köln"}', ""], "stop"),
+        (["{}"], {"parallel_tool_calls": False}, ['{"city": "Köln"}'], "tool_calls"),
+    ],
+)
+def test_a_call_that_a_stop_string_cuts_off_is_not_reported_as_complete(stop, more, arguments, finish_reason):
+    with live(Scripted(CALLS[HERMES_TEMPLATE]), template=HERMES_TEMPLATE) as server, server.openai() as client:
+        fields = {"messages": ASK, "tools": TOOLS, "stop": stop, **more}
+        choice = client.chat.completions.create(model=MODEL, **fields).choices[0]
+        assert [call.function.arguments for call in choice.message.tool_calls] == arguments
+        assert (choice.finish_reason, choice.to_dict()["stop_reason"]) == (finish_reason, stop[0])
+        assert stream_of(client, **fields)[-1].choices[0].finish_reason == finish_reason
+
+
 THOUGHTS = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "because"}]}
 
 

@@ -38,6 +38,7 @@ from phalanx.serve.openai.stream import (
 )
 from phalanx.serve.openai.stream import Event as StreamEvent
 from phalanx.serve.output_parsing import CallArguments, CallBegin, ContentText, Event, OutputFormat, OutputParser, ReasoningText
+from phalanx.serve.output_parsing.json_call import ends_arguments
 from phalanx.serve.output_parsing.reasoning import Begin
 from phalanx.serve.output_parsing.structural_tags import after_reasoning, forced_parser
 from phalanx.serve.outputs import CompletionDelta
@@ -178,6 +179,7 @@ class MessageWriter:
         self._with_reasoning = request.include_reasoning is not False
         self._one_call = request.parallel_tool_calls is False
         self._has_role = self._called = False
+        self._arguments: list[str] = []  # of the last call
         self._parser = parser
         # Templates of Mistral take ids of nine letters and digits only.
         self._id_form = ("", 9) if engine.output.tools == "mistral" else ("call_", 24)
@@ -200,9 +202,14 @@ class MessageWriter:
         if logprobs is not None:
             choices[-1]["logprobs"] = logprobs
         if delta.finish_reason is not None:
-            reason = "tool_calls" if self._called and delta.finish_reason == "stop" else delta.finish_reason
+            called = self._called and delta.finish_reason == "stop" and not self._is_cut_off(delta)
+            reason = "tool_calls" if called else delta.finish_reason
             choices.append({**self._choice({}), "finish_reason": reason, "stop_reason": delta.stop_reason})
         return choices
+
+    def _is_cut_off(self, delta: CompletionDelta) -> bool:
+        """Whether a stop of the request ended the answer within its last call. An end token of the model ends its call."""
+        return delta.stop_reason is not None and not ends_arguments("".join(self._arguments))
 
     def _choice(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -220,14 +227,18 @@ class MessageWriter:
         """The delta of an event; None if the client does not get it."""
         match event:
             case CallBegin(index, name):
-                self._called = True
+                if self._one_call and index > 0:
+                    return None
+                self._called, self._arguments = True, []
                 prefix, length = self._id_form
                 call = {"index": index, "id": prefix + uuid.uuid4().hex[:length], "type": "function"}
-                delta = {"tool_calls": [{**call, "function": {"name": name, "arguments": ""}}]}
-                return None if self._one_call and index > 0 else delta
+                return {"tool_calls": [{**call, "function": {"name": name, "arguments": ""}}]}
             case CallArguments(index, text):
-                delta = {"tool_calls": [{"index": index, "function": {"arguments": self._clean(text)}}]}
-                return None if self._one_call and index > 0 else delta
+                if self._one_call and index > 0:
+                    return None
+                text = self._clean(text)
+                self._arguments.append(text)
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
             case ReasoningText(text):
                 text = self._clean(text)
                 return {"reasoning_content": text} if text and self._with_reasoning else None

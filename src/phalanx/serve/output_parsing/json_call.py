@@ -174,6 +174,13 @@ class ArgumentsObject:
         return len(text)
 
 
+def ends_arguments(text: str) -> bool:
+    """Whether the arguments (JSON) of a call are closed in `text`, which is all that was written of them."""
+    arguments = ArgumentsObject()
+    arguments.push(text)
+    return arguments.done
+
+
 class CallParser(BufferedParser):
     """What all parsers of tool calls share: content around the calls, and their numbers.
 

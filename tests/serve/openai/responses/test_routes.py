@@ -163,6 +163,26 @@ def test_tools():
             assert forced.to_dict()["tool_choice"] == choice
 
 
+@pytest.mark.parametrize(
+    ("fields", "status", "reason"),
+    [
+        ({"extra_body": {"stop": ["Oslo"]}}, "incomplete", None),
+        ({"extra_body": {"stop_token_ids": tokenizer_of().encode("ö", add_special_tokens=False)[:1]}}, "incomplete", None),
+        ({"max_output_tokens": 70}, "incomplete", "max_output_tokens"),
+        ({"extra_body": {"stop": ["XXX"]}}, "completed", None),
+    ],
+)
+def test_a_call_that_is_cut_off_is_incomplete(fields, status, reason):
+    with live(Scripted(CALLS), template=HERMES_TEMPLATE) as server, server.openai() as client:
+        answer = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER], **fields)
+        ResponseObject.model_validate(answer.to_dict())
+        details = answer.incomplete_details
+        assert (answer.status, details and details.reason) == (status, reason)
+        assert [item.status for item in answer.output] == ["completed"] * (len(answer.output) - 1) + [status]
+        last = events_of(client, input="Weather?", tools=[WEATHER], **fields)[-1]
+        assert (last.type, last.response.status) == (f"response.{status}", status)
+
+
 def test_reasoning_and_echoes_are_taken():
     template = "{% for m in messages %}[{{ m.role }}:{{ m.reasoning_content }}:{{ m.content }}]{% endfor %}"
     history = [

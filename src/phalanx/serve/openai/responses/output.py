@@ -26,6 +26,11 @@ class ResponseWriter:
         last = self.response["output"][-1] if self.response["output"] else None
         return last if last is not None and last["status"] == "in_progress" else None
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the item that is being written is a call."""
+        return self._item is not None and self._item["type"] == "function_call"
+
     def begin(self) -> Iterator[Event]:
         """The first two events."""
         for name in ("created", "in_progress"):
@@ -45,16 +50,27 @@ class ResponseWriter:
         for call in delta.get("tool_calls") or ():
             yield from self._call(call)
 
-    def end(self, status: str, usage: dict[str, Any] | None, *, now: float, error: dict[str, Any] | None = None) -> Iterator[Event]:
-        """The last events. status: "completed", or why not: "incomplete" (the limit of tokens), "cancelled" or "failed"."""
+    def end(
+        self,
+        status: str,
+        usage: dict[str, Any] | None,
+        *,
+        now: float,
+        error: dict[str, Any] | None = None,
+        reason: str | None = None,
+    ) -> Iterator[Event]:
+        """The last events. status: "completed", or why not: "incomplete" (cut off), "cancelled" or "failed".
+
+        reason: that of `incomplete_details`. OpenAI has none for a call that a stop string cut off.
+        """
         if not self.response["output"] and status == "completed":
             yield from self._message("", [])
         yield from self._close("completed" if status == "completed" else "incomplete")
         self.response |= {"status": status, "usage": _usage(usage), "error": error}
         if status == "completed":
             self.response["completed_at"] = int(now)
-        if status == "incomplete":
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if reason is not None:
+            self.response["incomplete_details"] = {"reason": reason}
         name = {"completed": "completed", "failed": "failed"}.get(status, "incomplete")
         yield self._event(f"response.{name}", response=_snapshot(self.response))
 

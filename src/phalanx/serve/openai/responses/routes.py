@@ -211,7 +211,10 @@ class ResponseHandler:
                     for one in self._writer.push(choice):
                         await events.put(one)
                     reason = choice["finish_reason"] or reason
-            await self._end("incomplete" if reason == "length" else "completed", events)
+            if reason == "length":
+                await self._end("incomplete", events, reason="max_output_tokens")
+            else:
+                await self._end("incomplete" if reason == "stop" and self._writer.in_call else "completed", events)
         except asyncio.CancelledError:
             if not self._cancelled:  # the client has gone
                 for _ in self._writer.end("cancelled", self._usage(), now=time.time()):
