@@ -13,6 +13,8 @@ from tokenizers import AddedToken
 
 from phalanx.config.sampling_params import StructuredOutputParams
 from phalanx.engine.grammar import Matcher
+from phalanx.serve.openai.request_params import schemas_of
+from phalanx.serve.openai.schema.chat import Tool
 from phalanx.serve.output_parsing import OutputFormat, deepseek, harmony, mistral
 from phalanx.serve.output_parsing.reasoning import Begin
 from phalanx.serve.output_parsing.structural_tags import after_reasoning, forced_calls, forced_parser, structural_tag, valid_calls
@@ -121,6 +123,17 @@ def test_valid(tools):
     assert accepts(one, "I look. " + oslo)
     assert not accepts(one, calls(tools, ("weather", OSLO), ("weather", OSLO)))
     assert not accepts(one, oslo + oslo)
+
+
+@pytest.mark.parametrize("tools", WRITTEN)
+def test_a_function_without_parameters_has_no_arguments(tools):
+    named = {"none": {}, "any": {"parameters": {}}}
+    functions = schemas_of([Tool(type="function", function={"name": name, **more}) for name, more in named.items()])
+    params = tag(forced_calls(output_of(tools), tools, functions, parallel=True))
+    assert accepts(params, calls(tools, ("none", "{}"), ("any", "{}")))
+    assert accepts(params, calls(tools, ("any", OSLO)))
+    assert not accepts(params, calls(tools, ("none", OSLO)))
+    assert not accepts(params, calls(tools, ("any", "3")) if tools != "qwen3_coder" else "")
 
 
 def test_mistral_writes_as_its_template_does():

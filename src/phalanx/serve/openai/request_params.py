@@ -29,8 +29,10 @@ from phalanx.serve.openai.schema.fields import SampledRequest, StructuredOutputs
 from phalanx.serve.output_parsing import OutputFormat
 from phalanx.serve.output_parsing.structural_tags import forced_calls, structural_tag, valid_calls
 
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function without `parameters`, which has an empty parameter list, as OpenAI says."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-"""The schema of a function without `parameters`."""
+"""The schema of a function whose `parameters` are the empty schema, which allows anything. Arguments are always an object."""
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of /v1/completions (OpenAI's)."""
 _NO_STRUCTURED_OUTPUTS = StructuredOutputs()
@@ -194,7 +196,10 @@ def _from_response_format(request: ChatRequest | CompletionRequest) -> Structure
 
 def schemas_of(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
     """The name of each function, and the JSON schema of its arguments."""
-    return {tool.function.name: tool.function.parameters or ANY_OBJECT for tool in tools}
+    return {
+        function.name: NO_ARGUMENTS if function.parameters is None else function.parameters or ANY_OBJECT
+        for function in (tool.function for tool in tools)
+    }
 
 
 def _from_tools(request: ChatRequest, output: OutputFormat) -> StructuredOutputField | None:
