@@ -9,6 +9,7 @@ import msgspec
 import openai
 import pytest
 
+from phalanx.serve.openai.body import LARGE_BYTES
 from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompletionResponse
 from tests.serve.openai.conftest import TEXT
 from tests.support.serve_http_app import HERMES_TEMPLATE, LLAMA_TEMPLATE, MODEL, Scripted, live, tokenizer_of
@@ -240,6 +241,54 @@ def test_forced_calls_have_a_structural_tag(template):
             client.chat.completions.create(model=MODEL, messages=ASK, **both)
         bad = [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "["}}]}]
         client.chat.completions.create(model=MODEL, messages=bad, tools=TOOLS, max_tokens=1)
+
+
+JSON_FORMATS = [
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}},
+]
+
+
+@pytest.mark.parametrize("response_format", JSON_FORMATS, ids=["object", "schema"])
+def test_a_response_format_beside_tools(response_format):
+    """The grammar allows both; see also tests/serve/test_app_calls_or_answer.py, where it is enforced."""
+    answer = '{"text": "<tool_call>\\n<function=weather>"}'
+    engine = Scripted(CALLS[HERMES_TEMPLATE].removeprefix("I look.\n"), answer)
+    both = {"messages": ASK, "tools": TOOLS, "response_format": response_format}
+    with live(engine, template=HERMES_TEMPLATE) as server, server.openai() as client:
+        choice = client.chat.completions.create(model=MODEL, **both).choices[0]
+        assert [call.function.name for call in choice.message.tool_calls] == ["weather", "noon"]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        choice = client.chat.completions.create(model=MODEL, **both).choices[0]
+        assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", answer, None)
+        kinds = [one["type"] for one in json.loads(engine.added[-1].params.structured_output.structural_tag)["format"]["elements"]]
+        assert kinds == ["json_schema", "sequence"]
+        client.chat.completions.create(model=MODEL, max_tokens=1, tool_choice="none", **both)
+        assert engine.added[-1].params.structured_output.structural_tag is None
+        # A large body is read by another process.
+        large = {"user": "x" * LARGE_BYTES}
+        large_answer = client.chat.completions.create(model=MODEL, extra_body=large, **both).choices[0].message
+        assert (large_answer.content, large_answer.tool_calls) == (answer, None)
+        assert '"or"' in engine.added[-1].params.structured_output.structural_tag
+        wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+        with pytest.raises(openai.BadRequestError, match=r"response_format and tools: .* has 'not'"):
+            client.chat.completions.create(model=MODEL, **{**both, "response_format": wrong})
+        for choice in ("required", {"type": "function", "function": {"name": "noon"}}):
+            with pytest.raises(openai.BadRequestError, match="response_format and tools exclude each other"):
+                client.chat.completions.create(model=MODEL, tool_choice=choice, **both)
+        with pytest.raises(openai.BadRequestError, match="guided_regex and response_format and tools exclude each other"):
+            client.chat.completions.create(model=MODEL, extra_body={"guided_regex": "a"}, **both)
+
+
+@pytest.mark.parametrize("options", [{"template": LLAMA_TEMPLATE}, {"template": HERMES_TEMPLATE, "tool_call_parser": "pythonic"}])
+@pytest.mark.parametrize("response_format", JSON_FORMATS, ids=["object", "schema"])
+def test_a_response_format_beside_tools_whose_calls_look_like_answers(options, response_format):
+    with live(Scripted("x"), **options) as server, server.openai() as client:
+        both = {"messages": ASK, "tools": TOOLS, "response_format": response_format, "max_tokens": 1}
+        with pytest.raises(openai.BadRequestError, match="send tool_choice 'none' with response_format, or tools without") as error:
+            client.chat.completions.create(model=MODEL, **both)
+        assert error.value.param == "response_format"
+        client.chat.completions.create(model=MODEL, tool_choice="none", **both)
 
 
 def prompt_of(server) -> str:

@@ -17,7 +17,15 @@ from phalanx.serve.openai.request_params import schemas_of
 from phalanx.serve.openai.schema.chat import Tool
 from phalanx.serve.output_parsing import OutputFormat, deepseek, harmony, mistral
 from phalanx.serve.output_parsing.reasoning import Begin
-from phalanx.serve.output_parsing.structural_tags import after_reasoning, forced_calls, forced_parser, structural_tag, valid_calls
+from phalanx.serve.output_parsing.structural_tags import (
+    AMBIGUOUS,
+    after_reasoning,
+    calls_or_answer,
+    forced_calls,
+    forced_parser,
+    structural_tag,
+    valid_calls,
+)
 from phalanx.serve.structured_output.compiler import compile_structured_output
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_output_parsing import read
@@ -134,6 +142,69 @@ def test_a_function_without_parameters_has_no_arguments(tools):
     assert accepts(params, calls(tools, ("any", OSLO)))
     assert not accepts(params, calls(tools, ("none", OSLO)))
     assert not accepts(params, calls(tools, ("any", "3")) if tools != "qwen3_coder" else "")
+
+
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+NUMBER_ANSWER = StructuredOutputParams(json_schema=json.dumps(NUMBER))
+SEVEN = '{"n": 7}'
+
+
+@pytest.mark.parametrize("tools", [name for name in WRITTEN if name not in AMBIGUOUS])
+def test_calls_or_an_answer(tools):
+    output = output_of(tools)
+    either = calls_or_answer(output, tools, FUNCTIONS, NUMBER_ANSWER, parallel=True)
+    oslo, both = calls(tools, ("weather", OSLO)), calls(tools, ("weather", OSLO), ("noon", NOON))
+    for text in (SEVEN, oslo, both):
+        assert accepts(either, text), text
+    for text in (
+        "", "No need.", OSLO, '{"n": "x"}', SEVEN + SEVEN, SEVEN + oslo, oslo + SEVEN, "I look. " + oslo, f"{SEVEN}\n{oslo}",
+        calls(tools, ("weather", NOON)), calls(tools, ("other", NOON)), oslo[:-1],
+    ):  # fmt: skip
+        assert not accepts(either, text), text
+    one = calls_or_answer(output, tools, FUNCTIONS, StructuredOutputParams(json_object=True), parallel=False)
+    for text in ('{"a": {"b": [1]}}', "{}", oslo):
+        assert accepts(one, text), text
+    for text in (both, "3", "[{}]"):
+        assert not accepts(one, text), text
+    # What the grammar enforces is what the parser reads.
+    quoted = json.dumps({"text": output.markers.remove(output.markers.encode(both))}, ensure_ascii=False)
+    for text, read_as in ((both, ("", [("weather", OSLO), ("noon", NOON)], "")), (quoted, (quoted, [], "")), ("<", ("<", [], ""))):
+        for size in (1, 7, len(text)):
+            parser = output.parser(Begin.AFTER, FUNCTIONS, tools=tools, calls_or_answer=True)
+            encoded = output.markers.encode(text)
+            assert read(parser, [encoded[i : i + size] for i in range(0, len(encoded), size)]) == read_as
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "opening", "closing"),
+    [("hermes", "qwen3", "<think>", "</think>"), ("mistral", "mistral", "[THINK]", "[/THINK]")],
+)
+def test_calls_or_an_answer_after_the_reasoning(tools, reasoning, opening, closing):
+    output = output_of(tools, reasoning)
+    either = calls_or_answer(output, tools, FUNCTIONS, NUMBER_ANSWER, parallel=True)
+    oslo = calls(tools, ("weather", OSLO))
+    inside, before = (after_reasoning(output, either, begin, calls=True) for begin in (Begin.INSIDE, Begin.OPEN))
+    for text in (SEVEN, oslo):
+        assert accepts(inside, f"Hm. {{}}{closing}\n\n{text}")
+        assert accepts(before, f"{opening}\nHm.\n{closing}{text}")
+        assert accepts(before, text)
+    for text in ("No.", OSLO, SEVEN + oslo):
+        assert not accepts(inside, f"Hm.{closing}\n\n{text}")
+        assert not accepts(before, text)
+
+
+def test_calls_or_an_answer_of_harmony():
+    output = output_of("gpt_oss", "gpt_oss")
+    either = calls_or_answer(output, "gpt_oss", FUNCTIONS, NUMBER_ANSWER, parallel=True)
+    params = after_reasoning(output, either, Begin.AFTER, calls=True)
+    analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + OSLO
+    final = "<|channel|>final<|message|>"
+    for text in (call, final + SEVEN):
+        assert accepts(params, text)
+        assert accepts(params, analysis + text)
+    for text in (final + OSLO, final + "No.", SEVEN, call.replace(OSLO, NOON), call + "<|end|><|start|>assistant" + final + SEVEN):
+        assert not accepts(params, analysis + text)
 
 
 def test_mistral_writes_as_its_template_does():

@@ -23,6 +23,7 @@ from phalanx.serve.openai.request_params import (
     StructuredOutputField,
     callable_names,
     is_forced,
+    may_call,
     schemas_of,
 )
 from phalanx.serve.openai.schema.chat import ChatRequest
@@ -130,7 +131,8 @@ class ChatHandler:
             output, request = engine.output, self._request
             counters = [counter for _ in range(params.n) if (counter := output.token_counter(begin)) is not None]
             usage = self.usage = UsageCounter([tokens], params.n, reasoning=counters)
-            parsers = [parser_of(output, request, begin) for _ in range(params.n)]
+            either = self._structured_output is not None and self._structured_output.is_calls_or_answer
+            parsers = [parser_of(output, request, begin, calls_or_answer=either) for _ in range(params.n)]
             writers = [MessageWriter(engine, request, i, parser) for i, parser in enumerate(parsers)]
             shown = None if parsers[0] is None else output.markers.shown
             running = generate(engine, [tokens], params, ticket, service.metrics, accepted=self._accepted, shown=shown)
@@ -151,23 +153,26 @@ class ChatHandler:
         field = self._structured_output
         if field is None:
             return None
-        calls = field.param == "tools"
-        structured_output = after_reasoning(self._engine.output, field.structured_output, begin, calls=calls)
+        structured_output = after_reasoning(self._engine.output, field.structured_output, begin, calls=field.is_calls)
         return StructuredOutputField(structured_output, field.param)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._service.model_name}
 
 
-def parser_of(output: OutputFormat, request: ChatRequest, begin: Begin) -> OutputParser | None:
-    """The parser of one completion of this request; None if all its text is content."""
+def parser_of(output: OutputFormat, request: ChatRequest, begin: Begin, *, calls_or_answer: bool) -> OutputParser | None:
+    """The parser of one completion of this request; None if all its text is content.
+
+    calls_or_answer: as of `OutputFormat.parser`.
+    """
     tools, choice = output.tools, request.tool_choice
-    if not request.tools or choice == "none" or tools is None:
+    if not may_call(request) or tools is None:
         return output.parser(begin, {}, tools=None)
     if is_forced(choice):
         tools = forced_parser(tools)
-    names = callable_names(request)
-    return output.parser(begin, {name: schema for name, schema in schemas_of(request.tools).items() if name in names}, tools=tools)
+    names, schemas = callable_names(request), schemas_of(request.tools or ())
+    functions = {name: schema for name, schema in schemas.items() if name in names}
+    return output.parser(begin, functions, tools=tools, calls_or_answer=calls_or_answer)
 
 
 class MessageWriter:

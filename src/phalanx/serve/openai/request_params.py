@@ -27,7 +27,7 @@ from phalanx.serve.openai.schema.chat import (
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.fields import SampledRequest, StructuredOutputs
 from phalanx.serve.output_parsing import OutputFormat
-from phalanx.serve.output_parsing.structural_tags import forced_calls, structural_tag, valid_calls
+from phalanx.serve.output_parsing.structural_tags import AMBIGUOUS, calls_or_answer, forced_calls, structural_tag, valid_calls
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function without `parameters`, which has an empty parameter list, as OpenAI says."""
@@ -35,15 +35,25 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 """The schema of a function whose `parameters` are the empty schema, which allows anything. Arguments are always an object."""
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of /v1/completions (OpenAI's)."""
+_ANSWER_OR_TOOLS = "response_format and tools"
 _NO_STRUCTURED_OUTPUTS = StructuredOutputs()
 
 
 @dataclass(frozen=True)
 class StructuredOutputField:
-    """The structured output of a request, not yet compiled. param: the request field that it comes from."""
+    """The structured output of a request, not yet compiled. param: the request field that it comes from, or both of them."""
 
     structured_output: StructuredOutputParams
     param: str
+
+    @property
+    def is_calls(self) -> bool:
+        """Whether it describes calls, as `structural_tags` does, perhaps beside an answer."""
+        return self.param in ("tools", _ANSWER_OR_TOOLS)
+
+    @property
+    def is_calls_or_answer(self) -> bool:
+        return self.param == _ANSWER_OR_TOOLS
 
 
 def require_model(model: str | None, names: Collection[str]) -> None:
@@ -126,10 +136,11 @@ def check_token(token: int, facts: EngineFacts, param: str) -> None:
 
 def structured_output_of(request: SampledRequest, output: OutputFormat) -> StructuredOutputField | None:
     """The structured output of a request, or None. Raises ApiError 400 if two of its fields demand one."""
-    optional = [_from_response_format(request)] if isinstance(request, (ChatRequest, CompletionRequest)) else []
-    if isinstance(request, ChatRequest):
-        optional.append(_from_tools(request, output))
-    fields = [*_from_guided_fields(request), *(field for field in optional if field is not None)]
+    answer = _from_response_format(request) if isinstance(request, (ChatRequest, CompletionRequest)) else None
+    calls = _from_tools(request, output) if isinstance(request, ChatRequest) else None
+    if isinstance(request, ChatRequest) and answer is not None and may_call(request) and not is_forced(request.tool_choice):
+        answer, calls = _from_both(request, output, answer), None
+    fields = [*_from_guided_fields(request), *(field for field in (answer, calls) if field is not None)]
     if len(fields) > 1:
         names = " and ".join(field.param for field in fields)
         raise bad_request(f"{names} exclude each other: an answer can follow only one of them", param=fields[1].param)
@@ -215,7 +226,7 @@ def _from_tools(request: ChatRequest, output: OutputFormat) -> StructuredOutputF
             raise bad_request(f"tool_choice names {name!r}, which is not one of the tools", param="tool_choice")
     if choice == "required" and not tools:
         raise bad_request("tool_choice 'required' needs tools", param="tool_choice")
-    if not tools or choice == "none":
+    if not may_call(request):
         return None
     if output.tools is None:
         raise bad_request(
@@ -239,6 +250,27 @@ def _from_tools(request: ChatRequest, output: OutputFormat) -> StructuredOutputF
         tag = valid_calls(output, output.tools, functions, parallel=parallel)
         return StructuredOutputField(StructuredOutputParams(structural_tag=structural_tag(tag)), "tools")
     return None
+
+
+def _from_both(request: ChatRequest, output: OutputFormat, answer: StructuredOutputField) -> StructuredOutputField:
+    """The structured output of a request whose answer is calls, or follows a format. Raises ApiError 400 if they look alike."""
+    assert output.tools is not None
+    if output.tools in AMBIGUOUS:
+        raise bad_request(
+            "response_format and tools exclude each other: this model writes calls that an answer in JSON cannot be told from; "
+            "send tool_choice 'none' with response_format, or tools without response_format",
+            param="response_format", code="unsupported_parameter",
+        )  # fmt: skip
+    names, schemas = callable_names(request), schemas_of(request.tools or ())
+    functions = {name: schema for name, schema in schemas.items() if name in names}
+    parallel = request.parallel_tool_calls is not False
+    params = calls_or_answer(output, output.tools, functions, answer.structured_output, parallel=parallel)
+    return StructuredOutputField(params, _ANSWER_OR_TOOLS)
+
+
+def may_call(request: ChatRequest) -> bool:
+    """Whether the answer may be a call."""
+    return bool(request.tools) and request.tool_choice != "none"
 
 
 def is_forced(choice: ToolChoice | None) -> bool:

@@ -95,6 +95,33 @@ class ContentParser:
         return []
 
 
+class CallsOrContentParser:
+    """Takes an output that does not begin with a call as content, whatever it has within: an answer in a format.
+
+    calls: the parser of an output that begins with `opening`, as the parsers see it.
+    """
+
+    def __init__(self, calls: OutputParser, opening: str) -> None:
+        self._calls, self._opening = calls, opening
+        self._parser: OutputParser | None = None
+        self._text = ""  # may be the beginning of `opening`
+
+    def push(self, text: str) -> list[Event]:
+        if self._parser is None:
+            self._text += text
+            rest = self._text.lstrip(BLANK)
+            if len(rest) < len(self._opening) and self._opening.startswith(rest):
+                return []
+            self._parser = self._calls if rest.startswith(self._opening) else ContentParser()
+            text = self._text
+        return self._parser.push(text)
+
+    def finish(self) -> list[Event]:
+        if self._parser is None:
+            return ContentParser().push(self._text)
+        return self._parser.finish()
+
+
 def overlap(text: str, *markers: str) -> int:
     """The length of the longest suffix of `text` that is a proper prefix of one of the markers."""
     longest = 0

@@ -22,7 +22,7 @@ import phalanx.serve.output_parsing.qwen_coder as qwen_coder
 from phalanx.config.serving import ReasoningParserName, ToolCallParserName
 from phalanx.errors import OptionError, RequestError
 from phalanx.log import get_logger
-from phalanx.serve.output_parsing.events import ContentParser, Functions, OutputParser
+from phalanx.serve.output_parsing.events import CallsOrContentParser, ContentParser, Functions, OutputParser
 from phalanx.serve.output_parsing.markers import Markers
 from phalanx.serve.output_parsing.reasoning import Begin, ReasoningParser, TagTokenCounter, TokenCounter
 from phalanx.serve.tokenizer import Tokenizer
@@ -122,15 +122,20 @@ class OutputFormat:
             return Begin.AFTER
         return Begin.INSIDE if end.endswith(opening) or self.reasoning == "deepseek_r1" else Begin.OPEN
 
-    def parser(self, begin: Begin, functions: Functions, *, tools: ToolName | None) -> OutputParser | None:
+    def parser(
+        self, begin: Begin, functions: Functions, *, tools: ToolName | None, calls_or_answer: bool = False
+    ) -> OutputParser | None:
         """The parser of one completion; None if all its text is content.
 
         begin: of its prompt. functions: those that it may call. tools: the format of its calls; None: it cannot call any.
+        calls_or_answer: it follows `structural_tags.calls_or_answer`, so there are no calls after other text.
         """
         if "gpt_oss" in (self.reasoning, tools):
             functions = functions if tools == "gpt_oss" else {}
             return harmony.HarmonyParser(functions, self.markers, reasoning=self.reasoning == "gpt_oss")
         answer = PARSERS[tools](functions, self.markers) if tools is not None else None
+        if tools is not None and answer is not None and calls_or_answer:
+            answer = CallsOrContentParser(answer, self.markers.encode(MARKERS[tools][0]))
         if self.reasoning is None:
             return answer
         opening, closing = map(self.markers.encode, TAGS[self.reasoning])

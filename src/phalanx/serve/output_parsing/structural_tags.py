@@ -60,6 +60,8 @@ SYNTAXES: dict[ToolName, CallSyntax] = {
     ),
 }  # fmt: skip
 """pythonic: Python calls cannot follow a JSON schema, so a forced call is written as JSON."""
+AMBIGUOUS: frozenset[ToolName] = frozenset({"llama3_json", "pythonic"})
+"""Formats whose calls begin as JSON does: an answer in JSON may be the same text as a call."""
 MISTRAL_ARGS = CallSyntax("[TOOL_CALLS]NAME[ARGS]", "", "[TOOL_CALLS]", "")
 
 
@@ -100,12 +102,29 @@ def valid_calls(output: OutputFormat, tools: ToolName, functions: Functions, *, 
     return {"type": "dispatch" if special is None else "token_dispatch", "rules": rules, "loop": parallel}
 
 
+def calls_or_answer(
+    output: OutputFormat, tools: ToolName, functions: Functions, answer: StructuredOutputParams, *, parallel: bool
+) -> StructuredOutputParams:
+    """Either calls and nothing else, or the answer that these params describe.
+
+    tools: none of `AMBIGUOUS`. Use it as calls in `after_reasoning`.
+    """
+    assert tools not in AMBIGUOUS, f"calls of {tools} and answers look alike"
+    format_ = _format_of(answer)
+    if format_ is None:
+        return answer
+    if tools == "gpt_oss":
+        format_ = _sequence(*_literal(output, f"{harmony.CHANNEL}final{harmony.MESSAGE}"), format_)
+    return _params({"type": "or", "elements": [format_, forced_calls(output, tools, functions, parallel=parallel)]})
+
+
 def after_reasoning(
     output: OutputFormat, params: StructuredOutputParams, begin: Begin, *, calls: bool = False
 ) -> StructuredOutputParams:
     """The same structured output for what follows the reasoning, which stays free.
 
-    begin: where the output begins. calls: the params are those of calls (`forced_calls`, `valid_calls`), else of an answer.
+    begin: where the output begins. calls: the params are those of calls (`forced_calls`, `valid_calls`, `calls_or_answer`), else of
+    an answer.
     """
     harmonic = "gpt_oss" in (output.reasoning, output.tools)
     if not harmonic and (output.reasoning is None or begin is Begin.AFTER):
