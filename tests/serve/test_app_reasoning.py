@@ -86,3 +86,10 @@ def test_a_schema_holds_after_the_reasoning(client):
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "^Hello, world!$"}}}
     answer = streamed(client, messages=HELLO, response_format=schema, max_tokens=100)
     assert answer == ("A greeting.", '"Hello, world!"', [], "stop")
+
+
+@BOTH
+def test_a_call_comes_after_the_reasoning_beside_a_response_format(client):
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "^Hello, world!$"}}}
+    answer = streamed(client, messages=RAIN, tools=TOOLS, response_format=schema, max_tokens=150)
+    assert answer == ("I look.", "", [["weather", OSLO]], "tool_calls")
