@@ -53,7 +53,8 @@ class AdmissionControl:
         self.batch = self.max_reqs = 0
         self.max_tokens = max_tokens
         self._clock, self._refused = clock, refused
-        self._left: deque[float] = deque(maxlen=_RECENT)
+        self._left: deque[float] = deque(maxlen=_RECENT)  # when sequences ended, in seconds of `_busy`
+        self._busy_before, self._busy_since = 0.0, 0.0
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -111,11 +112,18 @@ class AdmissionControl:
             )  # fmt: skip
 
     def retry_after(self) -> int:
-        """Estimated seconds until a place is free, 1 to 60: the number of waiting sequences over the recent completion rate."""
+        """Estimated seconds until a place is free, 1 to 60: the number of sequences that must end before one more may wait, over
+        the recent completion rate while any were open."""
         if len(self._left) < 2:
             return 1
-        rate = len(self._left) / max(self._clock() - self._left[0], 1e-3)
-        return min(60, max(1, math.ceil(self.queued / rate)))
+        rate = len(self._left) / max(self._busy() - self._left[0], 1e-3)
+        free = max(0, self.batch - (self.open - self.queued))
+        must_end = max(1, self.queued + 1 - (self.max_reqs + free))
+        return min(60, max(1, math.ceil(must_end / rate)))
+
+    def _busy(self) -> float:
+        """Seconds in which a sequence was open: a server without requests completes none, however fast it is."""
+        return self._busy_before + (self._clock() - self._busy_since if self.open else 0.0)
 
     def _count(self, *, open: int = 0, queued: int = 0, tokens: int = 0) -> None:
         self.open += open

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 import time
 
+import httpx
+import openai
 import pytest
 
-from phalanx.serve.connections.timed_protocol import MAX_HEAD_BYTES, MAX_PIPELINED
+from phalanx.serve.connections import timed_protocol
+from phalanx.serve.connections.timed_protocol import LINGER_SECONDS, MAX_HEAD_BYTES, MAX_PIPELINED
 from tests.support.serve_http_app import MODEL, Scripted, live
 from tests.support.serve_processes import until
 
@@ -227,3 +231,69 @@ def test_a_client_that_goes_with_more_requests_queued_aborts(served, stream):
     until(lambda: len(served.engine.aborted) == aborted + 1, 5.0)
     until(lambda: served.service.admission.open == 0, 5.0)
     assert len(served.engine.added) == added + 1
+
+
+async def async_answers(served, path: str, size: int, **headers: str) -> list[httpx.Response]:
+    answers = []
+    for _ in range(8):
+        async with httpx.AsyncClient(base_url=served.url, timeout=30, trust_env=False) as http:
+            answers.append(
+                await http.post(path, content=b"[" * size, headers={"content-type": "application/json", **headers})
+            )  # fmt: skip
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status", "code"),
+    [("/v1/completions", {}, 413, "request_too_large"), ("/nope", {"connection": "close"}, 404, "not_found")],
+)
+def test_an_answer_to_a_request_that_is_still_being_sent_arrives(served, path, headers, status, code):
+    """The connection was reset: asynchronous clients lost every such answer."""
+    for answer in asyncio.run(async_answers(served, path, 9 * 2**20, **headers)):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+def test_the_openai_client_gets_the_413(served):
+    async def create() -> None:
+        async with served.async_openai() as client:
+            for _ in range(4):
+                with pytest.raises(openai.APIStatusError, match="larger than the limit") as error:
+                    await client.completions.create(model=MODEL, prompt="x" * 9 * 2**20)
+                assert error.value.status_code == 413
+
+    asyncio.run(create())
+
+
+TOO_LARGE = HEAD.replace(b"Length: %d" % len(BODY), b"Length: %d" % 2**40)
+
+
+def closed_after(connection: socket.socket, *, every: float, size: int) -> tuple[float, int]:
+    """After how long, and how many bytes, the server has closed the connection for good while these parts are sent."""
+    began, sent = time.monotonic(), 0
+    while time.monotonic() - began < CLOSED_SECONDS:
+        try:
+            connection.sendall(b"x" * size)
+        except ConnectionError:
+            return time.monotonic() - began, sent
+        sent += size
+        time.sleep(every)
+    raise AssertionError(f"open after {CLOSED_SECONDS:g} s")
+
+
+def test_a_slow_sender_does_not_hold_an_answered_connection(served):
+    with connect(served) as connection:
+        connection.sendall(TOO_LARGE)
+        answer, after = answer_of(connection)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert after < 1
+        after, _ = closed_after(connection, every=0.05, size=1)
+        assert LINGER_SECONDS - 1 < after < LINGER_SECONDS + 2
+
+
+def test_what_is_read_after_an_answer_has_a_limit(served, monkeypatch):
+    monkeypatch.setattr(timed_protocol, "LINGER_BYTES", 2**22)
+    with connect(served) as connection:
+        connection.sendall(TOO_LARGE)
+        after, sent = closed_after(connection, every=0, size=2**16)
+        assert sent < 2**25
+        assert after < LINGER_SECONDS

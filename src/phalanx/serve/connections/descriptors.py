@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import time
 from collections.abc import Callable
@@ -20,8 +19,6 @@ OWN_DESCRIPTORS = 48
 MIN_RESERVE = 64
 """Descriptors beyond the connections that are served: OWN_DESCRIPTORS, and those of connections that are being refused."""
 LOG_SECONDS = 10.0
-_UNREAD_BYTES, _UNREAD_SECONDS = 64 << 10, 2.0
-"""Of the body of a request that is refused: where a connection is closed before its body is read, the answer may be lost."""
 
 
 class OncePerPeriod:
@@ -37,8 +34,8 @@ class OncePerPeriod:
 
 
 class Refusal:
-    """An ASGI application that answers 503 and closes the connection. limit: of the connections that are served. connections: their
-    number now."""
+    """An ASGI application that answers 503 and closes the connection; it reads no body. limit: of the connections that are served.
+    connections: their number now."""
 
     def __init__(self, limit: int, connections: Callable[[], int]) -> None:
         self._limit, self._connections = limit, connections
@@ -49,25 +46,11 @@ class Refusal:
             "requests are refused: %d connections are open, and the limit of open files leaves %d; raise it (ulimit -n)",
             self._connections(), self._limit,
         )  # fmt: skip
-        try:
-            async with asyncio.timeout(_UNREAD_SECONDS):
-                await _read_body(receive)
-        except TimeoutError:
-            pass
         refusal = ApiError(
             503, f"the server has {self._limit} connections, its limit", type="server_error", code="too_many_connections",
             headers={"Retry-After": "1", "Connection": "close"},
         )  # fmt: skip
         await refusal.response()(scope, receive, send)
-
-
-async def _read_body(receive: Receive) -> None:
-    size = 0
-    while size < _UNREAD_BYTES:
-        message = await receive()
-        size += len(message.get("body", b""))
-        if message["type"] != "http.request" or not message.get("more_body"):
-            return
 
 
 def max_connections() -> int:

@@ -11,11 +11,16 @@ The parser has no limit: 60 MB of one header held up every stream for 3 s, and 4
 more than MAX_HEAD_BYTES, or as much around a body (trailers, extensions of chunks), is answered by a 431, and the connection is
 closed. Nor has uvicorn's queue of pipelined requests: 8000 that came at once held up every stream for 1.6 s. Here MAX_PIPELINED are
 answered, then the connection is closed; and when the client goes, all of them are told.
+
+A connection that is closed while the client sends is reset by the kernel, and asynchronous clients then drop the answer that they
+have received. So after an answer to a request that has not arrived as a whole, only the direction to the client is closed at first;
+what still comes is read and dropped, until the client closes, or for LINGER_SECONDS, or up to LINGER_BYTES.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -33,6 +38,11 @@ MAX_PIPELINED = 64
 FRAMING = 16
 """Bytes around each byte of a body: chunks may be short."""
 MIN_EXTENSION_SECONDS = 0.01
+LINGER_SECONDS = 2.0
+"""For the rest of a request that is answered already: a body of 32 MiB over 150 Mbit/s. The connection keeps its descriptor
+meanwhile, so a slow sender must not extend this time."""
+LINGER_BYTES = 2**26
+"""Eight times the largest body that is accepted. To drop so much takes tens of milliseconds of the event loop."""
 _WHAT = {"head": "the head of the request", "body": "the body of the request"}
 
 
@@ -56,13 +66,34 @@ class TimedFlow(FlowControl):
         return self._paused_before + (0.0 if self._paused_at is None else time.monotonic() - self._paused_at)
 
 
+class ResponseTransport(asyncio.Transport):
+    """What the responses of a connection are written to. close_connection: None once it is lost. ended: nothing may follow."""
+
+    ended = False
+
+    def __init__(self, transport: asyncio.Transport, close_connection: Callable[[], None]) -> None:
+        super().__init__()
+        self._transport = transport
+        self.close_connection: Callable[[], None] | None = close_connection
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self.ended or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.close_connection is not None:
+            self.close_connection()
+
+
 class TimedProtocol(HttpToolsProtocol):
     """One connection. `timed_protocol` makes a class with the two times. lost: called with this object once it is closed."""
 
     seconds: dict[str, float] = {}  # noqa: RUF012 (replaced by a subclass)
     lost: Callable[[TimedProtocol], None] = staticmethod(lambda _: None)
 
-    _awaited: str | None = None  # "head" or "body"
+    _awaited: str | None = None  # "head", "body", or "rest": of a request that is answered already, to be dropped
     _timed: str | None = None  # what the timer waits for
     _timer: asyncio.TimerHandle | None = None
     _paused_seconds = 0.0  # until the timer began, or was extended
@@ -73,10 +104,16 @@ class TimedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow: TimedFlow = TimedFlow(transport)
+        self._responses = ResponseTransport(transport, self._close)
         self._awaited = "head"
         self._watch()
 
     def data_received(self, data: bytes) -> None:
+        if self._awaited == "rest":
+            self._received += len(data)
+            if self._received > LINGER_BYTES:
+                self.transport.close()
+            return
         if self._awaited is None and (self.cycle is None or self.cycle.response_complete):
             self._awaited = "head"
         if self._refused:
@@ -88,6 +125,8 @@ class TimedProtocol(HttpToolsProtocol):
         self._watch()
 
     def on_message_begin(self) -> None:
+        if self._refused:
+            return
         self._received = self._body_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refused = True
@@ -100,6 +139,8 @@ class TimedProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
+        if self._refused:
+            return
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refuse_head()
             return
@@ -112,28 +153,53 @@ class TimedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._awaited = None
         if not self._refused:
+            self._awaited = None
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self._awaited == "rest":
+            self.server_state.total_requests += 1
+            return
         super().on_response_complete()
         if self.pipeline:  # what is queued comes first
             self.flow.pause_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
+        self._running, cycle.transport = cycle, self._responses
         super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._awaited = None
         self._watch()
         super().connection_lost(exc)
-        self.pipeline.clear()
-        if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True
-            self._running.message_event.set()
+        self._responses.close_connection = None
+        self._tell_requests()
         self.lost(self)
+
+    def _tell_requests(self) -> None:
+        """Nobody reads the responses any more."""
+        self.pipeline.clear()
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def _close(self) -> None:
+        """Close the connection, and read first what the client is still sending: the module says why."""
+        partial = self._awaited == "body" or (self._awaited == "head" and self.scope is not None)
+        if self._awaited == "rest":
+            return
+        if self.transport.is_closing() or not (partial or self._refused or self.pipeline) or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self._awaited, self._refused, self._received = "rest", True, 0
+        self._responses.ended = True
+        self._tell_requests()
+        self.flow.resume_reading()
+        with contextlib.suppress(OSError):  # the client is gone, and `connection_lost` follows
+            self.transport.write_eof()
+        self._watch()
 
     def _watch(self) -> None:
         """Let the timer wait for what is awaited now."""
@@ -145,10 +211,13 @@ class TimedProtocol(HttpToolsProtocol):
         self._timed = self._awaited
         if self._awaited is not None:
             self._paused_seconds = self.flow.paused_seconds
-            self._timer = self.loop.call_later(self.seconds[self._awaited], self._late)
+            self._timer = self.loop.call_later(self.seconds.get(self._awaited, LINGER_SECONDS), self._late)
 
     def _late(self) -> None:
         if self.transport.is_closing():
+            return
+        if self._timed == "rest":
+            self.transport.close()
             return
         paused = self.flow.paused_seconds
         if self._timed == "body" and paused > self._paused_seconds:
@@ -160,7 +229,7 @@ class TimedProtocol(HttpToolsProtocol):
         if began and not responds:
             what = self._timed or ""
             self._answer(ApiError(408, f"{_WHAT[what]} did not arrive within {self.seconds[what]:g} s", code="request_timeout"))
-        self.transport.close()
+        self._close()
 
     def _refuse_head(self) -> None:
         """The request is too large beside its body."""
@@ -170,7 +239,7 @@ class TimedProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete or (self._awaited == "body" and not self.cycle.response_started):
             message = f"the head of the request, or what is sent around its body, has more than {MAX_HEAD_BYTES} bytes"
             self._answer(ApiError(431, message, code="request_header_too_large"))
-        self.transport.close()
+        self._close()
 
     def _answer(self, error: ApiError) -> None:
         body = msgspec.json.encode(error.body())
