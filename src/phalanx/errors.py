@@ -95,7 +95,9 @@ class PromptTooLong(RequestError):
 
 
 class Overloaded(RequestError):
-    """A queue is full; try again later."""
+    """A queue is full; try again later. retry_after: in so many seconds, where that is known; not sent between processes."""
+
+    retry_after: int | None = None
 
 
 class TableError(PhalanxError):

@@ -96,17 +96,52 @@ def test_phases():
     assert stopped.phase is Phase.DRAINING
 
 
+def refused(act) -> int:
+    """The seconds of a refusal, which its message says, too."""
+    with pytest.raises(Overloaded) as refusal:
+        act()
+    assert str(refusal.value).endswith(f"; try again in {refusal.value.retry_after} s")
+    return refusal.value.retry_after
+
+
+def one_each_second(admission, now, count=10):
+    for _ in range(count):
+        with admission.enter(1):
+            now[0] += 1.0
+
+
 def test_retry_after_follows_the_rate():
     now = [0.0]
     admission = admission_of(max_reqs=100, clock=lambda: now[0])
     assert admission.retry_after() == 1
-    for _ in range(10):  # one leaves each second
-        with admission.enter(1):
-            now[0] += 1.0
-    admission.enter(20)
-    assert 15 <= admission.retry_after() <= 20
-    admission.enter(80)
-    assert admission.retry_after() == 60
+    one_each_second(admission, now)
+    admission.enter(102)
+    assert refused(lambda: admission.enter(1)) == 1, "not until the whole queue is empty"
+    assert 15 <= refused(lambda: admission.enter(20)) <= 20
+    assert refused(lambda: admission.enter(90)) == 60
+    assert admission.retry_after() == 1
+
+
+def test_retry_after_counts_no_idle_time():
+    now = [0.0]
+    admission = admission_of(max_reqs=100, clock=lambda: now[0])
+    one_each_second(admission, now)
+    now[0] += 3600.0
+    admission.enter(102)
+    assert 8 <= refused(lambda: admission.enter(10)) <= 10
+    now[0] += 40.0  # nothing ends
+    assert refused(lambda: admission.enter(10)) > 40
+
+
+def test_retry_after_of_a_queue_that_is_full_of_tokens():
+    now = [0.0]
+    admission = admission_of(max_reqs=100, max_tokens=100, clock=lambda: now[0])
+    one_each_second(admission, now)
+    admission.enter(10).prompt([10] * 10)
+    with admission.enter(2) as two:
+        assert 3 <= refused(lambda: two.prompt([20, 20])) <= 4
+    with admission.enter(1) as long:
+        assert refused(lambda: long.prompt([500])) <= 10, "an empty queue takes any prompt"
 
 
 def test_emptied():

@@ -106,31 +106,41 @@ class AdmissionControl:
         if self.queued + sequences > self.max_reqs + free:
             self._refused("queue_full")
             limit = f"{self.queued} completions wait, and {self.max_reqs + free} may: {self.max_reqs} (max_num_queued_reqs)"
-            raise Overloaded(
-                f"the queue is full: {sequences} more {'completion does' if sequences == 1 else 'completions do'} not fit",
-                held=f"{limit} and {free} for free places in the batch", next=f"try again in {self.retry_after()} s",
-            )  # fmt: skip
+            raise self._overloaded(
+                f"{sequences} more {'completion does' if sequences == 1 else 'completions do'} not fit",
+                held=f"{limit} and {free} for free places in the batch",
+                must_end=self.queued + sequences - (self.max_reqs + free),
+            )
 
-    def retry_after(self) -> int:
-        """Estimated seconds until a place is free, 1 to 60: the number of sequences that must end before one more may wait, over
-        the recent completion rate while any were open."""
+    def retry_after(self, must_end: int = 1) -> int:
+        """Estimated seconds until there is a place, 1 to 60: the number of sequences that must end for it, over the recent
+        completion rate."""
         if len(self._left) < 2:
             return 1
         rate = len(self._left) / max(self._busy() - self._left[0], 1e-3)
-        free = max(0, self.batch - (self.open - self.queued))
-        must_end = max(1, self.queued + 1 - (self.max_reqs + free))
         return min(60, max(1, math.ceil(must_end / rate)))
 
+    def _overloaded(self, failure: str, *, held: str, must_end: int) -> Overloaded:
+        seconds = self.retry_after(must_end)
+        error = Overloaded(f"the queue is full: {failure}", held=held, next=f"try again in {seconds} s")
+        error.retry_after = seconds
+        return error
+
     def _busy(self) -> float:
-        """Seconds in which a sequence was open: a server without requests completes none, however fast it is."""
+        """Seconds in which a sequence was open. Time without requests says nothing about the rate, and the rate before it still
+        does."""
         return self._busy_before + (self._clock() - self._busy_since if self.open else 0.0)
 
     def _count(self, *, open: int = 0, queued: int = 0, tokens: int = 0) -> None:
+        if open < 0:
+            self._left.extend([self._busy()] * min(-open, _RECENT))
+            if self.open + open == 0:
+                self._busy_before = self._left[-1]
+        elif open and not self.open:
+            self._busy_since = self._clock()
         self.open += open
         self.queued += queued
         self.queued_tokens += tokens
-        if open < 0:
-            self._left.extend([self._clock()] * min(-open, _RECENT))
         if self.open:
             self._empty.clear()
         else:
@@ -160,10 +170,11 @@ class Ticket:
         admission, total = self._admission, sum(tokens)
         if admission.max_tokens is not None and admission.queued_tokens and admission.queued_tokens + total > admission.max_tokens:
             admission._refused("queue_full")
-            raise Overloaded(
-                f"the queue is full: a prompt of {total} tokens does not fit",
+            each = admission.queued_tokens / max(1, admission.queued - len(tokens))  # one of the others begins when one ends
+            raise admission._overloaded(
+                f"a prompt of {total} tokens does not fit",
                 held=f"{admission.queued_tokens} tokens wait, and {admission.max_tokens} may (max_num_queued_tokens)",
-                next=f"try again in {admission.retry_after()} s",
+                must_end=math.ceil(min(admission.queued_tokens, admission.queued_tokens + total - admission.max_tokens) / each),
             )
         for sequence, count in enumerate(tokens):
             self._waiting[sequence] = count

@@ -72,6 +72,7 @@ def api_error_of(error: BaseException, *, retry_after: int = 1) -> ApiError:
     if isinstance(error, HTTPException):
         return _of_http(error)
     if isinstance(error, Overloaded):
+        retry = {"Retry-After": str(error.retry_after or retry_after)}
         return ApiError(429, str(error), type="rate_limit_error", code="overloaded", headers=retry)
     if isinstance(error, PromptTooLong):
         return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
