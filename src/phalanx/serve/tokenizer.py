@@ -103,6 +103,15 @@ class Tokenizer:
         return text
 
     @cached_property
+    def tokens_around(self) -> tuple[list[int], list[int]]:
+        """The tokens that `encode` puts before and after each text."""
+        text, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        for begin in range(len(whole) - len(text) + 1):
+            if whole[begin : begin + len(text)] == text:
+                return whole[:begin], whole[begin + len(text) :]
+        return [], []
+
+    @cached_property
     def max_token_characters(self) -> int:
         """Maximum number of characters in one token. A normalizer may join characters; no known one joins more than 4."""
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)

@@ -12,7 +12,7 @@ from phalanx.serve.openai import completions
 from phalanx.serve.openai.logprobs import prompt_logprobs
 from phalanx.serve.openai.schema.responses import CompletionResponse
 from tests.serve.openai.conftest import TEXT
-from tests.support.serve_http_app import MODEL, tokenizer_of
+from tests.support.serve_http_app import MODEL, Scripted, live, tokenizer_of
 
 TOKENS = tokenizer_of().encode(TEXT, add_special_tokens=False)
 
@@ -124,6 +124,69 @@ def test_scoring_a_prompt(client):
         assert choice.logprobs.token_logprobs == [None] + [-1.0] * (len(prompt) - 1)
         assert choice.logprobs.text_offset[1] == 0  # the begin token has no text of its own
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 0)
+
+
+SMILES = "a 😀 rank 你🙂"
+
+
+def assert_offsets(choice, *, shown=lambda text: True):
+    """Each complete token that is shown is in the text at its offset, and tokens of one character share one."""
+    offsets = choice.logprobs.text_offset
+    assert offsets == sorted(offsets)
+    for text, offset in zip(choice.logprobs.tokens, offsets, strict=True):
+        if "�" in text:
+            assert not choice.text[offset : offset + 1].isascii()
+        elif shown(text):
+            assert choice.text[offset : offset + len(text)] == text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_of_characters_of_several_tokens(stream):
+    with live(Scripted(SMILES)) as served, served.openai() as client:
+        request = {"model": MODEL, "prompt": SMILES, "max_tokens": 40, "echo": True, "logprobs": 0}
+        choice = client.completions.create(**request).choices[0]
+        assert choice.text == SMILES * 2
+        assert_offsets(choice, shown=lambda text: text not in ("<s>", "</s>"))
+        assert choice.logprobs.text_offset[choice.logprobs.tokens.index(" rank")] == SMILES.index(" rank")
+        if stream:
+            chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(**request, stream=True)]
+            assert [offset for one in chunks if one for offset in one.text_offset] == choice.logprobs.text_offset
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_offsets_of_echoed_token_ids(client, skip):
+    prompt = tokenizer_of().encode("a</s> rank</s>b")
+    choice = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=2, echo=True, logprobs=0, extra_body={"skip_special_tokens": skip}
+    ).choices[0]
+    assert choice.text.startswith("a rankb" if skip else "<s>a</s> rank</s>b")
+    assert_offsets(choice, shown=lambda text: not skip or text not in ("<s>", "</s>"))
+
+
+def test_a_truncated_prompt_is_echoed_as_far_as_it_is_kept(client):
+    ids = tokenizer_of().encode("hello world, a</s> rank", add_special_tokens=False)
+    for prompt in ("hello world, a</s> rank", ids):
+        body = {"truncate_prompt_tokens": 3, "skip_special_tokens": False}
+        choice = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=2, echo=True, logprobs=0, extra_body=body
+        ).choices[0]
+        kept = tokenizer_of().decode(ids[-3:], skip_special_tokens=False)
+        assert choice.text.startswith(kept)
+        assert choice.logprobs.tokens[:3] == [tokenizer_of().token_text(token) for token in ids[-3:]]
+        assert_offsets(choice)
+    whole = client.completions.create(
+        model=MODEL, prompt="a rank", max_tokens=1, echo=True, logprobs=0, extra_body={"truncate_prompt_tokens": 100}
+    ).choices[0]
+    assert whole.text.startswith("a rank")
+    assert_offsets(whole, shown=lambda text: text != "<s>")
+
+
+def test_offsets_of_a_text_with_special_tokens(client):
+    choice = client.completions.create(model=MODEL, prompt="a</s> rank</s>b", max_tokens=2, echo=True, logprobs=0).choices[0]
+    assert choice.text.startswith("a</s> rank</s>b")
+    assert choice.logprobs.tokens[0] == "<s>"
+    assert choice.logprobs.text_offset[:2] == [0, 0]
+    assert_offsets(choice, shown=lambda text: text != "<s>")
 
 
 def test_fields_reach_the_engine(server, client):

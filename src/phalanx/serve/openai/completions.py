@@ -21,7 +21,7 @@ from phalanx.engine.messages import TokenLogprobs
 from phalanx.serve.completions import MAX_BURST
 from phalanx.serve.openai.body import RequestRoute, read_request
 from phalanx.serve.openai.generate import Deltas, UsageCounter, generate
-from phalanx.serve.openai.logprobs import CompletionLogprobsWriter, prompt_logprobs
+from phalanx.serve.openai.logprobs import CompletionLogprobsWriter, EchoedText, prompt_logprobs
 from phalanx.serve.openai.long_answers import PART, JsonParts, discard, off_loop
 from phalanx.serve.openai.prepare import PreparedCompletion, prepare_completion
 from phalanx.serve.openai.prompts import encode_prompts, encodes_quickly
@@ -38,6 +38,7 @@ from phalanx.serve.openai.stream import (
     event,
 )
 from phalanx.serve.outputs import CompletionDelta
+from phalanx.serve.tokenizer import Tokenizer
 
 router = APIRouter(route_class=RequestRoute)
 
@@ -176,19 +177,33 @@ class EchoedPrompt:
     token_ids: list[int]
     scores: JsonParts | None = None
 
+    def echoed(self, tokenizer: Tokenizer, request: CompletionRequest) -> EchoedText:
+        """What `echo` says: a text as it was sent, unless only its last tokens were kept; else the text of the tokens."""
+        tokens, prompt = self.token_ids, self.prompt
+        if not isinstance(prompt, str):
+            skip = request.skip_special_tokens is not False
+            return EchoedText(tokenizer.decode(tokens, skip_special_tokens=skip), 0, len(tokens), skip)
+        before, after = ([], []) if request.add_special_tokens is False else tokenizer.tokens_around
+        begin = len(before) if tokens[: len(before)] == before else 0
+        end = len(tokens) - len(after)
+        end = end if end >= begin and tokens[end:] == after else len(tokens)
+        if request.truncate_prompt_tokens is not None:
+            prompt = tokenizer.decode(tokens[begin:end], skip_special_tokens=False)
+        return EchoedText(prompt, begin, end, skip_special_tokens=False)
+
 
 class ChoiceWriter:
     """Turns the deltas of one completion into deltas of its choice; the prompt comes first if it is echoed."""
 
     def __init__(self, engine: ServingEngine, request: CompletionRequest, prompt: EchoedPrompt) -> None:
-        self._tokenizer, self._prompt = engine.tokenizer, prompt
+        self._tokenizer, self._request, self._prompt = engine.tokenizer, request, prompt
         self._echo = bool(request.echo)
         self._silent = request.max_tokens == 0
         self._scores = request.prompt_logprobs is not None
         self._logprobs = None
         if request.logprobs is not None:
-            hidden = () if request.skip_special_tokens is False else engine.tokenizer.special_ids
-            self._logprobs = CompletionLogprobsWriter(engine.tokenizer.token_text, hidden=hidden, top=request.logprobs > 0)
+            skip = request.skip_special_tokens is not False
+            self._logprobs = CompletionLogprobsWriter(engine.tokenizer, skip_special_tokens=skip, top=request.logprobs > 0)
 
     def entries(self, delta: CompletionDelta) -> int:
         """How many tokens `push` looks at."""
@@ -202,10 +217,10 @@ class ChoiceWriter:
         text, logprobs = "", None
         if self._echo:
             self._echo = False
-            prompt = self._prompt.prompt
-            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+            echoed = self._prompt.echoed(self._tokenizer, self._request)
+            text = echoed.text
             if self._logprobs is not None:
-                logprobs = self._logprobs.push(delta.prompt_logprobs or [], self._prompt.token_ids)
+                logprobs = self._logprobs.echo(delta.prompt_logprobs or [], self._prompt.token_ids, echoed)
         finish, stop = delta.finish_reason, delta.stop_reason
         if self._silent:
             finish, stop = ("length", None) if finish else (None, None)

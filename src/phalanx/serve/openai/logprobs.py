@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.engine.messages import TokenLogprobs
+from phalanx.serve.detokenize import TextStream
 from phalanx.serve.openai.long_answers import JsonParts, encode_small
+from phalanx.serve.tokenizer import Tokenizer
 
 _PART = 64
 """Tokens whose alternatives are encoded at once: a millisecond."""
@@ -50,25 +53,52 @@ def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], text_of: Callable[
     return JsonParts([*parts, b"]"], len(logprobs))
 
 
+@dataclass(frozen=True)
+class EchoedText:
+    """The text of an echoed prompt, and which of its tokens write it. begin, end: of their positions; the tokenizer has put the
+    others around a text. skip_special_tokens: special tokens among them write nothing."""
+
+    text: str
+    begin: int
+    end: int
+    skip_special_tokens: bool
+
+
 class CompletionLogprobsWriter:
     """`choices[].logprobs` of a completion, part by part: it tracks the offset of the next token in the text.
 
-    text_of: token id -> its text. hidden: ids whose text is not shown. top: whether alternatives were requested.
+    The offset of a token is the length of what the tokens before it write; a character counts once it is complete, so that tokens
+    of one character have the same. skip_special_tokens: those of the completion write nothing. top: whether alternatives were
+    requested.
     """
 
-    def __init__(self, text_of: Callable[[int], str], *, hidden: Container[int] = (), top: bool) -> None:
-        self._text_of, self._hidden, self._top = text_of, hidden, top
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, top: bool) -> None:
+        self._tokenizer, self._text_of, self._top = tokenizer, tokenizer.token_text, top
+        self._text = TextStream(tokenizer, skip_special_tokens=skip_special_tokens, shown={})
         self._offset = 0
 
-    def push(self, logprobs: Sequence[TokenLogprobs | None], tokens: Sequence[int]) -> dict[str, Any]:
-        """The next tokens. The first token of a prompt has no logprobs (None)."""
-        texts = [self._text_of(token) for token in tokens]
+    def echo(self, logprobs: Sequence[TokenLogprobs | None], tokens: Sequence[int], echoed: EchoedText) -> dict[str, Any]:
+        """The tokens of the prompt. The first one has no logprobs (None)."""
+        text = TextStream(self._tokenizer, skip_special_tokens=echoed.skip_special_tokens, shown={})
+        offsets, offset, length = [], 0, len(echoed.text)
+        for position, token in enumerate(tokens):
+            offsets.append(min(offset, length))  # a normalizer may have made a text longer
+            if echoed.begin <= position < echoed.end:
+                offset += len(text.push(token))
+        self._offset = length
+        return self._entries(logprobs, tokens, offsets)
+
+    def push(self, logprobs: Sequence[TokenLogprobs], tokens: Sequence[int]) -> dict[str, Any]:
+        """The next tokens of the completion."""
         offsets = []
-        for text, token in zip(texts, tokens, strict=True):
+        for token in tokens:
             offsets.append(self._offset)
-            self._offset += 0 if token in self._hidden else len(text)
+            self._offset += len(self._text.push(token))
+        return self._entries(logprobs, tokens, offsets)
+
+    def _entries(self, logprobs: Sequence[TokenLogprobs | None], tokens: Sequence[int], offsets: list[int]) -> dict[str, Any]:
         return {
-            "tokens": texts,
+            "tokens": [self._text_of(token) for token in tokens],
             "token_logprobs": [None if one is None else max(one.logprob, LOWEST) for one in logprobs],
             "top_logprobs": [self._alternatives(one) for one in logprobs] if self._top else None,
             "text_offset": offsets,
