@@ -13,6 +13,7 @@ text of a special token inside a prompt becomes that token.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,9 @@ MAX_LOCKED_CHARACTERS = 4096
 """Length of a text for which `encode` may hold the interpreter lock. A batch is tokenized without the lock, and starts later."""
 MAX_LOCKED_TOKENS = 1024
 """Number of token ids for which `decode` may hold the interpreter lock."""
+INCOMPLETE = "\ufffd"
+"""What bytes that are no complete character are decoded to."""
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -101,6 +105,21 @@ class Tokenizer:
             if 0 <= token_id < self.vocab_size:  # others are refused, or are the padding of a model's vocabulary
                 self._texts[token_id] = text
         return text
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a single token in UTF-8; of a token that is a part of a character, those of the vocabulary. None where these
+        are not known."""
+        text = self.token_text(token_id)
+        if INCOMPLETE not in text:
+            return text.encode()
+        piece = self.backend.id_to_token(token_id)
+        if piece is None or piece in self.added_tokens:
+            return None if piece is None else text.encode()
+        if _BYTE.fullmatch(piece):
+            return bytes.fromhex(piece[3:5])
+        letters = _BYTE_OF_LETTER if self.fragments.byte_level else {}
+        known = [letters[letter] for letter in piece if letter in letters]
+        return bytes(known) if len(known) == len(piece) else None
 
     @cached_property
     def tokens_around(self) -> tuple[list[int], list[int]]:
@@ -203,6 +222,7 @@ class Fragments(dict[int, "str | None"]):
     None for a token that must be decoded together with its neighbours: a part of a character, a special or unknown token, or any
     token of a decoder with more context. Filled on demand; all completions share one dictionary.
     from_start: true if this also holds for the first token of a text (a decoder may drop the space before the first word).
+    byte_level: each letter in the vocabulary stands for one byte.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -211,7 +231,7 @@ class Fragments(dict[int, "str | None"]):
         decoder = tokenizer.backend.decoder
         parts = _parts(json.loads(decoder.__getstate__())) if decoder is not None else []
         kinds = [part["type"] for part in parts]
-        self._bytes = self.from_start = kinds == ["ByteLevel"]  # each letter stands for one byte
+        self.byte_level = self.from_start = kinds == ["ByteLevel"]
         self._replaced: list[tuple[str, str]] | None = None
         head = kinds.count("Replace")
         if kinds[head:] in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"]) and kinds[:head] == ["Replace"] * head:
@@ -228,9 +248,9 @@ class Fragments(dict[int, "str | None"]):
         tokenizer = self._tokenizer
         if token_id in tokenizer.special_ids or token_id not in tokenizer.known_ids:
             return None
-        if self._bytes:
+        if self.byte_level:
             text = tokenizer.token_text(token_id)
-            return None if "\ufffd" in text else text
+            return None if INCOMPLETE in text else text
         if self._replaced is None:
             return None
         text = str(tokenizer.backend.id_to_token(token_id))
@@ -239,6 +259,17 @@ class Fragments(dict[int, "str | None"]):
         for pattern, content in self._replaced:
             text = text.replace(pattern, content)
         return None if text.startswith("<0x") else text
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """The letters of byte-level vocabularies: printable characters of Latin-1 stand for their own byte, the letters from U+0100 on
+    for the other bytes in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_of_letter()
 
 
 def _parts(decoder: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offsets of tokens in the text, for tokenizers of both kinds."""
+"""Offsets of tokens in the text, and their bytes, for tokenizers of both kinds."""
 
 from __future__ import annotations
 
 import pytest
 
 from phalanx.engine.messages import TokenLogprobs
-from phalanx.serve.openai.logprobs import CompletionLogprobsWriter, EchoedText
+from phalanx.serve.openai.logprobs import CompletionLogprobsWriter, EchoedText, chat_logprobs
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_small_tokenizers import byte_level, sentencepiece, write
 
@@ -37,3 +37,19 @@ def test_an_offset_is_the_length_of_the_complete_text_before(tokenizer, size):
 def test_the_tokens_around_a_text(tokenizer):
     before, after = tokenizer.tokens_around
     assert [*before, *tokenizer.encode("x", add_special_tokens=False), *after] == tokenizer.encode("x")
+
+
+def test_bytes_of_tokens_join_to_the_characters(tokenizer):
+    text = "😀你🙂\n"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    content = chat_logprobs(scores(tokens), tokenizer)["content"]
+    assert any("�" in one["token"] for one in content)
+    assert b"".join(bytes(one["bytes"]) for one in content).decode() == text
+
+
+def test_every_token_has_bytes(tokenizer):
+    """As the decoder joins them: those of U+FFFD itself too."""
+    for token in tokenizer.known_ids:
+        text = tokenizer.token_text(token)
+        assert tokenizer.token_bytes(token).decode(errors="replace") == text
+    assert b"".join(tokenizer.token_bytes(token) for token in tokenizer.encode("�", add_special_tokens=False)[-3:]) == "�".encode()

@@ -179,7 +179,7 @@ class MessageWriter:
     """Turns the deltas of one completion into deltas of its message: role, reasoning, text, calls and finish reason."""
 
     def __init__(self, engine: ServingEngine, request: ChatRequest, index: int, parser: OutputParser | None) -> None:
-        self._index, self._text_of = index, engine.tokenizer.token_text
+        self._index, self._tokenizer = index, engine.tokenizer
         self._with_logprobs = bool(request.logprobs)
         self._with_reasoning = request.include_reasoning is not False
         self._one_call = request.parallel_tool_calls is False
@@ -198,7 +198,7 @@ class MessageWriter:
         deltas = self._message_deltas(delta)
         logprobs = None
         if self._with_logprobs and delta.token_ids:
-            logprobs = chat_logprobs(delta.logprobs, self._text_of)
+            logprobs = chat_logprobs(delta.logprobs, self._tokenizer)
             deltas = deltas or [{"content": ""}]
         if not self._has_role:
             self._has_role = True

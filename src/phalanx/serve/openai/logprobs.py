@@ -18,14 +18,13 @@ LOWEST = -9999.0
 """Replaces minus infinity, which JSON has no number for (the same value as OpenAI's)."""
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprobs], text_of: Callable[[int], str]) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat. text_of: token id -> its text."""
+def chat_logprobs(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat. The bytes of tokens that are parts of a character can be joined to it."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = text_of(token)
-        # A token that is a part of a character has no text of its own, hence no bytes that would add up to those of the answer.
-        bytes_ = None if "�" in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob, LOWEST), "bytes": bytes_}
+        data = tokenizer.token_bytes(token)
+        bytes_ = None if data is None else list(data)
+        return {"token": tokenizer.token_text(token), "logprob": max(logprob, LOWEST), "bytes": bytes_}
 
     content = [{**entry(one.token, one.logprob), "top_logprobs": [entry(*top) for top in one.top]} for one in logprobs]
     return {"content": content, "refusal": None}
