@@ -129,7 +129,7 @@ def make_app(service: Service, serving: ServeOptions, *, api_keys: Sequence[str]
     app.state.service = service
 
     async def error_response(request: Request, error: Exception) -> Response:
-        api_error = service.api_error(error)
+        api_error = service.api_error_at(request.url.path)(error)
         if api_error.status == 405:
             api_error.headers["Allow"] = ", ".join(sorted(_methods_of(request.url.path)))
         return api_error.response()

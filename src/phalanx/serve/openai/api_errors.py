@@ -114,6 +114,31 @@ def validation_api_error(error: ValidationError, model: type[BaseModel]) -> ApiE
     return bad_request(message, param=clip(where) or None, code="invalid_value")
 
 
+def with_fields_of(path: str, error: ApiError) -> ApiError:
+    """The error with the field's name at this endpoint: a chat is answered as a prompt, and a response as a chat."""
+    field = error.param or ""
+    if error.code in ("unknown_parameter", "unsupported_parameter"):  # the client has sent a field of this name
+        return error
+    own = field
+    if field == "prompt":
+        own = _PROMPT_FIELDS.get(path, field)
+    elif path == RESPONSES:
+        if field.partition(".")[0].partition("[")[0] == "messages":
+            own = "input"
+        elif field == "response_format":  # that of a schema that cannot be compiled, or of what excludes it
+            own = "text.format.schema" if error.message.startswith(f"{field}: ") else "text.format"
+        elif field.startswith("response_format."):
+            own = "text.format." + field.removeprefix("response_format.").removeprefix("json_schema.")
+    if own == field:
+        return error
+    message = error.message if field == "prompt" else error.message.replace(field, own)
+    return ApiError(error.status, message, type=error.type, param=own, code=error.code, headers=error.headers)
+
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+_PROMPT_FIELDS = {CHAT: "messages", RESPONSES: "input"}
+
+
 def clip(text: str) -> str:
     """A text of the client, shortened for an error message."""
     return text if len(text) <= _MAX_ECHOED else text[:_MAX_ECHOED] + "..."
@@ -139,6 +164,8 @@ def _path(where: Sequence[Any]) -> str:
     path = ""
     if len(where) > 1 and where[0] == "response_format":  # the union member has the name of the field
         where = [where[0], *where[2:]]
+    if len(where) > 2 and list(where[:2]) == ["text", "format"]:
+        where = ["text", "format", *where[3:]]
     for part in where:
         if isinstance(part, int):
             path += f"[{part}]"

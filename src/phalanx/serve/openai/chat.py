@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from phalanx.serve.openai.api_errors import CHAT
 from phalanx.serve.openai.body import RequestRoute, read_request
 from phalanx.serve.openai.generate import UsageCounter, generate
 from phalanx.serve.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -64,8 +65,8 @@ async def create_chat_completion(http_request: Request) -> Response:
     )
     handler = ChatHandler(service, service.require_engine(), prepared)
     if handler.streams:
-        return EventStream(handler.events(), service.api_error)
-    return CancellableResponse(handler.response(), service.api_error)
+        return EventStream(handler.events(), service.api_error_at(CHAT))
+    return CancellableResponse(handler.response(), service.api_error_at(CHAT))
 
 
 class ChatHandler:

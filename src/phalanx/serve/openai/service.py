@@ -20,7 +20,7 @@ from phalanx.metrics import Metrics
 from phalanx.serve.admission import AdmissionControl, Phase
 from phalanx.serve.client import EngineClient
 from phalanx.serve.expert_load import counters
-from phalanx.serve.openai.api_errors import ApiError, api_error_of, bad_request
+from phalanx.serve.openai.api_errors import ApiError, api_error_of, bad_request, with_fields_of
 from phalanx.serve.openai.large_bodies.gate import Gate
 from phalanx.serve.openai.large_bodies.processes import LargeBodies, setup_of
 from phalanx.serve.openai.request_params import StructuredOutputField, require_model, with_structured_output
@@ -134,6 +134,10 @@ class Service:
     def api_error(self, error: BaseException) -> ApiError:
         """The error response to an exception."""
         return api_error_of(error, retry_after=self.admission.retry_after())
+
+    def api_error_at(self, path: str) -> Callable[[BaseException], ApiError]:
+        """As `api_error`, with the names of the fields of this endpoint."""
+        return lambda error: with_fields_of(path, self.api_error(error))
 
     async def refresh(self) -> None:
         """Update the engine's counters for a scrape; without an answer in time, the last ones stay."""

@@ -219,7 +219,7 @@ def test_reasoning_and_echoes_are_taken():
         ({"input": []}, "input", "at least 1 item"),
         ({"extra_body": {"max_tokens": 3}}, "max_tokens", "unknown field 'max_tokens'"),
         ({"extra_body": {"input": None}}, "input", "required"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "response_format", "not"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format.schema", "not"),
         ({"tools": [WEATHER]}, "tools", "chat template shows no tools to it"),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from phalanx.serve.openai.api_errors import ApiError, bad_request, clip
+from phalanx.serve.openai.api_errors import RESPONSES, ApiError, bad_request, clip
 from phalanx.serve.openai.body import read_request
 from phalanx.serve.openai.chat import ChatHandler
 from phalanx.serve.openai.long_answers import PART, discard, encode_parts, encode_small, entries_of, off_loop
@@ -56,8 +56,8 @@ async def create_response(http_request: Request) -> Response:
     )
     handler = ResponseHandler(service, service.require_engine(), prepared)
     if handler.streams:
-        return EventStream(handler.events(), service.api_error)
-    return CancellableResponse(handler.body(), service.api_error)
+        return EventStream(handler.events(), service.api_error_at(RESPONSES))
+    return CancellableResponse(handler.body(), service.api_error_at(RESPONSES))
 
 
 @router.get("/v1/responses/{response_id}", responses=responses_of(ResponseObject, body=False, refuses=True))
