@@ -53,3 +53,16 @@ def test_a_bad_schema_of_a_chat(http):
     format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     error = error_of(http, CHAT, body_of(CHAT, "x", response_format=format_))
     assert error["param"] == "response_format"
+
+
+@pytest.mark.parametrize("role", ["function", "", 7, ["user"]])
+def test_an_unknown_role_names_all_roles(http, role):
+    error = error_of(http, CHAT, {"model": MODEL, "messages": [{"role": role, "content": "x"}]})
+    assert error["param"] == "messages[0].role"
+    assert error["message"] == "messages[0].role: Input should be 'system', 'developer', 'user', 'assistant' or 'tool'"
+
+
+@pytest.mark.parametrize("message", [{"content": "x"}, {"role": None, "content": "x"}])
+def test_a_message_without_a_role(http, message):
+    error = error_of(http, CHAT, {"model": MODEL, "messages": [message]})
+    assert error["message"] == "messages[0].role: this field is required"

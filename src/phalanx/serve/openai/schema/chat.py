@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 from phalanx.serve.openai.schema.fields import (
@@ -48,10 +49,17 @@ AssistantPart = Annotated[
 AssistantContent = str | Annotated[list[AssistantPart], Field(min_length=1, max_length=1024), FirstError()]
 
 
+def _known_role(role: Any) -> Any:
+    """A role that no kind of message has comes here, where the error would name those of plain messages only."""
+    if role in ("system", "developer", "user"):
+        return role
+    raise PydanticCustomError("literal_error", "Input should be 'system', 'developer', 'user', 'assistant' or 'tool'")
+
+
 class PlainMessage(Body):
     """A message of the operator (system, developer) or the user."""
 
-    role: Literal["system", "developer", "user"]
+    role: Annotated[Literal["system", "developer", "user"], BeforeValidator(_known_role)]
     content: Content
     name: str | None = None
 
