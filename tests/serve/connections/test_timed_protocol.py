@@ -297,3 +297,25 @@ def test_what_is_read_after_an_answer_has_a_limit(served, monkeypatch):
         after, sent = closed_after(connection, every=0, size=2**16)
         assert sent < 2**25
         assert after < LINGER_SECONDS
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_client_of_http_1_0_gets_no_chunks(served, version, stream):
+    """It would read their lengths as text. The end of the connection ends the stream."""
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 5, "ignore_eos": True, "stream": stream}).encode()
+    head = HEAD.replace(b"Length: %d" % len(BODY), b"Length: %d" % len(body)).replace(b"1.1", version)
+    with connect(served) as connection:
+        connection.sendall(head.replace(b"Host", b"Connection: close\r\nHost") + body)
+        text, _ = answer_of(connection)
+    head, _, content = text.partition(b"\r\n\r\n")
+    head = head.lower()
+    assert head.startswith(b"http/1.1 200 ")
+    assert b"\r\nconnection: close" in head
+    assert (b"\r\ntransfer-encoding: chunked" in head) == (stream and version == b"1.1")
+    assert (b"\r\ncontent-length: " in head) == (not stream)
+    if stream and version == b"1.0":
+        assert content.startswith(b"data: {")
+        assert content.endswith(b"data: [DONE]\n\n")
+    if not stream:
+        assert json.loads(content)["usage"]["completion_tokens"] == 5
