@@ -319,3 +319,31 @@ def test_a_client_of_http_1_0_gets_no_chunks(served, version, stream):
         assert content.endswith(b"data: [DONE]\n\n")
     if not stream:
         assert json.loads(content)["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [b"nonsense\r\n\r\n", b"GET /live\x01 HTTP/1.1\r\n\r\n", b"GET /live HTTP/1.1\r\nno colon\r\n\r\n", CHUNKED + b"x\r\n"],
+)
+def test_what_is_not_http_gets_the_error_of_the_api(served, request_):
+    with connect(served) as connection:
+        connection.sendall(request_)
+        text, _ = answer_of(connection)
+    head, _, content = text.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert b"content-type: application/json" in head
+    error = json.loads(content)["error"]
+    assert (error["code"], error["type"]) == ("invalid_http", "invalid_request_error")
+
+
+def test_what_is_not_http_leaves_the_response_before_it_whole(served):
+    """The error was written into the stream."""
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 10, "ignore_eos": True, "stream": True}).encode()
+    head = HEAD.replace(b"Length: %d" % len(BODY), b"Length: %d" % len(body))
+    with connect(served) as connection:
+        connection.sendall(head + body)
+        time.sleep(0.1)
+        connection.sendall(b"nonsense\r\n\r\n")
+        text, _ = answer_of(connection)
+    assert text.count(b"HTTP/1.1") == 1
+    assert text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")

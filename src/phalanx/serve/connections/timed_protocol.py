@@ -135,8 +135,16 @@ class TimedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def send_400_response(self, msg: str) -> None:
-        if not self._refused:
-            super().send_400_response(msg)
+        """The parser has failed, and reads no more."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        if self._may_answer():
+            self._answer(ApiError(400, "what was sent is not a valid HTTP request", code="invalid_http"))
+        elif self._awaited != "body":  # requests before it are being answered; the response to the last one closes the connection
+            self.cycle.keep_alive = False
+            return
+        self._close()
 
     def on_headers_complete(self) -> None:
         if self._refused:
@@ -225,8 +233,7 @@ class TimedProtocol(HttpToolsProtocol):
             self._paused_seconds = paused
             return
         began = self._timed == "body" or self.scope is not None
-        responds = self._timed == "body" and self.cycle is not None and self.cycle.response_started
-        if began and not responds:
+        if began and self._may_answer():
             what = self._timed or ""
             self._answer(ApiError(408, f"{_WHAT[what]} did not arrive within {self.seconds[what]:g} s", code="request_timeout"))
         self._close()
@@ -236,10 +243,16 @@ class TimedProtocol(HttpToolsProtocol):
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        if self.cycle is None or self.cycle.response_complete or (self._awaited == "body" and not self.cycle.response_started):
+        if self._may_answer():
             message = f"the head of the request, or what is sent around its body, has more than {MAX_HEAD_BYTES} bytes"
             self._answer(ApiError(431, message, code="request_header_too_large"))
         self._close()
+
+    def _may_answer(self) -> bool:
+        """Whether an error is the response to the request that arrives: no other is in progress, nor its own."""
+        if self._awaited == "body":
+            return self._running is self.cycle and not self.cycle.response_started
+        return self.cycle is None or self.cycle.response_complete
 
     def _answer(self, error: ApiError) -> None:
         body = msgspec.json.encode(error.body())
