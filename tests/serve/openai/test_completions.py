@@ -100,6 +100,10 @@ def test_token_ids(server, client):
 def test_seeds_of_n(server, client):
     client.completions.create(model=MODEL, prompt="x", n=3, seed=7, max_tokens=1)
     assert sorted(add.params.seed for add in server.engine.added[-3:]) == [7, 8, 9]
+    client.completions.create(model=MODEL, prompt="x", n=2, seed=2**63 - 1, max_tokens=1)
+    assert sorted(add.params.seed for add in server.engine.added[-2:]) == [-(2**63), 2**63 - 1]
+    with pytest.raises(openai.BadRequestError, match="seed"):
+        client.completions.create(model=MODEL, prompt="x", seed=2**63, max_tokens=1)
 
 
 def test_logprobs(client):

@@ -31,8 +31,8 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_LOGIT_BIAS = 4096
 """Entries of `logit_bias`."""
-MAX_SEED = 2**63 - 1 - MAX_N
-"""Completion i of n uses seed + i, which must fit into a signed 64-bit integer."""
+MAX_SEED = 2**63 - 1
+"""Completion i of n uses seed + i, which goes on at -2**63 beyond it."""
 
 
 class OnlyValue:
