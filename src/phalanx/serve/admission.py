@@ -108,7 +108,7 @@ class AdmissionControl:
             limit = f"{self.queued} completions wait, and {self.max_reqs + free} may: {self.max_reqs} (max_num_queued_reqs)"
             raise self._overloaded(
                 f"{sequences} more {'completion does' if sequences == 1 else 'completions do'} not fit",
-                held=f"{limit} and {free} for free places in the batch",
+                f"{limit} and {free} for free places in the batch",
                 must_end=self.queued + sequences - (self.max_reqs + free),
             )
 
@@ -120,9 +120,9 @@ class AdmissionControl:
         rate = len(self._left) / max(self._busy() - self._left[0], 1e-3)
         return min(60, max(1, math.ceil(must_end / rate)))
 
-    def _overloaded(self, failure: str, *, held: str, must_end: int) -> Overloaded:
+    def _overloaded(self, failure: str, limits: str, *, must_end: int) -> Overloaded:
         seconds = self.retry_after(must_end)
-        error = Overloaded(f"the queue is full: {failure}", held=held, next=f"try again in {seconds} s")
+        error = Overloaded(f"the queue is full: {failure}", held=limits, next=f"try again in {seconds} s")
         error.retry_after = seconds
         return error
 
@@ -173,7 +173,7 @@ class Ticket:
             each = admission.queued_tokens / max(1, admission.queued - len(tokens))  # one of the others begins when one ends
             raise admission._overloaded(
                 f"a prompt of {total} tokens does not fit",
-                held=f"{admission.queued_tokens} tokens wait, and {admission.max_tokens} may (max_num_queued_tokens)",
+                f"{admission.queued_tokens} tokens wait, and {admission.max_tokens} may (max_num_queued_tokens)",
                 must_end=math.ceil(min(admission.queued_tokens, admission.queued_tokens + total - admission.max_tokens) / each),
             )
         for sequence, count in enumerate(tokens):

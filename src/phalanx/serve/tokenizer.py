@@ -124,10 +124,10 @@ class Tokenizer:
     @cached_property
     def tokens_around(self) -> tuple[list[int], list[int]]:
         """The tokens that `encode` puts before and after each text."""
-        text, whole = self.encode("a", add_special_tokens=False), self.encode("a")
-        for begin in range(len(whole) - len(text) + 1):
-            if whole[begin : begin + len(text)] == text:
-                return whole[:begin], whole[begin + len(text) :]
+        text, ids = self.encode("a", add_special_tokens=False), self.encode("a")
+        for begin in range(len(ids) - len(text) + 1):
+            if ids[begin : begin + len(text)] == text:
+                return ids[:begin], ids[begin + len(text) :]
         return [], []
 
     @cached_property

@@ -178,11 +178,11 @@ def test_a_truncated_prompt_is_echoed_as_far_as_it_is_kept(client):
         assert choice.text.startswith(kept)
         assert choice.logprobs.tokens[:3] == [tokenizer_of().token_text(token) for token in ids[-3:]]
         assert_offsets(choice)
-    whole = client.completions.create(
+    choice = client.completions.create(
         model=MODEL, prompt="a rank", max_tokens=1, echo=True, logprobs=0, extra_body={"truncate_prompt_tokens": 100}
     ).choices[0]
-    assert whole.text.startswith("a rank")
-    assert_offsets(whole, shown=lambda text: text != "<s>")
+    assert choice.text.startswith("a rank")
+    assert_offsets(choice, shown=lambda text: text != "<s>")
 
 
 def test_offsets_of_a_text_with_special_tokens(client):
