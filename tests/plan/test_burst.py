@@ -57,6 +57,13 @@ def test_every_request_ends_and_more_take_longer(requests, isl, osl, split):
     assert one.output_tokens_per_second == pytest.approx(requests * osl / one.seconds)
 
 
+def test_groups_hold_whole_requests():
+    shape = subject.shape_for("mixtral-8x7b")
+    groups = Costs(shape, "fp8", KvFormat(1), Split(1, 1, 2), MACHINE)
+    # 3,300 tokens are three requests, but each group's 1,650 are one.
+    assert burst.run(groups, 8, 1000, 100, Limits(8, 8192, 3300)).running == 2
+
+
 def test_a_small_cache_runs_in_turns():
     roomy, tight = (burst.run(costs(), 64, 1000, 100, Limits(64, 8192, kv)) for kv in (100_000, 11_000))
     assert (roomy.running, tight.running) == (64, 10)

@@ -62,6 +62,22 @@ def test_experts_both_ways():
     assert not any(plan.layout.ep > 1 for plan in search.search(LLAMA, machine(), request()).plans)
 
 
+def test_each_data_parallel_group_holds_whole_requests():
+    shape = subject.shape_for("gpt-oss-120b")
+    asked = {"dtype": "bf16", "kv_cache_dtype": "model", "max_batch_size": 8, "concurrency": 8}
+    layout, l40s = PlannedLayout(1, 1, 2, 4), machine("L40S")
+    roomy = search.examine(shape, l40s, request(**asked, isl=60_000, osl=64), layout)
+    held = roomy.kv_tokens // 2  # of each of two groups
+    seq_len = held + 16
+    assert seq_len <= roomy.kv_tokens
+    verdict = search.examine(shape, l40s, request(**asked, isl=seq_len - 64, osl=64), layout)
+    assert isinstance(verdict, Rejected)
+    assert f"leave room for {held:,} KV tokens, and a request takes {seq_len:,}" in verdict.reason
+    assert verdict.short > 0
+    two_thirds = search.examine(shape, l40s, request(**asked, isl=held * 2 // 3, osl=64), layout)
+    assert two_thirds.max_concurrency == 4 * 2  # three would be held by the sum of both groups
+
+
 def test_copies_of_experts_cost_their_memory():
     layout = PlannedLayout(8, 1, 1, 1, moe_ep=8, redundant=8)
     bare = search.examine(MIXTRAL, machine("H200"), request(), replace(layout, redundant=0))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from phalanx.plan.cost import Costs, Work
+from phalanx.plan.footprint import requests_held
 from phalanx.plan.graphs import graph_sizes
 from phalanx.plan.layout import max_chunk
 
@@ -77,7 +78,7 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
     """All requests at once: prompts of isl tokens, osl tokens each.
 
     Steps that compute prompts are taken one by one, those that only decode until the next request ends are taken together."""
-    room = max(limits.kv_tokens // (isl + osl), 1)
+    room = max(requests_held(limits.kv_tokens, costs.split.ep, isl + osl), 1)
     most, pp = min(requests, limits.max_batch_size, room), costs.split.pp
     clock, done, waiting, decode_s, decode_tokens = 0.0, 0, requests, 0.0, 0.0
     left = 0.0  # when the last step left the pipeline, with prompts in it

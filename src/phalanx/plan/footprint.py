@@ -269,6 +269,12 @@ def overhead_bytes(shape: Shape, split: Split, max_num_tokens: int) -> int:
     return int(sum(memory[name] * feature for name, feature in zip(OVERHEADS, features, strict=True)))
 
 
+def requests_held(kv_tokens: int, groups: int, seq_len: int) -> int:
+    """Requests of seq_len tokens that a replica's KV tokens hold at once: each stays whole in one of the `groups` (ep) data-parallel
+    groups, which share the tokens evenly."""
+    return groups * (kv_tokens // groups // seq_len)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What of the options decides the memory of a rank. kv: how keys and values are cached; slots: max_batch_size;

@@ -229,8 +229,8 @@ def examine(shape: Shape, machine: MachineModel, request: PlanRequest, layout: P
     if slots < layout.ep:
         return Rejected(layout, f"ep {layout.ep} runs requests of its own in each group, and max_batch_size is {slots}")
     rank_bytes, kv_tokens, short = memory(shape, machine, request, layout.split, slots, kv)
-    if kv_tokens < request.seq_len:
-        return Rejected(layout, _too_small(rank_bytes, kv_tokens, short, request), short)
+    if not footprint.requests_held(kv_tokens, layout.ep, request.seq_len):
+        return Rejected(layout, _too_small(rank_bytes, kv_tokens // layout.ep, short, request), short)
     costs = Costs(shape, request.dtype, kv, layout.split, machine, request.strategy, request.exchange)
     outcome = burst.run(costs, share, request.isl, request.osl, Limits(slots, request.max_num_tokens, kv_tokens))
     plan = _plan(shape, machine, request, layout, costs, outcome, rank_bytes, kv_tokens, slots)
@@ -300,6 +300,7 @@ def memory(
 
 
 def _too_small(rank_bytes: dict[str, int], kv_tokens: int, short: int, request: PlanRequest) -> str:
+    """kv_tokens: of one data-parallel group."""
     beside = rank_bytes["activations_and_context"] + rank_bytes["graphs"]
     text = f"memory: weights {_gb(rank_bytes['weights'])} and {_gb(beside)} beside them on a GPU of {_gb(rank_bytes['capacity'])}"
     if rank_bytes["weights"] + beside > rank_bytes["capacity"]:
@@ -323,7 +324,7 @@ def _plan(
     if layout.split.world > machine.gpus_per_node and layout.pp == 1:
         notes.append("expert parallelism over nodes")
     return Plan(
-        layout, rank_bytes, kv_tokens, kv_tokens // request.seq_len * layout.replicas, slots,
+        layout, rank_bytes, kv_tokens, footprint.requests_held(kv_tokens, layout.ep, request.seq_len) * layout.replicas, slots,
         Figure.of(outcome.ms_per_token, interval.half, label), Figure.of(outcome.ttft_s * 1e3, interval.half * TTFT_WIDER, label),
         Figure.of(rate, interval.half, label), tuple(notes), interval.checked,
     )  # fmt: skip

@@ -74,3 +74,9 @@ def test_what_cannot_run_is_told_before_it_is_simulated():
         ReplicaSpec.of(subject.shape_for("llama-3-70b"), subject.machine_for("L4")[0], PlanRequest(max_seq_len=2048), tp=1)
     with pytest.raises(LayoutError, match="does not divide"):
         replica_spec(tp=3)
+
+
+def test_a_request_longer_than_a_groups_cache_does_not_fit():
+    shape, (machine, _) = subject.shape_for("gpt-oss-120b"), subject.machine_for("L40S")
+    with pytest.raises(CapacityError, match="does not fit; memory: weights"):
+        ReplicaSpec.of(shape, machine, PlanRequest(max_batch_size=64, max_seq_len=101_024), tp=1, ep=2)

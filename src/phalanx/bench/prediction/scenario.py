@@ -58,8 +58,8 @@ class ReplicaSpec:
             raise LayoutError(f"{layout.name} cannot run", why=reason)
         kv = footprint.kv_format(request.kv_cache_dtype, request.dtype)
         rank_bytes, kv_tokens, short = search.memory(shape, machine, request, layout.split, slots, kv)
-        if kv_tokens < request.seq_len:
-            refused = Rejected(layout, search._too_small(rank_bytes, kv_tokens, short, request), short)
+        if not footprint.requests_held(kv_tokens, ep, request.seq_len):
+            refused = Rejected(layout, search._too_small(rank_bytes, kv_tokens // ep, short, request), short)
             raise CapacityError(f"{layout.name} does not fit", why=refused.reason, next="; ".join(
                 search.nearest(shape, machine, request, [refused])
             ))  # fmt: skip
