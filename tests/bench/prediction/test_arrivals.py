@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -42,6 +43,43 @@ def test_mooncakes_form_and_its_equal_beginnings(tmp_path):
     assert first.tokens(0)[512] != second.tokens(1)[512]
 
 
+def test_times_count_from_the_first_request_in_either_form(tmp_path):
+    head, first, second = AZURE.splitlines()
+    path = tmp_path / "unsorted.csv"
+    path.write_text("\n".join((head, second, first)))
+    assert [(row.at, row.input_len) for row in of(path)] == [(0.0, 374), (pytest.approx(4.314579), 396)]
+    path = tmp_path / "slice.jsonl"
+    path.write_text("".join(json.dumps({**row, "timestamp": row["timestamp"] + 1_000_000}) + "\n" for row in MOONCAKE))
+    assert [row.at for row in of(path)] == [0.0, 3.0]
+
+
+def test_times_without_an_offset_are_utc(tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        path = tmp_path / "trace.csv"
+        path.write_text(f"{AZURE.splitlines()[0]}\n2024-03-31 01:59:59,1,1\n2024-03-31 03:00:00.5,1,1\n")
+        assert [row.at for row in of(path)] == [0.0, 3601.5]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize(
+    "second", ["2024-05-10 00:00:01.009930+00:00", "2024-05-10T02:00:01.009930+02:00", "2024-05-10 00:00:01.00993Z"]
+)
+def test_times_with_an_offset(tmp_path, second):
+    path = tmp_path / "trace.csv"
+    path.write_text(f"{AZURE.splitlines()[0]}\n2024-05-10 00:00:00.009930+00:00,1,1\n{second},1,1\n")
+    assert [row.at for row in of(path)] == [0.0, pytest.approx(1.0, abs=1e-6)]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path):
+    for name, content in (("trace.csv", AZURE), ("trace.jsonl", json.dumps(MOONCAKE[0]))):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert of(tmp_path / name)[0].input_len in (374, 600)
+
+
 def test_a_poisson_process_has_its_rate():
     rows = of("poisson:4", requests=4000, seed=1)
     assert rows == of("poisson:4", requests=4000, seed=1)
@@ -55,7 +93,18 @@ def test_a_poisson_process_has_its_rate():
     [
         ("none.csv", None, "is not a file"), ("trace.txt", "x", "unknown form"), ("trace.csv", "a,b\n1,2\n", "cannot be read"),
         ("trace.csv", AZURE.splitlines()[0], "holds no requests"), ("trace.jsonl", '{"timestamp": 1}', "cannot be read"),
-        ("trace.jsonl", json.dumps({**MOONCAKE[0], "hash_ids": [1]}), "1 hash ids for 600 tokens"),
+        ("trace.jsonl", json.dumps({**MOONCAKE[0], "hash_ids": [1]}), "line 1: 1 hash ids for 600 tokens"),
+        ("trace.jsonl", '\n{"timestamp": NaN}', "line 2: timestamp is nan"),
+        ("trace.jsonl", '{"timestamp": 1e400}', "line 1: timestamp is inf"),
+        ("trace.jsonl", '{"timestamp": 0, "output_length": 2}', "line 1: input_length is missing"),
+        ("trace.jsonl", json.dumps({**MOONCAKE[0], "input_length": 1.5}), "line 1: input_length is 1.5"),
+        ("trace.jsonl", json.dumps({**MOONCAKE[0], "output_length": -1}), "line 1: output_length is -1"),
+        ("trace.jsonl", json.dumps({**MOONCAKE[0], "hash_ids": ["a", 2]}), "line 1: hash_ids is "),
+        ("trace.jsonl", "[1]", "line 1 is not an object"), ("trace.jsonl", "{", "line 1 is not JSON"),
+        ("trace.csv", AZURE + "yesterday,1,1\n", "line 4: TIMESTAMP is 'yesterday'"),
+        ("trace.csv", AZURE + "2023-11-16 18:15:51,1.5,1\n", "line 4: ContextTokens is '1.5'"),
+        ("trace.csv", AZURE + "2023-11-16 18:15:51,1,-1\n", "line 4: GeneratedTokens is '-1'"),
+        ("trace.csv", AZURE + "2023-11-16 18:15:51,999999999999,1\n", "line 4: ContextTokens is '999999999999'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path, name, content, reason):

@@ -3,7 +3,7 @@
 
 poisson:RATE     requests a second, with --isl and --osl
 burst            all at once
-FILE.csv         Azure's form: TIMESTAMP,ContextTokens,GeneratedTokens
+FILE.csv         Azure's form: TIMESTAMP,ContextTokens,GeneratedTokens; a time without an offset is UTC
 FILE.jsonl       Mooncake's form: timestamp (ms), input_length, output_length, hash_ids of 512 prompt tokens each
 """
 
@@ -13,15 +13,23 @@ import csv
 import json
 import math
 import random
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from phalanx.errors import OptionError
 
 HASHED = 512
 """Prompt tokens that one of Mooncake's hash ids stands for."""
+MOST_TOKENS = 1 << 24
+"""Of a prompt or an output, above the positions of every model: a prompt is kept as a list of tokens."""
+MOST_MS = 1e15
+"""Of a timestamp; beyond it, steps of less than 0.1 ms would be lost in rounding."""
+
+_TIME = re.compile(r"(?P<second>[^.]+?:\d\d)(?:\.(?P<part>\d+))?(?P<zone>Z|[+-]\d\d:?\d\d|[+-]\d\d)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +66,19 @@ def of(source: str, *, isl: int, osl: int, requests: int, seed: int = 0) -> list
     if path.suffix not in (".csv", ".jsonl"):
         raise OptionError(f"trace {source!r} has an unknown form", next="a .csv as Azure's or a .jsonl as Mooncake's")
     try:
-        with path.open(encoding="utf-8", newline="") as lines:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
             arrivals = _azure(lines) if path.suffix == ".csv" else _mooncake(lines)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, csv.Error) as error:
         raise OptionError(
             f"trace {source!r} cannot be read",
-            why=f"{type(error).__name__}: {error}",
+            why=str(error),
             next="a .csv as Azure's or a .jsonl as Mooncake's",
         ) from None
     if not arrivals:
         raise OptionError(f"trace {source!r} holds no requests")
     arrivals.sort(key=lambda each: each.at)
-    return arrivals[:requests] if requests else arrivals
+    begin = arrivals[0].at
+    return [replace(each, at=each.at - begin) for each in (arrivals[:requests] if requests else arrivals)]
 
 
 def _poisson(source: str, isl: int, osl: int, requests: int, seed: int) -> list[Arrival]:
@@ -87,26 +96,65 @@ def _poisson(source: str, isl: int, osl: int, requests: int, seed: int) -> list[
 
 
 def _azure(lines: Iterable[str]) -> list[Arrival]:
-    arrivals, first = [], None
-    for row in csv.DictReader(lines):
-        text, _, part = row["TIMESTAMP"].partition(".")
-        stamp = datetime.fromisoformat(text).timestamp() + float(f"0.{part or 0}")
-        first = stamp if first is None else first
-        arrivals.append(Arrival(stamp - first, int(row["ContextTokens"]), max(int(row["GeneratedTokens"]), 1)))
+    """Rows of Azure's form, at seconds of an epoch. Raises ValueError with line and field."""
+    arrivals, rows = [], csv.DictReader(lines)
+    for row in rows:
+        at = _moment(row, rows.line_num)
+        length, generated = (_tokens(row, name, rows.line_num) for name in ("ContextTokens", "GeneratedTokens"))
+        arrivals.append(Arrival(at, length, max(generated, 1)))
     return arrivals
 
 
 def _mooncake(lines: Iterable[str]) -> list[Arrival]:
+    """Rows of Mooncake's form, at seconds of its clock. Raises ValueError with line and field."""
     arrivals = []
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        row = json.loads(line)
-        length, blocks = int(row["input_length"]), tuple(int(block) for block in row["hash_ids"])
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} is not an object")
+        at = row.get("timestamp")
+        if isinstance(at, bool) or not isinstance(at, int | float) or not abs(at) < MOST_MS:
+            raise _fault(number, "timestamp", at, "a finite number of ms")
+        length, generated = (_tokens(row, name, number) for name in ("input_length", "output_length"))
+        blocks = row.get("hash_ids")
+        if not isinstance(blocks, list) or not all(type(block) is int and block >= 0 for block in blocks):
+            raise _fault(number, "hash_ids", blocks, "a list of whole numbers")
         if len(blocks) != -(-length // HASHED):
-            raise ValueError(f"{len(blocks)} hash ids for {length} tokens")
-        arrivals.append(Arrival(float(row["timestamp"]) / 1e3, length, max(int(row["output_length"]), 1), blocks))
+            raise ValueError(f"line {number}: {len(blocks)} hash ids for {length} tokens")
+        arrivals.append(Arrival(at / 1e3, length, max(generated, 1), tuple(blocks)))
     return arrivals
+
+
+def _moment(row: Mapping[str, Any], line: int) -> float:
+    """Seconds of an epoch. A time without an offset is UTC, so that no host's time zone moves a request."""
+    text = row.get("TIMESTAMP") or ""
+    match = _TIME.fullmatch(text.strip())
+    try:
+        if match is None:
+            raise ValueError
+        moment = datetime.fromisoformat(match["second"] + (match["zone"] or "+00:00").replace("Z", "+00:00"))
+    except ValueError:
+        raise _fault(line, "TIMESTAMP", row.get("TIMESTAMP"), "a time as 2023-11-16 18:15:46.6805900") from None
+    return moment.timestamp() + float(f"0.{match['part'] or 0}")
+
+
+def _tokens(row: Mapping[str, Any], name: str, line: int) -> int:
+    """A number of tokens, of JSON or text."""
+    value = row.get(name)
+    number = int(value) if isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,12}\s*", value) else value
+    if type(number) is not int or not 0 <= number <= MOST_TOKENS:
+        raise _fault(line, name, value, f"a whole number of tokens, 0 to {MOST_TOKENS:,}")
+    return number
+
+
+def _fault(line: int, name: str, value: object, wanted: str) -> ValueError:
+    shown = "missing" if value is None else repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}.."
+    return ValueError(f"line {line}: {name} is {shown}; it must be {wanted}")
 
 
 def paced(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
