@@ -62,6 +62,19 @@ def test_experts_both_ways():
     assert not any(plan.layout.ep > 1 for plan in search.search(LLAMA, machine(), request()).plans)
 
 
+def test_a_dense_model_has_no_experts_to_split():
+    for layout in (PlannedLayout(1, 1, 2, 1), PlannedLayout(2, 1, 1, 1, moe_ep=2)):
+        verdict = search.examine(LLAMA, machine("H200"), request(), layout)
+        assert verdict.reason == f"{'ep' if layout.ep > 1 else 'moe_ep'} 2 splits experts, and the model has none"
+
+
+def test_a_length_below_the_requests_is_an_error():
+    with pytest.raises(OptionError, match="max_seq_len=1023 is too small; a request has 512 \\+ 512 tokens"):
+        search.search(LLAMA, machine(), request(max_seq_len=1023))
+    assert request(max_seq_len=2048).seq_len == 2048
+    assert request().seq_len == 1024
+
+
 def test_each_data_parallel_group_holds_whole_requests():
     shape = subject.shape_for("gpt-oss-120b")
     asked = {"dtype": "bf16", "kv_cache_dtype": "model", "max_batch_size": 8, "concurrency": 8}

@@ -51,7 +51,8 @@ class PlanRequest:
 
     @property
     def seq_len(self) -> int:
-        return max(self.max_seq_len or 0, self.isl + self.osl)
+        """Tokens of the longest request."""
+        return self.isl + self.osl if self.max_seq_len is None else self.max_seq_len
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,13 @@ def search(shape: Shape, machine: MachineModel, request: PlanRequest) -> SearchR
     """All layouts on up to all GPUs of the machine, the best first; of those within EQUAL of it, the best known leads. The nearest
     changes that would fit where nothing does.
 
-    Raises OptionError for a length that the model does not have.
+    Raises OptionError for a length that the model does not have, or that is below the requests'.
     """
+    if request.seq_len < request.isl + request.osl:
+        raise OptionError(
+            f"max_seq_len={request.seq_len} is too small", held=f"a request has {request.isl} + {request.osl} tokens",
+            next=f"give at least {request.isl + request.osl}, or a smaller --isl or --osl",
+        )  # fmt: skip
     if request.seq_len > shape.max_positions:
         raise OptionError(
             f"requests of {request.seq_len} tokens do not fit the model", held=f"its positions end at {shape.max_positions}",
@@ -251,6 +257,8 @@ def _illegal(shape: Shape, machine: MachineModel, layout: PlannedLayout) -> str:
     if pp > shape.num_layers:
         return f"pp {pp} exceeds the model's {shape.num_layers} layers"
     for name, size in (("ep", ep), ("moe_ep", moe_ep)):
+        if experts is None and size > 1:
+            return f"{name} {size} splits experts, and the model has none"
         if experts is not None and experts.count % size:
             return f"{name} {size} does not divide num_experts={experts.count}"
     if layout.redundant and (reason := _no_copies(experts, layout)):

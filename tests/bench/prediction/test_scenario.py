@@ -76,6 +76,18 @@ def test_what_cannot_run_is_told_before_it_is_simulated():
         replica_spec(tp=3)
 
 
+def test_requests_beyond_max_seq_len_are_refused():
+    rows = [arrivals.Arrival(0.0, 1000, 100), arrivals.Arrival(0.0, 4000, 96), arrivals.Arrival(0.0, 4000, 97)]
+    short, exact, long = replica_spec().run(rows).served
+    assert (short.refused, exact.refused) == ("", "")
+    assert long.refused.startswith("a request of 4000 + 97 tokens is too long; max_seq_len is 4096")
+
+
+def test_a_dense_model_is_not_simulated_in_groups():
+    with pytest.raises(LayoutError, match="ep 2 splits experts, and the model has none"):
+        replica_spec(ep=2)
+
+
 def test_a_request_longer_than_a_groups_cache_does_not_fit():
     shape, (machine, _) = subject.shape_for("gpt-oss-120b"), subject.machine_for("L40S")
     with pytest.raises(CapacityError, match="does not fit; memory: weights"):

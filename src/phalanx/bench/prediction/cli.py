@@ -238,7 +238,7 @@ def simulate(
     request = request_of(
         shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
         slo_tpot=slo_tpot, max_batch_size=max_batch_size or 256, max_num_tokens=max_num_tokens,
-        max_seq_len=max_seq_len or min(longest, shape.max_positions),
+        max_seq_len=min(longest, shape.max_positions) if max_seq_len is None else max_seq_len,
     )  # fmt: skip
     frontend, frontend_source = scenario.frontend_of(machine, path_ms, event_us)
     replica = scenario.ReplicaSpec.of(

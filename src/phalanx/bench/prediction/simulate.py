@@ -22,7 +22,7 @@ from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.dp_scheduler import DpScheduler
 from phalanx.engine.messages import AddRequest, RowResult, Step, StepResult, StepRow
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
-from phalanx.errors import EngineError, PhalanxError
+from phalanx.errors import EngineError, PhalanxError, RequestError
 from phalanx.plan.attention_calls import padded
 from phalanx.plan.burst import computed_rows, computed_tokens
 from phalanx.plan.cost import Costs, Work
@@ -335,7 +335,13 @@ def _take(replica: SimulatedReplica, number: int, arrival: Arrival, now: float, 
     name = str(number)
     served[name] = Served(now, arrival.input_len, arrival.output_len)
     params = SamplingParams(max_tokens=arrival.output_len, temperature=0, ignore_eos=True)
+    most = replica.scheduler.options.max_seq_len
     try:
+        if arrival.input_len < most < arrival.input_len + arrival.output_len:
+            raise RequestError(
+                f"a request of {arrival.input_len} + {arrival.output_len} tokens is too long", held=f"max_seq_len is {most}",
+                why="a simulated request generates as many tokens as its trace says",
+            )  # fmt: skip
         replica.scheduler.add(AddRequest(name, arrival.tokens(number), params))
     except PhalanxError as error:
         served[name].refused = str(error)
