@@ -270,8 +270,8 @@ def overhead_bytes(shape: Shape, split: Split, max_num_tokens: int) -> int:
 
 
 def requests_held(kv_tokens: int, groups: int, seq_len: int) -> int:
-    """Requests of seq_len tokens that a replica's KV tokens hold at once: each stays whole in one of the `groups` (ep) data-parallel
-    groups, which share the tokens evenly."""
+    """Requests of seq_len tokens that a replica's KV tokens hold at once: each stays whole in one of the data-parallel groups (ep),
+    which share the tokens evenly."""
     return groups * (kv_tokens // groups // seq_len)
 
 

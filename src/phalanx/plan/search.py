@@ -231,7 +231,7 @@ def examine(shape: Shape, machine: MachineModel, request: PlanRequest, layout: P
         return Rejected(layout, reason)
     kv = footprint.kv_format(request.kv_cache_dtype, request.dtype)
     share = -(-request.concurrency // layout.replicas)
-    slots = request.max_batch_size or min(max(8, -(-share // 8) * 8), 512)
+    slots = min(max(8, -(-share // 8) * 8), 512) if request.max_batch_size is None else request.max_batch_size
     if slots < layout.ep:
         return Rejected(layout, f"ep {layout.ep} runs requests of its own in each group, and max_batch_size is {slots}")
     rank_bytes, kv_tokens, short = memory(shape, machine, request, layout.split, slots, kv)
@@ -445,7 +445,7 @@ def _longest(shape: Shape, machine: MachineModel, request: PlanRequest) -> int:
     kv = footprint.kv_format(request.kv_cache_dtype, request.dtype)
     for layout in layouts(shape, machine, request.redundant_experts):
         if not _illegal(shape, machine, layout):
-            slots = request.max_batch_size or 8
+            slots = 8 if request.max_batch_size is None else request.max_batch_size
             longest = max(longest, memory(shape, machine, request, layout.split, slots, kv)[1] // layout.ep)
     return longest if 0 < longest < request.seq_len else 0
 

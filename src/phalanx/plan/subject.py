@@ -21,6 +21,8 @@ from phalanx.plan.shape import Shape
 
 LINK_CLASSES = {"nvlink": "nvlink", "pcie": "pcie_p2p"}
 """What `--link` names -> link class. Without peer access PCIe is slower still; a plan takes it to be there."""
+MOST_GPUS = 4096
+"""Of a machine: a search of all its layouts takes half a minute with experts, and grows with the square of the GPUs."""
 
 
 def shape_for(model: str, revision: str | None = None) -> Shape:
@@ -85,8 +87,11 @@ def machine_for(
     why = "named" if gpu else f"{len(gpus)} found here" if here else "no GPU here: --gpu names another"
     if link is not None and LINK_CLASSES.get(link) is None:
         raise OptionError(f"link {link!r} is unknown", next=f"known: {', '.join(LINK_CLASSES)}")
-    if nodes < 1 or (gpus_per_node or 1) < 1:
-        raise OptionError(f"{nodes} nodes of {gpus_per_node} GPUs hold no rank", next="give at least 1 of each")
+    if nodes < 1 or (gpus_per_node is not None and gpus_per_node < 1):
+        raise OptionError(
+            f"{nodes} nodes of {spec.gpus_per_node if gpus_per_node is None else gpus_per_node} GPUs hold no rank",
+            next="give at least 1 of each",
+        )  # fmt: skip
     if link is not None and LINK_CLASSES[link] != spec.link:
         if link == "nvlink":
             raise OptionError(f"{spec.name} has no NVLink between all GPUs of a node", held=f"its link is {spec.link}")
@@ -99,5 +104,7 @@ def machine_for(
     if calibration is not None:
         coefficients, label = calibration, "measured"
     between = catalogue.network(network or "ib-ndr") if nodes > 1 else None
-    count = gpus_per_node or len(gpus) or spec.gpus_per_node
+    count = (len(gpus) or spec.gpus_per_node) if gpus_per_node is None else gpus_per_node
+    if count * nodes > MOST_GPUS:
+        raise OptionError(f"{nodes} nodes of {count} GPUs are too many", next=f"give at most {MOST_GPUS} GPUs in all")
     return MachineModel(spec, spec.link, count, nodes, between, coefficients, label), why

@@ -63,12 +63,43 @@ def test_files_are_written_and_never_overwritten(tmp_path, capsys):
         (["plan", "llama-3-8b", "--gpu", "H100", "--osl", "9000"], "its positions end at 8192"),
         (["plan", "simulate", "nowhere.csv", "--model", "llama-3-8b", "--gpu", "H100"], "is not a file"),
         (["plan", "simulate", "burst", "--model", "llama-3-8b", "--gpu", "H100", "--replicas", "1001"], "give 1 to 1000"),
+        (["plan", "llama-3-8b", "--gpu", "H100", "--nodes", "513"], "513 nodes of 8 GPUs are too many; give at most 4096 GPUs"),
+        (["plan", "llama-3-8b", "--gpu", "H100", "--max_seq_len", "10"], "max_seq_len=10 is too small"),
     ],
 )
 def test_errors_are_one_line_and_status_2(arguments, message, capsys):
     assert main(arguments) == 2
     err = capsys.readouterr().err.strip()
     assert message in err
+    assert "\n" not in err
+
+
+BOTH = (
+    ("--gpus_per_node", "0"), ("--nodes", "0"), ("--nodes", "100000"), ("--concurrency", "0"), ("--concurrency", str(10**12)),
+    ("--max_batch_size", "0"), ("--max_batch_size", "65537"), ("--max_seq_len", "0"), ("--max_num_tokens", "0"), ("--isl", "0"),
+    ("--tp_size", "0"), ("--pp_size", "-1"), ("--ep_size", "0"),
+    ("--slo_ttft", "nan"), ("--slo_ttft", "inf"), ("--slo_tpot", "0"), ("--slo_tpot", "-1"),
+)  # fmt: skip
+SIMULATED = (
+    ("--requests", "-5"), ("--speed", "0"), ("--speed", "-1"), ("--speed", "nan"), ("--speed", "inf"), ("--slo_part", "0"),
+    ("--slo_part", "1.1"), ("--slo_part", "nan"), ("--path_ms", "nan"), ("--path_ms", "-1"), ("--event_us", "inf"),
+    ("--gpu_hour", "-1"), ("--gpu_hour", "inf"), ("--osl", str(10**12)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        *(("plan llama-3-8b", *each) for each in (*BOTH, ("--redundant_experts", "-8"), ("--verify_plans", "0"))),
+        *(("plan simulate burst --model llama-3-8b", *each) for each in (*BOTH, *SIMULATED)),
+        ("plan calibrate", "--seconds", "nan"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_at_once(command, flag, value, capsys):
+    assert main([*command.split(), flag, value]) == 2
+    err = capsys.readouterr().err.strip()
+    assert err.startswith(f"phalanx: {flag.removeprefix('--')}={value.removesuffix('.0')}"), err
+    assert "is out of range; give " in err
     assert "\n" not in err
 
 

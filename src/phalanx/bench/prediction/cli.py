@@ -113,9 +113,15 @@ def layouts(
 ) -> None:
     """Predict memory, time per token and throughput of every layout of a model on a machine, and say why others are rejected."""
     from phalanx.bench import report
+    from phalanx.bench.prediction import ranges
     from phalanx.plan import explain, search, subject
 
     report.json_path(json)
+    ranges.require(
+        gpus_per_node=gpus_per_node, nodes=nodes, isl=isl, osl=osl, concurrency=concurrency, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
+        max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len,
+        redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, verify_plans=verify_plans,
+    )  # fmt: skip
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
     request = request_of(
@@ -175,9 +181,6 @@ def request_of(
     ):  # fmt: skip
         if value not in known:
             raise OptionError(f"{name} {value!r} is unknown", next=f"known: {', '.join(known)}")
-    for name, number in (("isl", isl), ("osl", osl), ("concurrency", concurrency), ("max_num_tokens", max_num_tokens)):
-        if number < 1:
-            raise OptionError(f"{name}={number} is too small", next="give at least 1")
     return PlanRequest(
         concrete_dtype(dtype, shape, device), concrete_kv_cache_dtype(kv_cache_dtype, shape), isl, osl, concurrency,
         goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
@@ -225,19 +228,23 @@ def simulate(
     """Simulate a trace with the engine's own scheduler on the clock of the cost model. Shows latencies, goodput, cost, and the
     number of replicas that an objective needs."""
     from phalanx.bench import report
-    from phalanx.bench.prediction import arrivals, scenario
+    from phalanx.bench.prediction import arrivals, ranges, scenario
     from phalanx.plan import subject
 
     report.json_path(json)
-    if not 1 <= replicas <= 1000:
-        raise OptionError(f"replicas={replicas} cannot be simulated", next="give 1 to 1000")
+    ranges.require(
+        gpus_per_node=gpus_per_node, nodes=nodes, isl=isl, osl=osl, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
+        replicas=replicas, requests=requests, speed=speed, concurrency=concurrency, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
+        slo_part=slo_part, gpu_hour=gpu_hour, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
+        max_seq_len=max_seq_len, path_ms=path_ms, event_us=event_us,
+    )  # fmt: skip
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
     trace_rows = arrivals.paced(arrivals.of(trace, isl=isl, osl=osl, requests=requests, seed=seed), speed)
     longest = max(each.input_len + each.output_len for each in trace_rows)
     request = request_of(
         shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
-        slo_tpot=slo_tpot, max_batch_size=max_batch_size or 256, max_num_tokens=max_num_tokens,
+        slo_tpot=slo_tpot, max_batch_size=256 if max_batch_size is None else max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=min(longest, shape.max_positions) if max_seq_len is None else max_seq_len,
     )  # fmt: skip
     frontend, frontend_source = scenario.frontend_of(machine, path_ms, event_us)
@@ -265,7 +272,9 @@ def calibrate(
     """Measure at most 12 points on this machine, fit the coefficients to them, and keep them for `phalanx plan`."""
     from phalanx.bench import report
     from phalanx.bench.prediction import calibrate as bench
+    from phalanx.bench.prediction import ranges
 
     report.json_path(json)
+    ranges.require(seconds=seconds)
     document = bench.run(model, device, seconds)
     _give(document, bench.text(document), json)

@@ -52,7 +52,7 @@ class ReplicaSpec:
     ) -> ReplicaSpec:  # fmt: skip
         """Raises LayoutError for a layout that cannot be, CapacityError for one that does not fit."""
         layout = PlannedLayout(tp, pp, ep, 1)
-        slots = request.max_batch_size or 256
+        slots = 256 if request.max_batch_size is None else request.max_batch_size
         reason = search._illegal(shape, machine, layout)
         if reason:
             raise LayoutError(f"{layout.name} cannot run", why=reason)
