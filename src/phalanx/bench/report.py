@@ -27,15 +27,15 @@ def measured_at(about: Document) -> Document:
     return {name: about[name] for name in ("date", "commit")}
 
 
-def json_path(json_file: str | None, *, extends: bool = False) -> Path | None:
+def json_path(json_file: str | None, *, extends: bool = False, what: str = "the report") -> Path | None:
     """The path of a report; None for "-" (stdout) and for no report. Call it before anything runs.
 
-    extends: a file that is there is read and kept (`earlier`). Raises OptionError where the report cannot be written, or would
+    extends: a file that is there is read and kept (`earlier`). what: the name of the file in an error. Raises OptionError where the report cannot be written, or would
     replace another file.
     """
     if json_file is None or json_file == "-":
         return None
-    path, failure = Path(json_file), f"the report cannot be written to {json_file!r}"
+    path, failure = Path(json_file), f"{what} cannot be written to {json_file!r}"
     if json_file.endswith("/"):
         raise OptionError(failure, held="that is a folder", next="name a file in it")
     require_writable(path, failure)

@@ -55,6 +55,23 @@ def test_files_are_written_and_never_overwritten(tmp_path, capsys):
     assert "a file is there" in capsys.readouterr().err
 
 
+def test_files_are_checked_before_anything_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("phalanx.plan.search.search", pytest.fail)
+    monkeypatch.setattr("phalanx.bench.prediction.simulate.run", pytest.fail)
+    taken = tmp_path / "taken.png"
+    taken.write_text("kept")
+    for command, message in (
+        (f"plan llama-3-8b --gpu L40S --yaml {taken}", "the YAML file cannot be written to"),
+        (f"plan simulate burst --model llama-3-8b --gpu H100 --plot {taken}", "the picture cannot be written to"),
+        (f"plan simulate burst --model llama-3-8b --gpu H100 --plot {tmp_path}/new.xyz", "has an unknown kind"),
+        (f"plan simulate burst --model llama-3-8b --gpu H100 --plot {taken}/new.png", "the picture cannot be written to"),
+    ):
+        assert main(command.split()) == 2
+        assert message in capsys.readouterr().err
+    assert taken.read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [taken]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -117,6 +117,7 @@ def layouts(
     from phalanx.plan import explain, search, subject
 
     report.json_path(json)
+    yaml_path = report.json_path(yaml, what="the YAML file")
     ranges.require(
         gpus_per_node=gpus_per_node, nodes=nodes, isl=isl, osl=osl, concurrency=concurrency, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
         max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len,
@@ -140,9 +141,9 @@ def layouts(
         if json != "-":
             print(verified.text(document["verified"]))
     _write(document, json)
-    if result.plans and (path := report.json_path(yaml)) is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(explain.yaml(explain.options(model, machine, request, result.plans[0])), encoding="utf-8")
+    if result.plans and yaml_path is not None:
+        yaml_path.parent.mkdir(parents=True, exist_ok=True)
+        yaml_path.write_text(explain.yaml(explain.options(model, machine, request, result.plans[0])), encoding="utf-8")
     if not result.plans:
         raise typer.Exit(2)
 
@@ -232,6 +233,7 @@ def simulate(
     from phalanx.plan import subject
 
     report.json_path(json)
+    scenario.picture_path(plot)
     ranges.require(
         gpus_per_node=gpus_per_node, nodes=nodes, isl=isl, osl=osl, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
         replicas=replicas, requests=requests, speed=speed, concurrency=concurrency, slo_ttft=slo_ttft, slo_tpot=slo_tpot,

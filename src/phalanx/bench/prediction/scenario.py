@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.bench.prediction import simulate
 from phalanx.bench.prediction.arrivals import Arrival
 from phalanx.bench.prediction.simulate import NO_FRONTEND, Frontend, Served, SimulationResult
+from phalanx.bench.report import json_path
 from phalanx.engine.limits import SchedulerOptions, depth_of
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.plan import footprint, search
@@ -248,16 +249,30 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(report: dict[str, Any], file: str) -> None:
-    """How many requests are within which latency, as a picture. Raises OptionError without matplotlib or for an unknown suffix."""
+def picture_path(file: str | None) -> Path | None:
+    """The path of a picture; None for none. Call it before anything runs.
+
+    Raises OptionError without matplotlib, for an unknown suffix, and where the picture cannot be written or would replace a file.
+    """
+    if file is None:
+        return None
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise OptionError(f"the picture {file!r} cannot be drawn", why=str(error), next="install phalanx[tune]") from None
-    path, figure = Path(file), Figure(figsize=(9.0, 3.6), dpi=130, layout="constrained")
-    kinds = figure.canvas.get_supported_filetypes()
+    path, kinds = Path(file), FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in kinds:
         raise OptionError(f"the picture {file!r} has an unknown kind", next=f"known: {', '.join(sorted(kinds))}")
+    return json_path(file, what="the picture")
+
+
+def draw(report: dict[str, Any], file: str) -> None:
+    """How many requests are within which latency, as a picture. Raises as `picture_path`."""
+    path = picture_path(file)
+    assert path is not None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 3.6), dpi=130, layout="constrained")
     for axes, name, bound in zip(
         figure.subplots(1, 2), ("ttft_ms", "tpot_ms"), (report["asked"]["slo_ttft_ms"], report["asked"]["slo_tpot_ms"]), strict=True
     ):
