@@ -68,6 +68,26 @@ def test_a_dense_model_has_no_experts_to_split():
         assert verdict.reason == f"{'ep' if layout.ep > 1 else 'moe_ep'} 2 splits experts, and the model has none"
 
 
+def test_asked_sizes_are_ranked_alone_and_say_why_there_are_none():
+    result = search.search(LLAMA, machine(), request(tp_size=2))
+    assert {plan.layout.tp for plan in result.plans} == {each.layout.tp for each in result.rejected} == {2}
+    assert result.plans == sorted(result.plans, key=lambda plan: -plan.output_tokens_per_second.value)
+    for sizes, reason, change in (
+        ({"tp_size": 3}, "tp 3 does not divide: ", "without --tp_size, tp "),
+        ({"tp_size": 1, "ep_size": 2}, "ep 2 splits experts, and the model has none", "without --tp_size and --ep_size, tp "),
+        ({"pp_size": 100}, "pp 100 exceeds the model's 80 layers", "without --pp_size, tp "),
+        (
+            {"tp_size": 8, "pp_size": 2},
+            "16 ranks need more than the machine's 8 GPUs",
+            "--gpus_per_node 8 --nodes 2 would run as tp 8",
+        ),
+    ):
+        nothing = search.search(LLAMA, machine(), request(**sizes))
+        assert nothing.plans == []
+        assert [each.reason[: len(reason)] for each in nothing.rejected] == [reason]
+        assert any(each.startswith(change) for each in nothing.changes), nothing.changes
+
+
 def test_a_length_below_the_requests_is_an_error():
     with pytest.raises(OptionError, match="max_seq_len=1023 is too small; a request has 512 \\+ 512 tokens"):
         search.search(LLAMA, machine(), request(max_seq_len=1023))

@@ -31,7 +31,7 @@ the difference of two such predictions the square root of 2 times that."""
 class PlanRequest:
     """What is asked of a plan. dtype, kv_cache_dtype: as the engine's options, but concrete; isl, osl: tokens in and out of each of
     `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's part.
-    redundant_experts: as the engine's option."""
+    redundant_experts: as the engine's option. *_size: only layouts with this size, None for any."""
 
     dtype: str = "bf16"
     kv_cache_dtype: str = "model"
@@ -48,6 +48,15 @@ class PlanRequest:
     strategy: str = "AUTO"
     exchange: str = "AUTO"
     redundant_experts: int = 0
+    tp_size: int | None = None
+    pp_size: int | None = None
+    ep_size: int | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The asked sizes by flag."""
+        sizes = {"--tp_size": self.tp_size, "--pp_size": self.pp_size, "--ep_size": self.ep_size}
+        return {flag: size for flag, size in sizes.items() if size is not None}
 
     @property
     def seq_len(self) -> int:
@@ -148,19 +157,10 @@ class SearchResult:
     rejected: list[Rejected]
     changes: list[str] = field(default_factory=list)
 
-    def only(self, tp: int | None = None, pp: int | None = None, ep: int | None = None) -> SearchResult:
-        """Those layouts that have these sizes; None for any."""
-
-        def fits(layout: PlannedLayout) -> bool:
-            return tp in (None, layout.tp) and pp in (None, layout.pp) and ep in (None, layout.ep)
-
-        plans, rejected = ([each for each in group if fits(each.layout)] for group in (self.plans, self.rejected))
-        return SearchResult(plans, rejected, self.changes)  # type: ignore[arg-type]
-
 
 def search(shape: Shape, machine: MachineModel, request: PlanRequest) -> SearchResult:
-    """All layouts on up to all GPUs of the machine, the best first; of those within EQUAL of it, the best known leads. The nearest
-    changes that would fit where nothing does.
+    """All asked layouts on up to all GPUs of the machine, the best first; of those within EQUAL of it, the best known leads. The
+    nearest changes that would fit where nothing does.
 
     Raises OptionError for a length that the model does not have, or that is below the requests'.
     """
@@ -176,9 +176,12 @@ def search(shape: Shape, machine: MachineModel, request: PlanRequest) -> SearchR
         )  # fmt: skip
     plans: list[Plan] = []
     rejected: list[Rejected] = []
-    for layout in layouts(shape, machine, request.redundant_experts):
+    for layout in asked_layouts(shape, machine, request):
         verdict = examine(shape, machine, request, layout)
         (plans if isinstance(verdict, Plan) else rejected).append(verdict)  # type: ignore[arg-type]
+    if not plans and not rejected:  # sizes of which there is no layout here
+        layout = PlannedLayout(request.tp_size or 1, request.pp_size or 1, request.ep_size or 1, 1)
+        rejected.append(Rejected(layout, _illegal(shape, machine, layout) or f"{layout.name} is no layout of this machine"))
     plans.sort(key=lambda plan: _rank(plan, request.goal))
     if plans:
         leading = _best_known(plans, request.goal)
@@ -219,6 +222,15 @@ def layouts(shape: Shape, machine: MachineModel, redundant: int = 0) -> Iterator
                 yield PlannedLayout(tp, pp, ep, total // world, redundant=redundant)
                 if ep == 1 and shape.experts is not None:
                     yield from (PlannedLayout(tp, pp, 1, total // world, inner, redundant) for inner in _divisors(tp) if inner > 1)
+
+
+def asked_layouts(shape: Shape, machine: MachineModel, request: PlanRequest) -> Iterator[PlannedLayout]:
+    """Those of `layouts` that have the asked sizes."""
+    for layout in layouts(shape, machine, request.redundant_experts):
+        if (
+            request.tp_size in (None, layout.tp) and request.pp_size in (None, layout.pp) and request.ep_size in (None, layout.ep)
+        ):  # fmt: skip
+            yield layout
 
 
 def _divisors(number: int) -> list[int]:
@@ -274,6 +286,8 @@ def _illegal(shape: Shape, machine: MachineModel, layout: PlannedLayout) -> str:
         network = machine.network
         speed = f"over {network.bandwidth / 1e9:g} GB/s" if network else "without a network"
         return f"tp {tp} spans nodes: {2 * shape.num_layers} all-reduces a token {speed}"
+    if world > machine.gpus:
+        return f"{world} ranks need more than the machine's {machine.gpus} GPUs"
     if per_node % tp or (world < per_node and per_node % world) or (world > per_node and world % per_node):
         return f"{world} ranks {_UNEVEN} {per_node} GPUs"
     return ""
@@ -404,6 +418,9 @@ def nearest(shape: Shape, machine: MachineModel, request: PlanRequest, rejected:
             flags, layout = change
             fewest = layout.gpus
             changes.append(f"{' '.join(part for part in (name, flags) if part)} would run as {layout.name}")
+    anyhow = replace(request, tp_size=None, pp_size=None, ep_size=None)
+    if request.sizes and (free := _first(shape, machine, anyhow)):
+        changes.append(f"without {' and '.join(request.sizes)}, {free.name} would run")
     if length := _longest(shape, machine, request):
         changes.append(f"requests of at most {length:,} tokens (--isl and --osl together; --max_seq_len {length}) would fit")
     slower = replace(request, slo_ttft=None, slo_tpot=None)
@@ -434,7 +451,7 @@ def _fewest_gpus(shape: Shape, machine: MachineModel, request: PlanRequest) -> t
 
 
 def _first(shape: Shape, machine: MachineModel, request: PlanRequest) -> PlannedLayout | None:
-    verdicts = (examine(shape, machine, request, layout) for layout in layouts(shape, machine, request.redundant_experts))
+    verdicts = (examine(shape, machine, request, layout) for layout in asked_layouts(shape, machine, request))
     plans = [verdict for verdict in verdicts if isinstance(verdict, Plan)]
     return min(plans, key=lambda plan: _rank(plan, request.goal)).layout if plans else None
 
@@ -443,7 +460,7 @@ def _longest(shape: Shape, machine: MachineModel, request: PlanRequest) -> int:
     """Tokens of the longest request that some layout holds, 0 for none."""
     longest = 0
     kv = footprint.kv_format(request.kv_cache_dtype, request.dtype)
-    for layout in layouts(shape, machine, request.redundant_experts):
+    for layout in asked_layouts(shape, machine, request):
         if not _illegal(shape, machine, layout):
             slots = 8 if request.max_batch_size is None else request.max_batch_size
             longest = max(longest, memory(shape, machine, request, layout.split, slots, kv)[1] // layout.ep)

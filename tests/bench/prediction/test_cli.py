@@ -45,6 +45,15 @@ def test_nothing_fits_is_status_2_with_the_nearest_change(capsys):
     assert "nearest: --dtype fp8 --gpus_per_node 8 would run as" in out
 
 
+def test_a_size_that_no_layout_has_says_why_and_what_would_run(capsys):
+    assert main(["plan", "llama-3-8b", "--gpu", "H100", "--gpus_per_node", "4", "--tp_size", "8"]) == 2
+    out = capsys.readouterr().out
+    assert "nearest: --gpus_per_node 8 would run as tp 8 pp 1" in out
+    assert "nearest: without --tp_size, tp " in out
+    assert "rejected (1):" in out
+    assert "tp 8 spans nodes" in out
+
+
 def test_files_are_written_and_never_overwritten(tmp_path, capsys):
     files = ["--json", str(tmp_path / "plan.json"), "--yaml", str(tmp_path / "plan.yaml")]
     words = ["plan", "llama-3-8b", "--gpu", "L40S", "--isl", "512", "--osl", "128", *files]

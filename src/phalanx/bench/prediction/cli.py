@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json as json_format
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -130,7 +131,8 @@ def layouts(
         slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len, redundant_experts=redundant_experts,
     )  # fmt: skip
-    result = search.search(shape, machine, request).only(tp_size, pp_size, ep_size)
+    request = replace(request, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size)
+    result = search.search(shape, machine, request)
     document = explain.as_json(model, machine, request, result)
     if json != "-":
         print(explain.text(model, shape, machine, request, result), flush=True)
