@@ -75,10 +75,19 @@ def test_the_machine_at_hand_and_the_named_one(monkeypatch, tmp_path):
     assert "no GPU here" in subject.machine_for()[1]
 
 
+def test_names_as_nvml_and_in_either_case():
+    assert subject.machine_for("NVIDIA H100 80GB HBM3")[0].gpu == catalogue.gpu("H100")
+    assert subject.machine_for("NVIDIA A100-SXM4-80GB")[0].gpu == catalogue.gpu("A100-80")
+    assert subject.machine_for("h200", network="IB-NDR", nodes=2)[0].network == catalogue.network("ib-ndr")
+    assert subject.machine_for("h200", network="IB-NDR")[0].network is None
+    with pytest.raises(OptionError, match="gpu 'NVIDIA Tesla X' is not in the catalogue"):
+        subject.machine_for("NVIDIA Tesla X")
+
+
 def test_links():
     slow, _ = subject.machine_for("A100-80", link="pcie")
     assert (slow.link, slow.gpu.link_bandwidth) == ("pcie_p2p", 32e9)
-    for options in ({"link": "string"}, {"network": "token-ring", "nodes": 2}, {"nodes": 0}):
+    for options in ({"link": "string"}, {"network": "token-ring", "nodes": 2}, {"network": "token-ring"}, {"nodes": 0}):
         with pytest.raises(OptionError):
             subject.machine_for("H100", **options)
     with pytest.raises(OptionError, match="no NVLink"):

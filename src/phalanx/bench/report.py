@@ -30,8 +30,8 @@ def measured_at(about: Document) -> Document:
 def json_path(json_file: str | None, *, extends: bool = False, what: str = "the report") -> Path | None:
     """The path of a report; None for "-" (stdout) and for no report. Call it before anything runs.
 
-    extends: a file that is there is read and kept (`earlier`). what: the name of the file in an error. Raises OptionError where the report cannot be written, or would
-    replace another file.
+    extends: a file that is there is read and kept (`earlier`). what: the name of the file in an error. Raises OptionError where it
+    cannot be written, or would replace another file.
     """
     if json_file is None or json_file == "-":
         return None

@@ -82,10 +82,10 @@ def missing(name: str) -> list[str]:
 
 @cache
 def gpu(name: str) -> GpuSpec:
-    """The GPU of a name, in either case. Raises OptionError with the known names, with the figures that are missing, or for a GPU
-    that Phalanx does not run on."""
+    """The GPU of a name, in either case, or as NVML names it. Raises OptionError with the known names, with the figures that are
+    missing, or for a GPU that Phalanx does not run on."""
     known = {each.lower(): each for each in names()}
-    spelled = known.get(name.lower().replace("_", "-"))
+    spelled = known.get(name.lower().replace("_", "-")) or of_name(name)
     if spelled is None and (why := _document()["unsupported"].get(name.upper())):
         raise OptionError(f"gpu {name.upper()} is not supported", why=why, next=f"known: {', '.join(names())}")
     if spelled is None:
@@ -114,11 +114,12 @@ def driver_bytes(name: str) -> int:
 
 
 def network(name: str) -> Network:
-    """The network of a name. Raises OptionError with the known names."""
-    entry = _document()["networks"].get(name)
-    if entry is None:
+    """The network of a name, in either case. Raises OptionError with the known names."""
+    spelled = {each.lower(): each for each in networks()}.get(name.lower().replace("_", "-"))
+    if spelled is None:
         raise OptionError(f"network {name!r} is not in the catalogue", next=f"known: {', '.join(networks())}")
-    return Network(name, entry["bandwidth"]["value"], _source(_document(), entry["bandwidth"]["source"]))
+    entry = _document()["networks"][spelled]
+    return Network(spelled, entry["bandwidth"]["value"], _source(_document(), entry["bandwidth"]["source"]))
 
 
 def of_name(product: str) -> str | None:

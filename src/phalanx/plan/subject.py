@@ -103,8 +103,8 @@ def machine_for(
     coefficients, label = coefficients_for(spec)
     if calibration is not None:
         coefficients, label = calibration, "measured"
-    between = catalogue.network(network or "ib-ndr") if nodes > 1 else None
+    between = catalogue.network(network or "ib-ndr")
     count = (len(gpus) or spec.gpus_per_node) if gpus_per_node is None else gpus_per_node
     if count * nodes > MOST_GPUS:
         raise OptionError(f"{nodes} nodes of {count} GPUs are too many", next=f"give at most {MOST_GPUS} GPUs in all")
-    return MachineModel(spec, spec.link, count, nodes, between, coefficients, label), why
+    return MachineModel(spec, spec.link, count, nodes, between if nodes > 1 else None, coefficients, label), why

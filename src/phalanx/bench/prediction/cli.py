@@ -173,11 +173,14 @@ def request_of(
     max_seq_len: int | None = None, redundant_experts: int = 0,
 ) -> Any:  # fmt: skip
     """What the flags ask for, with every "auto" replaced as an engine on this device ("cuda" or "cpu") does. Raises OptionError."""
-    from phalanx.config.dtypes import parse_dtype
+    from phalanx.config.dtypes import DTYPE_SPELLINGS
     from phalanx.config.resolve import concrete_dtype, concrete_kv_cache_dtype
     from phalanx.plan.search import PlanRequest
 
-    dtype = dtype if dtype in ("auto", "fp8") else parse_dtype(dtype)
+    dtypes = {"auto": "auto", "fp8": "fp8", **DTYPE_SPELLINGS}
+    if (spelling := dtype.removeprefix("torch.")) not in dtypes:
+        raise OptionError(f"dtype {dtype!r} is unknown", next=f"use one of {', '.join(dtypes)}")
+    dtype = dtypes[spelling]
     for name, value, known in (
         ("kv_cache_dtype", kv_cache_dtype, ("auto", "model", "fp8", "int8")),
         ("goal", goal, ("latency", "throughput")),
