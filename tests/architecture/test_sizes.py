@@ -15,7 +15,7 @@ from tests.conftest import SLOW_FILES
 MAX_FILE, MAX_FUNCTION, MAX_PACKAGE = 600, 60, 20
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {
-    "phalanx.bench.prediction.cli.simulate": "32 parameters, one line for each flag of the command, and 32 lines of body",
+    "phalanx.bench.prediction.cli.simulate": "32 parameters, one line for each flag of the command, and 37 lines of body",
 }
 LARGE_PACKAGES: dict[str, str] = {
     "phalanx.health.checks": "one file per check",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -129,25 +128,30 @@ def layouts(
     request = request_of(
         shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
         slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
-        max_seq_len=max_seq_len, redundant_experts=redundant_experts,
+        max_seq_len=max_seq_len, redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
     )  # fmt: skip
-    request = replace(request, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size)
     result = search.search(shape, machine, request)
     document = explain.as_json(model, machine, request, result)
     if json != "-":
         print(explain.text(model, shape, machine, request, result), flush=True)
     if verify and result.plans:
-        from phalanx.bench.prediction import verified
-
-        document["verified"] = verified.run(model, machine, request, result.plans[:verify_plans])
-        if json != "-":
-            print(verified.text(document["verified"]))
+        document["verified"] = _verified(model, machine, request, result.plans[:verify_plans], silent=json == "-")
     _write(document, json)
     if result.plans and yaml_path is not None:
         yaml_path.parent.mkdir(parents=True, exist_ok=True)
         yaml_path.write_text(explain.yaml(explain.options(model, machine, request, result.plans[0])), encoding="utf-8")
     if not result.plans:
         raise typer.Exit(2)
+
+
+def _verified(model: str, machine: Any, request: Any, plans: Any, *, silent: bool) -> Any:
+    """Run the plans here, and show them beside their predictions unless `silent`."""
+    from phalanx.bench.prediction import verified
+
+    rows = verified.run(model, machine, request, plans)
+    if not silent:
+        print(verified.text(rows))
+    return rows
 
 
 def _give(document: dict[str, Any], text: str, json: str | None) -> None:
@@ -170,7 +174,8 @@ def _write(document: dict[str, Any], json: str | None) -> None:
 def request_of(
     shape: Any, device: str, *, dtype: str, kv_cache_dtype: str, isl: int, osl: int, concurrency: int, goal: str = "throughput",
     slo_ttft: float | None = None, slo_tpot: float | None = None, max_batch_size: int | None = None, max_num_tokens: int = 8192,
-    max_seq_len: int | None = None, redundant_experts: int = 0,
+    max_seq_len: int | None = None, redundant_experts: int = 0, tp_size: int | None = None, pp_size: int | None = None,
+    ep_size: int | None = None,
 ) -> Any:  # fmt: skip
     """What the flags ask for, with every "auto" replaced as an engine on this device ("cuda" or "cpu") does. Raises OptionError."""
     from phalanx.config.dtypes import DTYPE_SPELLINGS
@@ -191,7 +196,7 @@ def request_of(
         concrete_dtype(dtype, shape, device), concrete_kv_cache_dtype(kv_cache_dtype, shape), isl, osl, concurrency,
         goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
         None if slo_tpot is None else slo_tpot / 1e3, max_batch_size, max_num_tokens, max_seq_len,
-        redundant_experts=redundant_experts,
+        redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
     )  # fmt: skip
 
 
