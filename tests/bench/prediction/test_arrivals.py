@@ -112,6 +112,6 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, reason):
         (tmp_path / name).write_text(content)
     with pytest.raises(OptionError, match=reason):
         of(tmp_path / name)
-    for rate in ("0", "-1", "fast", "inf"):
+    for rate in ("0", "-1", "fast", "inf", "nan", "1e-320"):
         with pytest.raises(OptionError, match="no rate"):
             of(f"poisson:{rate}")

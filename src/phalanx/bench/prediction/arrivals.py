@@ -26,6 +26,8 @@ HASHED = 512
 """Prompt tokens that one of Mooncake's hash ids stands for."""
 MOST_TOKENS = 1 << 24
 """Of a prompt or an output, above the positions of every model: a prompt is kept as a list of tokens."""
+LEAST_RATE = 1e-6
+"""Requests a second of a Poisson process; below it, the times of a long one would lose the length of a step in rounding."""
 MOST_MS = 1e15
 """Of a timestamp; beyond it, steps of less than 0.1 ms would be lost in rounding."""
 
@@ -86,8 +88,9 @@ def _poisson(source: str, isl: int, osl: int, requests: int, seed: int) -> list[
         rate = float(source.removeprefix("poisson:"))
     except ValueError:
         rate = math.nan
-    if not 0 < rate < math.inf:
-        raise OptionError(f"arrivals {source!r} have no rate", next="write requests a second, as poisson:2.5")
+    if not LEAST_RATE <= rate < math.inf:
+        example = f"write requests a second, as poisson:2.5, at least {LEAST_RATE}"
+        raise OptionError(f"arrivals {source!r} have no rate", next=example)
     draw, at, arrivals = random.Random(seed), 0.0, []
     for _ in range(requests):
         arrivals.append(Arrival(at, isl, osl))
