@@ -195,6 +195,22 @@ def test_command(capsys):
     assert cli.main(["doctor", "--peer", "/no/such/file"]) == 2
 
 
+@pytest.mark.parametrize("verb", [["doctor", "--check", "clocks"], ["topo", "--no_measure"], ["monitor"], ["experts"]])
+def test_a_report_replaces_no_other_file(verb, tmp_path, capsys):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("precious")
+    assert cli.main([*verb, "--json", str(notes)]) == 2
+    assert "a file is there that is no report, and would be lost" in capsys.readouterr().err
+    assert notes.read_text() == "precious"
+
+
+def test_a_report_replaces_an_earlier_one(tmp_path):
+    report = tmp_path / "report.json"
+    for _ in range(2):
+        cli.main(["doctor", "--check", "clocks", "--json", str(report)])
+        assert json.loads(report.read_text())["host"]
+
+
 def test_command_on_a_server(capsys):
     with served(status=503, phase="draining") as url:
         status, out = run(capsys, url, "--check", "server_ready")

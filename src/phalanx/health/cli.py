@@ -21,7 +21,12 @@ from phalanx.errors import OptionError
 Verb = Callable[..., None]
 Takes = Callable[..., Callable[[Verb], Verb]]
 
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON to this file; - for stdout.")]
+Json = Annotated[
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write the report as JSON to this file, which may be an earlier report; - for stdout."
+    ),
+]
 
 
 def register(command: typer.Typer, takes: Takes) -> None:
@@ -49,6 +54,7 @@ def topo(
     """Show how GPUs are connected and the communication cost for a model."""
     from phalanx.health import pairs, topology
 
+    _check_json(json)
     subject = _subject(raw_options, model)
     count = len(subject.devices.gpus)
     measured = pairs.measure(count) if measure and count > 1 else None
@@ -77,6 +83,7 @@ def doctor(
     from phalanx.health import doctor as examination
     from phalanx.health import registry, servers
 
+    _check_json(json)
     checks = [registry.named(name) for name in check] if check else registry.every()
     if list_checks:
         _console().print(examination.listing(checks))
@@ -112,6 +119,7 @@ def monitor(
 
     if interval <= 0:
         raise OptionError(f"interval={interval:g} is no time", next="use a positive number of seconds")
+    _check_json(json)
     with view.ServerWatch(urls_of(url or ["http://localhost:8000"])) as watch:
         if json is None and not once:
             view.live(watch, interval, _console())
@@ -133,6 +141,7 @@ def experts(
     """Show the load of each expert of a running server as a heat map, and what another placement would give."""
     from phalanx.health import experts as view
 
+    _check_json(json)
     engines = view.views(view.read(url), recent=recent, redundant=copies)
     if out is not None:
         out.write_text(view.picture(engines), encoding="utf-8")
@@ -166,6 +175,24 @@ def _report(path: Path) -> dict[str, Any]:
             f"{path} is no report of a doctor: {error}", next="write one there with `phalanx doctor --json FILE`"
         ) from None
     return dict(document)
+
+
+def _check_json(json: str | None) -> None:
+    """Raise OptionError where the report cannot be written, or would replace a file that is none. Call it before anything runs."""
+    from phalanx.bench.report import json_path
+
+    path = json_path(json, extends=True)
+    if path is None or not path.exists():
+        return
+    try:
+        is_report = isinstance(json_module.loads(path.read_text(encoding="utf-8") or "{}"), dict)
+    except (OSError, ValueError):
+        is_report = False
+    if not is_report:
+        raise OptionError(
+            f"the report cannot be written to {json!r}", held="a file is there that is no report, and would be lost",
+            next="name a new file",
+        )  # fmt: skip
 
 
 def _give(json: str | None, text: str, show: Callable[[], None]) -> None:
