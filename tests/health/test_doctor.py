@@ -196,12 +196,13 @@ def test_command(capsys):
 
 
 @pytest.mark.parametrize("verb", [["doctor", "--check", "clocks"], ["topo", "--no_measure"], ["monitor"], ["experts"]])
-def test_a_report_replaces_no_other_file(verb, tmp_path, capsys):
+@pytest.mark.parametrize("text", ["precious", '{"precious": 1}', "[[1, 2]]", ""])
+def test_a_report_replaces_no_other_file(verb, text, tmp_path, capsys):
     notes = tmp_path / "notes.txt"
-    notes.write_text("precious")
+    notes.write_text(text)
     assert cli.main([*verb, "--json", str(notes)]) == 2
-    assert "a file is there that is no report, and would be lost" in capsys.readouterr().err
-    assert notes.read_text() == "precious"
+    assert "a file is there that is no earlier report, and would be lost" in capsys.readouterr().err
+    assert notes.read_text() == text
 
 
 def test_a_report_replaces_an_earlier_one(tmp_path):

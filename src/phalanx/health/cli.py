@@ -54,7 +54,7 @@ def topo(
     """Show how GPUs are connected and the communication cost for a model."""
     from phalanx.health import pairs, topology
 
-    _check_json(json)
+    _check_json(json, "pairs")
     subject = _subject(raw_options, model)
     count = len(subject.devices.gpus)
     measured = pairs.measure(count) if measure and count > 1 else None
@@ -83,7 +83,7 @@ def doctor(
     from phalanx.health import doctor as examination
     from phalanx.health import registry, servers
 
-    _check_json(json)
+    _check_json(json, "checks")
     checks = [registry.named(name) for name in check] if check else registry.every()
     if list_checks:
         _console().print(examination.listing(checks))
@@ -119,7 +119,7 @@ def monitor(
 
     if interval <= 0:
         raise OptionError(f"interval={interval:g} is no time", next="use a positive number of seconds")
-    _check_json(json)
+    _check_json(json, "servers")
     with view.ServerWatch(urls_of(url or ["http://localhost:8000"])) as watch:
         if json is None and not once:
             view.live(watch, interval, _console())
@@ -141,7 +141,7 @@ def experts(
     """Show the load of each expert of a running server as a heat map, and what another placement would give."""
     from phalanx.health import experts as view
 
-    _check_json(json)
+    _check_json(json, "engines")
     engines = view.views(view.read(url), recent=recent, redundant=copies)
     if out is not None:
         out.write_text(view.picture(engines), encoding="utf-8")
@@ -177,20 +177,21 @@ def _report(path: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def _check_json(json: str | None) -> None:
-    """Raise OptionError where the report cannot be written, or would replace a file that is none. Call it before anything runs."""
+def _check_json(json: str | None, key: str) -> None:
+    """Raise OptionError where the report cannot be written, or would replace a file that is not an earlier one. Call it before
+    anything runs. key: one that every report of the verb has."""
     from phalanx.bench.report import json_path
 
     path = json_path(json, extends=True)
     if path is None or not path.exists():
         return
     try:
-        is_report = isinstance(json_module.loads(path.read_text(encoding="utf-8") or "{}"), dict)
-    except (OSError, ValueError):
+        is_report = key in dict(json_module.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         is_report = False
     if not is_report:
         raise OptionError(
-            f"the report cannot be written to {json!r}", held="a file is there that is no report, and would be lost",
+            f"the report cannot be written to {json!r}", held="a file is there that is no earlier report, and would be lost",
             next="name a new file",
         )  # fmt: skip
 
