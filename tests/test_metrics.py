@@ -38,7 +38,7 @@ def filled(prefix: str = "phalanx") -> Metrics:
             1: {"gpu_utilization_perc": 80.0, "power_limit_watts": 700.0},
         },
         ran={"decode graph/steps": 5, "decode graph/tokens": 35, "decode graph/padding": 6, "eager/steps": 0},
-        dp_running=[2, 1], dp_blocks_referenced=[20, 5],
+        dp_running=[2, 1], dp_blocks_referenced=[20, 5], drafts=9, draft_tokens=25, accepted_tokens=[7, 4],
     )]  # fmt: skip
     metrics.experts = {0: ExpertCounters({("0", "0"): 30, ("0", "1"): 10}, {"0": 30, "1": 10}, 1.5)}
     metrics.startup_phases = {"weights": 1.5}
@@ -86,6 +86,10 @@ def test_values():
     assert value("prompt_tokens_total") == 60
     assert value("generation_tokens_total") == 70
     assert value("prefix_cache_hits_total") == 20
+    assert value("spec_decode_num_drafts_total") == 9
+    assert value("spec_decode_num_draft_tokens_total") == 25
+    assert value("spec_decode_num_accepted_tokens_total") == 11
+    assert value("spec_decode_num_accepted_tokens_per_pos_total", position="1") == 4
     assert value("rank_memory_bytes", rank="1", kind="kv") == 21
     assert value("allreduce_calls_total", strategy="ONESHOT", fusion="RESIDUAL_RMS_NORM") == 8
     assert value("steps_total", kind="decode graph") == 5

@@ -6,7 +6,7 @@
     llm = LLM("demo", tensor_parallel_size=2)
     print(llm.generate("What is a rank?", SamplingParams(temperature=0)).outputs[0].text)
 
-Names are imported on first use, so that `import phalanx.plan` imports no torch.
+Names are imported on first use, so that `import phalanx.planner` imports no torch.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@
     +-- RequestError (ValueError)         one request is rejected; the engine goes on
     |   +-- PromptTooLong                 the prompt exceeds max_seq_len; has both numbers
     |   +-- Overloaded                    a queue is full
+    |   +-- AdapterError                  an adapter cannot be loaded
+    |   |   +-- AdapterNotFound           no adapter has this name
+    +-- LogitsNotFinite                   a model's logits are NaN or infinite: one request ends; the engine goes on
     +-- TableError                        a tuning table, CSV or C++ file is faulty; names file, row and remedy
     +-- EngineError                       the engine cannot go on
         +-- RankDied                      names the rank and the signal or exit status
@@ -20,6 +23,7 @@
         +-- NodeLost                      names the node
         +-- StepDiverged                  the ranks disagree about the step
         +-- EngineClosed                  shut down, or never started
+            +-- EngineAsleep              takes no requests until it is woken up
 
 Every message leads with the failure, then says what there is, why, and what to do next. `to_wire` and `from_wire` carry an error
 between processes without pickle.
@@ -27,6 +31,8 @@ between processes without pickle.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -100,8 +106,20 @@ class Overloaded(RequestError):
     retry_after: int | None = None
 
 
+class AdapterError(RequestError):
+    """An adapter cannot be loaded, or a name is taken; the engine goes on as before."""
+
+
+class AdapterNotFound(AdapterError):
+    """No adapter has this name; the message lists those that there are."""
+
+
 class TableError(PhalanxError):
     """A tuning table, CSV or C++ file is faulty; the message names file, row and remedy."""
+
+
+class LogitsNotFinite(PhalanxError):
+    """A model's logits are NaN or infinite: one request ends without a token; the engine goes on."""
 
 
 class EngineError(PhalanxError):
@@ -126,6 +144,21 @@ class StepDiverged(EngineError):
 
 class EngineClosed(EngineError):
     """The engine was shut down, or never started."""
+
+
+class EngineAsleep(EngineClosed):
+    """The engine has given the memory of the model back; it takes requests after POST /wake_up."""
+
+
+@contextmanager
+def file_named(name: object) -> Iterator[None]:
+    """An OSError of a write, as on a full disk, names no file: here it names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(name)
+        raise
 
 
 def _tree(kind: type[PhalanxError]) -> dict[str, type[PhalanxError]]:

@@ -11,6 +11,7 @@ does. Latencies are observed as they occur. At each scrape, an engine's gauges a
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -46,7 +47,9 @@ class EngineCounters(Protocol):
     """The engine's counts; its `Stats` message satisfies this protocol. Gauges are current, counters run since the start.
 
     rank_bytes: by rank and kind. allreduce: calls by "strategy/fusion". ran: steps by "kind/steps", "kind/tokens", "kind/padding".
-    rank_gauges: of each rank's GPU. dp_*: of each data-parallel index, empty where there is one.
+    rank_gauges: of each rank's GPU. drafts: rows of which drafts were verified; accepted_tokens: by position. dp_*: of each
+    data-parallel index, empty where there is one. adapters_*: requests by the names of adapters, those that have any; max_adapters:
+    slots for them. stalled: why work waits and no step ends; empty while steps do.
     """
 
     running: int
@@ -58,12 +61,21 @@ class EngineCounters(Protocol):
     prefix_hits: int
     prompt_tokens: int
     generation_tokens: int
+    nonfinite_requests: int
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: list[int]
     rank_bytes: dict[int, dict[str, int]]
     allreduce: dict[str, int]
     ran: dict[str, int]
     rank_gauges: dict[int, dict[str, float]]
     dp_running: list[int]
     dp_blocks_referenced: list[int]
+    adapters_running: dict[str, int]
+    adapters_waiting: dict[str, int]
+    adapters_in_slots: list[str]
+    max_adapters: int
+    stalled: str
 
 
 class ExpertCounters(NamedTuple):
@@ -112,7 +124,7 @@ class Metrics:
     def __init__(self, *, prefix: str, model_name: str, version: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # creation times would double the size of a scrape, and no dashboard reads them
         self.registry = CollectorRegistry(auto_describe=False)
-        self.prefix = prefix
+        self.prefix, self.model_name = prefix, model_name
         self._labels = {"model_name": model_name, "engine": "0"}
         self._ttft = self._histogram("time_to_first_token_seconds", "Seconds from acceptance to the first token.", TTFT_BUCKETS)
         self._itl = self._histogram("inter_token_latency_seconds", "Seconds between two tokens of one sequence.", ITL_BUCKETS)
@@ -187,6 +199,8 @@ class _EngineCollector(Collector):
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._engine = "0"
+        self._now: Callable[[], float] = time.time
+        self._adapters: dict[str, tuple[tuple[str, ...], float]] = {}  # by engine: what the picker was told last, and since when
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -208,8 +222,13 @@ class _EngineCollector(Collector):
 
     def _of_picker(self, counters: EngineCounters) -> Iterable[Metric]:
         """What endpoint pickers read beside the series above: one that they miss is an error in their log at each scrape."""
-        adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}  # this server runs none
-        yield self._gauge("lora_requests_info", "LoRA adapters: none.", {tuple(adapters.values()): 1}, *adapters)
+        running, waiting = (",".join(sorted(each)) for each in (counters.adapters_running, counters.adapters_waiting))
+        adapters = {"max_lora": str(counters.max_adapters), "running_lora_adapters": running, "waiting_lora_adapters": waiting}
+        values, (before, _) = tuple(adapters.values()), self._adapters.get(self._engine, ((), 0.0))
+        if values != before:
+            self._adapters[self._engine] = values, self._now()
+        changed = self._adapters[self._engine][1]
+        yield self._gauge("lora_requests_info", "Adapters of requests; the time of the last change.", {values: changed}, *adapters)
         yield self._gauge("gpu_cache_usage_perc", "kv_cache_usage_perc under its older name.", {(): _share(counters)})
 
     def _of_engines(self, engines: Sequence[EngineCounters]) -> Iterable[Metric]:
@@ -217,9 +236,9 @@ class _EngineCollector(Collector):
         families: dict[str, Metric] = {}
         for number, counters in enumerate(engines):
             self._engine = str(number)
-            up = {(): float(number in self._metrics.engines_up)}
+            up = {(): float(number in self._metrics.engines_up and not counters.stalled)}
             picked = self._of_picker(counters) if self._metrics.prefix == PICKER_PREFIX else ()
-            alive = self._gauge("engine_up", "1 where an engine takes requests.", up)
+            alive = self._gauge("engine_up", "1 where an engine takes requests and makes progress.", up)
             experts = self._of_experts(self._metrics.experts.get(number))
             for family in (*self._of_engine(counters), *experts, *picked, alive):
                 if family.name in families:
@@ -229,8 +248,19 @@ class _EngineCollector(Collector):
         self._engine = "0"
         return families.values()
 
+    def _of_adapters(self, counters: EngineCounters) -> Iterable[Metric]:
+        """Series of the adapters that have requests now, or a slot: there are never more than those."""
+        if not counters.max_adapters:
+            return
+        states = (("running", counters.adapters_running), ("waiting", counters.adapters_waiting))
+        requests = {(name, state): count for state, counts in states for name, count in counts.items()}
+        yield self._gauge("adapter_requests", "Sequences of an adapter, by state.", requests, "adapter", "state")
+        placed = {(name,): 1 for name in counters.adapters_in_slots}
+        yield self._gauge("adapter_in_slot", "1 for each adapter that has a slot on the device.", placed, "adapter")
+
     def _of_engine(self, counters: EngineCounters) -> Iterable[Metric]:
         yield self._gauge("num_requests_running", "Sequences in the batch.", {(): counters.running})
+        yield from self._of_adapters(counters)
         yield self._gauge("num_requests_waiting", "Sequences that wait for a place in the batch.", {(): counters.waiting})
         yield self._gauge(
             "kv_cache_usage_perc",
@@ -244,8 +274,10 @@ class _EngineCollector(Collector):
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", counters.prefix_hits),
             ("prompt_tokens", "Prompt tokens of accepted requests.", counters.prompt_tokens),
             ("generation_tokens", "Generated tokens.", counters.generation_tokens),
+            ("nonfinite_requests", "Requests that ended because their logits were NaN or infinite.", counters.nonfinite_requests),
         ):
             yield self._count(stem, help_text, {(): value})
+        yield from self._of_drafts(counters)
         rank_bytes = counters.rank_bytes or self._metrics.rank_bytes
         by_rank = {(str(rank), kind): size for rank, kinds in sorted(rank_bytes.items()) for kind, size in kinds.items()}
         yield self._gauge("rank_memory_bytes", "Memory of each rank, by kind.", by_rank, "rank", "kind")
@@ -259,6 +291,17 @@ class _EngineCollector(Collector):
         ):
             ran = {(key.removesuffix(f"/{what}"),): count for key, count in counters.ran.items() if key.endswith(f"/{what}")}
             yield self._count(stem, help_text, ran, "kind")
+
+    def _of_drafts(self, counters: EngineCounters) -> Iterable[Metric]:
+        """Of an engine that speculates. The mean acceptance length is 1 + accepted / drafts."""
+        by_place = {(str(place),): count for place, count in enumerate(counters.accepted_tokens)}
+        if by_place:
+            yield self._count("spec_decode_num_drafts", "Rows whose drafts were verified.", {(): counters.drafts})
+            yield self._count("spec_decode_num_draft_tokens", "Drafts that were verified.", {(): counters.draft_tokens})
+            accepted = {(): sum(counters.accepted_tokens)}
+            yield self._count("spec_decode_num_accepted_tokens", "Drafts that were accepted.", accepted)
+            help_text = "Accepted drafts, by their position in the row."
+            yield self._count("spec_decode_num_accepted_tokens_per_pos", help_text, by_place, "position")
 
     def _of_dp_indices(self, counters: EngineCounters) -> Iterable[Metric]:
         """How evenly requests and their KV blocks lie on data-parallel indices, where there are several."""

@@ -1,4 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that states the version."""
+"""The one place that states the version, and what an installation of it may lack."""
 
 __version__ = "0.1.0"
+
+
+def install_extra(extra: str) -> str:
+    """The command that installs the packages of an extra. (On a package index the name phalanx is another project's.)"""
+    from importlib.metadata import requires
+
+    needs = [text.partition(";") for text in requires("phalanx") or []]
+    return f"pip install {' '.join(repr(name.strip()) for name, _, marker in needs if f'{extra!r}' in marker)}"

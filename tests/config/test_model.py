@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
-from phalanx.config.model import FAMILIES, ModelShape, load_config
+from phalanx.config.families import FAMILIES
+from phalanx.config.json_fields import FieldTable, JsonFields
+from phalanx.config.model import ModelShape, load_config
+from phalanx.config.model_fields import MODEL
+from phalanx.config.rope import ROPE_TYPES
 from phalanx.errors import ModelError, UnsupportedArchitecture
 
 SMALL: dict[str, Any] = {
@@ -33,72 +36,122 @@ def test_old_and_new_spelling_say_the_same() -> None:
     assert (new.rope.low_freq_factor, new.rope.high_freq_factor, new.rope.original_max_positions) == (1.0, 4.0, 64)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_what_config_json_leaves_out_is_as_in_the_reference(family: str) -> None:
-    """The defaults of our table are those of transformers' own config classes."""
-    reference = getattr(transformers, f"{family}Config")()
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    ours = ModelShape.from_config({"architectures": [f"{family}ForCausalLM"], **{name: getattr(reference, name) for name in sizes}})
-    assert ours.num_kv_heads == reference.num_key_value_heads
-    assert ours.head_dim == (getattr(reference, "head_dim", None) or reference.hidden_size // reference.num_attention_heads)
-    assert ours.max_positions == reference.max_position_embeddings
-    assert ours.rms_norm_eps == reference.rms_norm_eps
-    assert ours.rope.theta == 10_000.0
-    assert ours.tie_word_embeddings == reference.tie_word_embeddings
-    window = reference.sliding_window if family == "Mistral" else None
-    assert ours.windows == (window,) * reference.num_hidden_layers
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-def test_what_config_json_of_gpt_oss_leaves_out_is_as_in_the_reference() -> None:
-    reference = transformers.GptOssConfig()
-    sizes = {"vocab_size": 384, "hidden_size": 2880, "num_hidden_layers": 3, "num_attention_heads": 64}
-    ours = ModelShape.from_config({"architectures": ["GptOssForCausalLM"], **sizes, "intermediate_size": 2880})
-    assert (ours.num_kv_heads, ours.head_dim) == (reference.num_key_value_heads, reference.head_dim)
-    assert (ours.max_positions, ours.rms_norm_eps) == (reference.max_position_embeddings, reference.rms_norm_eps)
-    rope = reference.rope_parameters
-    assert (ours.rope.theta, ours.rope.kind, ours.rope.factor) == (rope["rope_theta"], rope["rope_type"], rope["factor"])
-    assert (ours.rope.beta_fast, ours.rope.beta_slow) == (rope["beta_fast"], rope["beta_slow"])
-    assert ours.rope.truncate == rope["truncate"]
-    assert ours.rope.original_max_positions == rope["original_max_position_embeddings"]
-    assert (ours.qkv_bias, ours.output_bias, ours.sinks) == (reference.attention_bias, reference.attention_bias, True)
-    assert ours.windows == (reference.sliding_window, None, reference.sliding_window)
-    experts = ours.experts
-    assert experts is not None
-    assert experts.swiglu is not None
-    assert (experts.count, experts.per_token) == (reference.num_local_experts, reference.num_experts_per_tok)
-    assert tuple(experts.swiglu) == (reference.swiglu_alpha, reference.swiglu_limit)
-    assert not experts.mxfp4
-    assert ours.dtype == "bf16"
-    assert ours.window is None
+@pytest.mark.parametrize(
+    ("fields", "kind", "theta", "max_positions"),
+    [
+        ({"rope_parameters": {}, "rope_scaling": YARN, "rope_theta": 500.0}, "yarn", 500.0, 256),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {**YARN, "factor": 16.0}}, "yarn", 1e4, 512),
+        ({"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": YARN, "rope_theta": 500.0}, "yarn", 500.0, 256),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_scaling": {}}, "default", 500.0, 256),
+        ({"rope_parameters": None, "rope_scaling": {**YARN, "rope_theta": 7.0}, "rope_theta": 500.0}, "yarn", 7.0, 256),
+        ({"rope_parameters": {"type": "linear", "factor": 4.0}}, "linear", 1e4, 1024),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 64}}, "linear", 1e4, 256),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "yarn", 1e4, 512),
+    ],
+)
+def test_rope_is_read_wherever_it_stands(fields: dict[str, Any], kind: str, theta: float, max_positions: int) -> None:
+    model = shape(**fields)
+    assert (model.rope.kind, model.rope.theta, model.max_positions) == (kind, theta, max_positions)
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_what_a_deepseek_leaves_out_is_what_transformers_takes(version: int) -> None:
-    reference = getattr(transformers, f"DeepseekV{version}Config")(hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
-    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
-    ours = ModelShape.from_config({"architectures": [f"DeepseekV{version}ForCausalLM"], **sizes})
-    latent, experts = ours.latent, ours.experts
-    assert latent is not None
-    assert experts is not None
-    assert experts.scoring is not None
-    ranks = reference.q_lora_rank, reference.kv_lora_rank
-    dims = reference.qk_nope_head_dim, reference.qk_rope_head_dim, reference.v_head_dim
-    assert (latent.q_rank, latent.kv_rank, latent.nope, latent.rope, latent.v) == (*ranks, *dims)
-    assert ours.max_positions == reference.max_position_embeddings
-    assert (experts.count, experts.intermediate) == (reference.n_routed_experts, reference.moe_intermediate_size)
-    assert experts.shared == reference.n_shared_experts * reference.moe_intermediate_size
-    assert experts.dense_layers == tuple(range(reference.first_k_dense_replace))
-    assert experts.renormalize == reference.norm_topk_prob
-    assert experts.scoring.scale == reference.routed_scaling_factor
-    if version == 3:
-        assert (experts.scoring.groups, experts.scoring.top_groups) == (reference.n_group, reference.topk_group)
-        assert experts.per_token == reference.num_experts_per_tok
-        assert ours.mtp_layers == reference.num_mtp_layers
+def test_original_positions_beside_the_objects_count_first() -> None:
+    assert shape(original_max_position_embeddings=16, rope_scaling=YARN).rope.original_max_positions == 16
+
+
+@pytest.mark.parametrize("architecture", ["Olmo3ForCausalLM", "Gemma3ForCausalLM"])
+def test_original_positions_beside_rope_by_the_type_of_a_layer_are_those_within_or_refused(architecture: str) -> None:
+    """transformers reads them within the object of a type alone."""
+
+    def original(outside: int | None, **fields: Any) -> int:
+        model = shape(architectures=[architecture], sliding_window=8, original_max_position_embeddings=outside, **fields)
+        return model.rope.original_max_positions
+
+    nested = {"rope_parameters": {"full_attention": YARN}}
+    assert original(None, rope_scaling=YARN) == original(32, rope_scaling=YARN) == original(32, **nested) == 32
+    assert original(16) == original(16, rope_scaling={}) == 0
+    for fields in ({"rope_scaling": YARN}, nested, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}):
+        with pytest.raises(ModelError, match="original_max_position_embeddings=16 beside rope_"):
+            original(16, **fields)
+
+
+def test_gpt_oss_has_yarn_unless_its_file_says_otherwise() -> None:
+    def rope(**fields: Any) -> Any:
+        return shape(architectures=["GptOssForCausalLM"], num_local_experts=8, **fields).rope
+
+    assert rope() == rope(rope_scaling={}) == rope(rope_parameters=None)
+    assert (rope().kind, rope().factor, rope().truncate) == ("yarn", 32.0, False)
+    assert (rope(rope_parameters={}).kind, rope(rope_parameters={}).theta) == ("default", 150_000.0)
+
+
+def test_a_mixtral_that_states_nothing_has_its_own_defaults() -> None:
+    model = shape(architectures=["MixtralForCausalLM"])
+    assert (model.rope.theta, model.rms_norm_eps) == (1e6, 1e-5)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("half", "fp16"), ("float", "fp32"), ("torch.bfloat16", "bf16"), ("float16", "fp16")])
+def test_spellings_of_a_dtype(name: str, dtype: str) -> None:
+    assert shape(torch_dtype=name).dtype == shape(dtype=name, torch_dtype="bfloat16").dtype == dtype
+
+
+def test_an_id_of_minus_one_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    model = shape(eos_token_id=[-1, 7], bos_token_id=-1, generation_config={"eos_token_id": -1, "pad_token_id": -1})
+    assert model.eos_token_ids == (7,)
+    assert not caplog.messages
+
+
+def test_a_field_that_is_in_no_table_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    additions = {"vendor_flag": 1, "sliding_window": 8, "_private": 1, "unset": None, "temperature": 0.6}
+    shape(**additions, generation_config={"vendor_mode": True, "top_p": 0.9})
+    assert caplog.messages == [
+        "config.json: Phalanx knows nothing of vendor_flag, sliding_window, generation_config.json: vendor_mode: not used"
+    ]
+    caplog.clear()
+    ModelShape.from_config({**SMALL, **additions}, quiet=True)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("kind", ROPE_TYPES)
+def test_a_field_of_rope_that_is_in_no_table_is_an_error(kind: str) -> None:
+    with pytest.raises(ModelError, match=r"rope_parameters\.vendor_scale=2"):
+        shape(rope_parameters={"rope_type": kind, "vendor_scale": 2})
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_other_models_multiply_or_cap_is_refused(architecture: str) -> None:
+    experts = {"num_experts": 8} if "Qwen3Moe" in architecture else {}
+    sizes = {**SMALL, "num_key_value_heads": 4, "architectures": [architecture], **experts}
+    neutral = {"residual_multiplier": 1.0, "logits_scaling": 1, "clip_qkv": None, "alibi": False, "pruned_heads": {}}
+    ModelShape.from_config({**sizes, **neutral})
+    stated = {
+        "residual_multiplier": 0.22, "logits_scaling": 8.0, "llama_4_scaling_beta": 0.1, "clip_qkv": 6.0,
+        "per_layer_config": {"0": {}}, "query_pre_attn_scalar": 256, "final_logit_softcapping": 30.0,
+    }  # fmt: skip
+    for name, value in stated.items():
+        if name in MODEL[architecture].honoured:
+            continue
+        with pytest.raises(ModelError, match=name):
+            ModelShape.from_config({**sizes, name: value})
+
+
+def test_a_model_type_of_another_family_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ModelError, match="model_type='mistral'"):
+        shape(model_type="mistral")
+    shape(model_type="kimi")
+    assert "model_type='kimi'" in caplog.messages[0]
+
+
+def test_readers_read_honoured_fields_only() -> None:
+    """The table of a family is what its readers read: a reader that reads another field is an error of ours."""
+    fields = JsonFields({"hidden_size": 1, "beta": 2}, "config.json").sorted_by(FieldTable.of("hidden_size", "beta"))
+    assert fields.count("hidden_size") == 1
+    with pytest.raises(KeyError, match="beta"):
+        fields.count("beta")
 
 
 def test_traits_of_the_families() -> None:
-    names = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3")
-    assert set(FAMILIES) == {f"{name}ForCausalLM" for name in names}
     assert shape(attention_bias=True, mlp_bias=True).output_bias
     assert shape(mlp_bias=True).mlp_bias
     qwen2 = shape(architectures=["Qwen2ForCausalLM"], attention_bias=True)
@@ -123,20 +176,12 @@ def test_windows_by_layer() -> None:
     assert windows("Qwen3", sliding_window=8, use_sliding_window=True, layer_types=kinds) == (8, None, 8, None)
 
 
-def test_blocks_can_be_freed_only_where_every_layer_has_a_window() -> None:
-    assert shape(architectures=["MistralForCausalLM"], sliding_window=8).window == 8
-    assert shape().window is None
-    mixed = shape(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    assert mixed.window is None
-
-
 def test_eos_ids_of_both_files(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "eos_token_id": 2, "bos_token_id": 1}))
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "eos_token_id": 2}))
     assert ModelShape.from_folder(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
     model = ModelShape.from_folder(tmp_path)
     assert model.eos_token_ids == (7, 2, 9)
-    assert model.bos_token_id == 1
     assert load_config(tmp_path)["generation_config"] == {"eos_token_id": [7, 2, 9]}
 
 
@@ -180,14 +225,23 @@ def test_a_size_that_is_missing_or_no_size_is_named(name: str, value: Any) -> No
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor=0"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "default, linear, llama3, yarn"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0, 0]}}, "long_factor"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0] * 6}}, "1 and 6 factors"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters per type of layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}, "rope_parameters.llama_4_scaling_beta=0.1"),
+        ({"rope_parameters": {**YARN, "attn_factor": 0.5}}, "rope_parameters.attn_factor=0.5"),
+        ({"rope_parameters": {"factor": 4.0}}, "rope_parameters.factor=4.0 and no rope_type"),
+        ({"rope_parameters": {**YARN, "attention_factor": 0.0}}, "rope_parameters.attention_factor=0.0"),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN}, "rope_parameters with rope_theta=500000.0"),
+        ({"rope_parameters": {"rope_type": "llama3"}, "rope_scaling": YARN}, "rope_parameters with rope_type='llama3'"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts": 4}, "num_experts=4"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "high must exceed"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method='bitsandbytes'"),
         ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM'"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]}, "1 layer_types"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["chunked"] * 4}, "with chunked"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["chunked"] * 4}, "types, chunked"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window=-1"),
     ],
 )  # fmt: skip

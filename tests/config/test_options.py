@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from phalanx.config import EngineOptions
+from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
 from phalanx.errors import OptionError, UnknownOption
 
@@ -70,3 +70,8 @@ def test_a_key_is_never_shown():
 def test_a_metrics_prefix_must_be_a_name(prefix):
     with pytest.raises(OptionError, match="metrics_prefix"):
         ServeOptions.of(metrics_prefix=prefix)
+
+
+def test_a_name_that_is_near_to_none_gets_the_list() -> None:
+    with pytest.raises(UnknownOption, match="'best_of' is unknown; known: "):
+        SamplingParams(best_of=2)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,8 @@ def test_whole_prompts_fit_a_step():
     assert resolve(options(enable_chunked_prefill=False), SHAPE, gpus=0).options.max_num_tokens == 16384
     with pytest.raises(OptionError, match=r"^max_num_tokens=512 is below max_seq_len=16384"):
         resolve(options(enable_chunked_prefill=False, max_num_tokens=512), SHAPE, gpus=0)
+    with pytest.raises(OptionError, match=r"^max_decode_gap_ms=50.0 cannot be kept without chunked prefill"):
+        resolve(options(enable_chunked_prefill=False, max_decode_gap_ms=50.0), SHAPE, gpus=0)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,6 @@ def test_what_cannot_be(values, gpus, message):
     [
         ({"expert_parallel_size": 3}, "^expert_parallel_size=3 does not divide the model's 8 experts; use one of 1, 2, 4, 8"),
         ({"expert_parallel_size": 2, "max_batch_size": 1}, "^max_batch_size=1 is below expert_parallel_size=2"),
-        ({"expert_parallel_size": 2, "tensor_parallel_size": 3}, "does not divide the experts' intermediate size 64"),
         ({"expert_parallel_size": 4, "nnodes": 3}, "nnodes=3 does not divide .*expert_parallel_size=4 = 4 ranks"),
         (
             {"expert_parallel_size": 2, "enable_chunked_prefill": False, "max_seq_len": 100, "max_num_tokens": 150},
@@ -171,15 +173,16 @@ def test_each_data_parallel_index_has_its_part_of_a_step():
     assert unchunked.index_num_tokens >= unchunked.max_seq_len
 
 
-def test_ranks_share_blocks_of_mxfp4_evenly_or_not():
-    """Of 96 columns, three ranks hold a block of 32 each, two hold two and one; four have none to share."""
-    experts = Experts(4, 2, 96, biases=True, mxfp4=True)
-    shape = replace(SHAPE, architecture="GptOssForCausalLM", num_heads=12, num_kv_heads=12, experts=experts)
-    for tp, moe_ep in ((2, 1), (3, 1), (4, 2), (4, 4)):
-        resolve(options(tensor_parallel_size=tp, moe_expert_parallel_size=moe_ep, device="cpu"), shape, gpus=0)
-    with pytest.raises(LayoutError, match="= 4 exceeds the 3 blocks of 32 columns"):
-        resolve(options(tensor_parallel_size=4, device="cpu"), shape, gpus=0)
-
-
 def test_more_ranks_than_gpus_is_fine_on_cpu():
     assert resolve(options(tensor_parallel_size=4, device="cpu"), SHAPE, gpus=1).options.device == "cpu"
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("100", 0.1), ("auto", "auto"), (2.5, 0.0025), (None, None)])
+def test_a_bound_on_gaps_is_a_number_or_auto(text: Any, seconds: Any) -> None:
+    assert EngineOptions.of(model="x", max_decode_gap_ms=text).max_decode_gap == seconds
+
+
+@pytest.mark.parametrize("wrong", ["0", -1, "fast"])
+def test_a_bound_on_gaps_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(OptionError, match="max_decode_gap_ms"):
+        EngineOptions.of(model="x", max_decode_gap_ms=wrong)

@@ -60,3 +60,18 @@ def test_origins():
     for wrong in ("a.org", "https://a.org/", "https://a.org/x"):
         with pytest.raises(OptionError, match="is not an origin"):
             ServeOptions.of(cors_origins=wrong)
+
+
+@pytest.mark.parametrize(("text", "modules"), [
+    ("sql=/a/sql", {"sql": "/a/sql"}), ("a=/x,b=y=z", {"a": "/x", "b": "y=z"}), ("a=/x b=/y", {"a": "/x", "b": "/y"}),
+    ('{"name": "a", "path": "/x", "base_model_name": "m"}', {"a": "/x"}),
+    ('{"name": "a", "path": "/x"},{"name": "b", "path": "/y z"}', {"a": "/x", "b": "/y z"}), (None, {}),
+])  # fmt: skip
+def test_adapters_by_their_names(text, modules):
+    assert ServeOptions.of(lora_modules=text).read_lora_modules() == modules
+
+
+@pytest.mark.parametrize("text", ["sql", "=x", "a=", "a=/x a=/y", '{"name": "a"}', '{"name": "a", "path": "/x", "more": 1}', "{"])
+def test_adapters_without_name_or_folder_are_refused(text):
+    with pytest.raises(OptionError, match="lora_modules="):
+        ServeOptions.of(lora_modules=text)

@@ -51,9 +51,9 @@ def test_num_workers_is_the_number_of_nodes():
     [
         (
             {"PHALANX_TENSOR_PARALEL_SIZE": "2"},
-            "PHALANX_TENSOR_PARALEL_SIZE is unknown; did you mean 'PHALANX_TENSOR_PARALLEL_SIZE'",
+            "PHALANX_TENSOR_PARALEL_SIZE is unknown; did you mean PHALANX_TENSOR_PARALLEL_SIZE",
         ),
-        ({"PHALANX_PROT": "2"}, "did you mean 'PHALANX_PORT'"),
+        ({"PHALANX_PROT": "2"}, "did you mean PHALANX_PORT"),
         ({"PHALANX_TP_SIZE": "2", "PHALANX_TENSOR_PARALLEL_SIZE": "2"}, "both are one option"),
     ],
 )
@@ -120,6 +120,37 @@ def test_links_of_a_kubernetes_service_called_phalanx_are_not_options():
         "PHALANX_PORT_8000_TCP_PORT": "8000", "PHALANX_PORT_8000_TCP_ADDR": "10.0.0.1",
     }  # fmt: skip
     assert read_sources({}, environ=links).values == {}
+
+
+@pytest.mark.parametrize("service", ["api", "llama-3-8b", "master", "2", "service-port"])
+def test_links_of_services_whose_names_begin_with_phalanx_are_not_options(service):
+    """The variables of Kubernetes' documentation, for a Service with two named ports."""
+    name = f"phalanx-{service}".upper().replace("-", "_")
+    links = {f"{name}_SERVICE_HOST": "fd00::1", f"{name}_SERVICE_PORT": "8000", f"{name}_PORT": "tcp://[fd00::1]:8000"}
+    links |= {f"{name}_SERVICE_PORT_HTTP_METRICS": "9090"}
+    for port, protocol in ((8000, "tcp"), (9090, "udp"), (9, "sctp")):
+        stem = f"{name}_PORT_{port}_{protocol.upper()}"
+        links |= {stem: f"{protocol}://[fd00::1]:{port}", f"{stem}_PROTO": protocol, f"{stem}_PORT": str(port)}
+        links |= {f"{stem}_ADDR": "fd00::1"}
+    assert read_sources({}, environ={**links, "PHALANX_TP_SIZE": "2"}).values == {"tensor_parallel_size": "2"}
+
+
+VARIABLES = {
+    "PHALANX_MASTER_PORT": ("8001", "an option"), "PHALANX_TP_SIZE": ("2", "an option"), "PHALANX_api_key": ("k", "an option"),
+    "PHALANX_MASTER_PORT_": ("tcp://a:1", "refused"), "PHALANX_API_PORT": ("8000", "refused"),
+    "PHALANX_API_SERVICE_HOSTS": ("a", "refused"), "PHALANX_API_PORT_80_ICMP": ("a", "refused"), "PHALANX_": ("", "refused"),
+    "PHALANX_SERVICE_HOST": ("a", "harmless"), "PHALANX_PORT": ("udp://a:1", "harmless"), "PHALANXES": ("a", "harmless"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_variable_is_an_option_harmless_or_refused_by_name(name):
+    value, kind = VARIABLES[name]
+    if kind == "refused":
+        with pytest.raises(UnknownOption, match=rf"^environment variable {name.upper()} is unknown"):
+            read_sources({}, environ={name: value})
+    else:
+        assert list(read_sources({}, environ={name: value}).values.values()) == [value] * (kind == "an option")
 
 
 def test_torchrun():

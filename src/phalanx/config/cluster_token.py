@@ -30,7 +30,7 @@ def read_cluster_token(options: EngineOptions, *, required: bool = True) -> str 
         if token is not None:
             raise OptionError("cluster_token and cluster_token_file exclude each other", next="give one of them")
         try:
-            token = Path(options.cluster_token_file).expanduser().read_text(encoding="utf-8")
+            token = Path(options.cluster_token_file).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, RuntimeError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not the path of a text file"
             raise OptionError(f"{source} cannot be read", why=why or "", next="name a readable file") from None

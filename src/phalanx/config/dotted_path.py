@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An implementation named in the configuration: "package.module:Name". So a package finds what lies above it without an import."""
+"""An implementation named in the configuration: "package.module:Name". So a package finds what lies above it without an import.
+The option `launcher` takes short names, too."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
+from phalanx.config.options import EngineOptions
 from phalanx.errors import OptionError
+
+LAUNCHERS = {
+    "local": "phalanx.executor.launcher:LocalLauncher",
+    "ray": "phalanx.deploy.ray_launcher:RayLauncher",
+}
+"""Short name of a launcher -> dotted path. The seam is `executor.launcher.Launcher`."""
 
 
 def load(path: str, *, option: str) -> Any:
@@ -19,3 +27,10 @@ def load(path: str, *, option: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise OptionError(f"{option}={path!r} cannot be loaded", why=str(error), next=hint) from error
+
+
+def launcher_class(options: EngineOptions) -> Any:
+    """What `options.launcher` names; "auto" is "local" here, since `config.sources.place_process` has replaced it where Ray is
+    meant. Raises OptionError when it cannot be loaded."""
+    name = "local" if options.launcher == "auto" else options.launcher
+    return load(LAUNCHERS.get(name, name), option="launcher")

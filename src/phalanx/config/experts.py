@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from phalanx.config.json_fields import JsonFields
 from phalanx.errors import LayoutError, ModelError
@@ -35,9 +35,9 @@ class Experts:
 
     count: routed experts; per_token: how many of them a token reaches. intermediate: width of one. shared: width of the experts
     that every token reaches, all together; 0 for none. renormalize: a token's weights are divided by their sum. scoring_bias: a
-    bias of the router's scores (V3); biases: of router and GEMMs (gpt-oss). mxfp4: the routed experts' weights are stored in 4 bits
-    with a scale of 8 for each 32. swiglu: their activation where it is not silu(gate) * up. scoring: of routers in fp32; None: the
-    logits are in the model's dtype, and their softmax chooses.
+    bias of the router's scores (V3); biases: of router and GEMMs (gpt-oss). swiglu: their activation where it is not
+    silu(gate) * up. scoring: of routers in fp32; None: the logits are in the model's dtype, and their softmax chooses. shared_gate:
+    what the shared experts give is multiplied by the sigmoid of a gate.
     """
 
     count: int
@@ -47,10 +47,10 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
     scoring_bias: bool = False
     biases: bool = False
-    mxfp4: bool = False
     renormalize: bool = True
     swiglu: ClampedSwiGlu | None = None
     scoring: Scoring | None = None
+    shared_gate: bool = False
 
     def touched(self, tokens: float) -> float:
         """Distinct experts that so many tokens reach, on average, each routed uniformly: E (1 - (1 - k/E)^T)."""
@@ -73,31 +73,61 @@ def require_places(experts: int, ranks: int, redundant: int) -> None:
 
 
 def read_mixtral(fields: JsonFields) -> Experts:
-    """Mixtral's fields. transformers 5 writes num_experts where earlier versions write num_local_experts."""
-    count = fields.count("num_local_experts", fields.count("num_experts", 8))
-    return _checked(fields, Experts(count, fields.count("num_experts_per_tok", 2), fields.count("intermediate_size")))
+    """Mixtral's fields."""
+    return _experts(fields, 8, 2, fields.count("intermediate_size"))
+
+
+def read_minimax_m2(fields: JsonFields) -> Experts:
+    """MiniMax-M2's fields: sigmoids, with a bias that only chooses; the chosen ones' weights are divided by their sum."""
+    if any(kind != 1 for kind in fields.value("attn_type_list") or ()):
+        raise _unknown(fields, "attn_type_list", "1 for each layer, which is full attention")
+    return _experts(fields, 256, 8, fields.count("intermediate_size"), scoring_bias=True, scoring=Scoring("sigmoid"))
+
+
+def read_hy_v3(fields: JsonFields) -> Experts:
+    """Hy3's fields: as MiniMax-M2 chooses, then a scale; a layer is dense by mlp_layer_types, the first one by default."""
+    kinds = fields.by_layer("mlp_layer_types", ("dense", "sparse")) or ["dense"]
+    width, shared = fields.count("moe_intermediate_size", 1536), int(fields.number("num_shared_experts", 1))
+    return _experts(
+        fields, 192, 8, width, shared=width * shared,
+        dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "dense"),
+        scoring_bias=True, scoring=Scoring("sigmoid", scale=fields.positive("router_scaling_factor", 2.826)),
+    )  # fmt: skip
 
 
 def read_qwen3_moe(fields: JsonFields) -> Experts:
-    """Qwen3-MoE's fields. A layer is dense if mlp_only_layers names it or decoder_sparse_step passes over it. norm_topk_prob is
-    false where the file does not have it, as in the reference implementation."""
-    step, num_layers = fields.count("decoder_sparse_step", 1), fields.count("num_hidden_layers")
-    named = set(fields.values.get("mlp_only_layers") or ())
-    passed = tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
-    return _checked(fields, Experts(
-        fields.count("num_experts", fields.count("num_local_experts", 128)), fields.count("num_experts_per_tok", 8),
-        fields.count("moe_intermediate_size", 768), dense_layers=passed, renormalize=fields.flag("norm_topk_prob", False),
-    ))  # fmt: skip
+    """Qwen3-MoE's fields. norm_topk_prob is false where the file does not have it, as in the reference implementation."""
+    return _experts(
+        fields, 128, 8, fields.count("moe_intermediate_size", 768), dense_layers=_passed_over(fields),
+        renormalize=fields.flag("norm_topk_prob", False),
+    )  # fmt: skip
+
+
+def read_qwen3_next(fields: JsonFields) -> Experts:
+    """Qwen3-Next's fields: those of Qwen3-MoE with other defaults, and a shared expert with a gate."""
+    return _with_shared_expert(fields, 512, 10, dense_layers=_passed_over(fields), renormalize=fields.flag("norm_topk_prob", True))
+
+
+def read_qwen3_5_moe(fields: JsonFields) -> Experts:
+    """Qwen3.5's fields: experts in every layer, whose weights are renormalized always, and a shared expert with a gate."""
+    return _with_shared_expert(fields, 256, 8)
+
+
+def _with_shared_expert(fields: JsonFields, count: int, per_token: int, **traits: Any) -> Experts:
+    width, shared = fields.count("moe_intermediate_size", 512), fields.count("shared_expert_intermediate_size", 512)
+    return _experts(fields, count, per_token, width, names=("num_experts",), shared=shared, shared_gate=True, **traits)
+
+
+def _passed_over(fields: JsonFields) -> tuple[int, ...]:
+    """The dense layers: those that mlp_only_layers names, or decoder_sparse_step passes over."""
+    step, named = fields.count("decoder_sparse_step", 1), set(fields.value("mlp_only_layers") or ())
+    return tuple(layer for layer in range(fields.count("num_hidden_layers")) if layer in named or (layer + 1) % step)
 
 
 def read_gpt_oss(fields: JsonFields) -> Experts:
     """gpt-oss's fields. The softmax is over a token's chosen experts, which is that over all of them, renormalized."""
-    quantization = fields.optional_mapping("quantization_config") or {}
     swiglu = ClampedSwiGlu(fields.positive("swiglu_alpha", 1.702), fields.positive("swiglu_limit", 7.0))
-    return _checked(fields, Experts(
-        fields.count("num_local_experts", fields.count("num_experts", 128)), fields.count("num_experts_per_tok", 4),
-        fields.count("intermediate_size", 2880), biases=True, mxfp4=quantization.get("quant_method") == "mxfp4", swiglu=swiglu,
-    ))  # fmt: skip
+    return _experts(fields, 128, 4, fields.count("intermediate_size", 2880), biases=True, swiglu=swiglu)
 
 
 def read_deepseek_v2(fields: JsonFields) -> Experts:
@@ -105,71 +135,81 @@ def read_deepseek_v2(fields: JsonFields) -> Experts:
     method = fields.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise _unknown(fields, "topk_method", "greedy and group_limited_greedy")
-    if fields.text("scoring_func", "softmax") != "softmax":
-        raise _unknown(fields, "scoring_func", "softmax")
     if fields.flag("norm_topk_prob", False):
         raise ModelError(
             f"{fields.file} has norm_topk_prob=true", held="the released checkpoints of DeepSeek-V2 have false",
             why="the reference implementations disagree about what it means there",
         )  # fmt: skip
-    grouped = method == "group_limited_greedy"
-    scoring = Scoring(
-        "softmax", fields.count("n_group", 1) if grouped else 1, fields.count("topk_group", 1) if grouped else 1,
-        fields.positive("routed_scaling_factor", 1.0),
-    )  # fmt: skip
+    groups = (fields.count("n_group", 1), fields.count("topk_group", 1)) if method == "group_limited_greedy" else (1, 1)
+    scoring = Scoring("softmax", *groups, fields.positive("routed_scaling_factor", 1.0))
     return _deepseek(fields, scoring, experts=64, width=1407, shared=2, dense=0, top_k=6)
 
 
 def read_deepseek_v3(fields: JsonFields) -> Experts:
     """DeepSeek-V3's fields: sigmoids, with a bias that only chooses (arXiv 2408.15664), in the best groups by their best two."""
-    for name, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
-        if fields.text(name, value) != value:
-            raise _unknown(fields, name, value)
-    scoring = Scoring(
-        "sigmoid", fields.count("n_group", 8), fields.count("topk_group", 4), fields.positive("routed_scaling_factor", 2.5)
-    )
-    return _deepseek(
-        fields, scoring, experts=256, width=2048, shared=1, dense=3, top_k=8, bias=True,
-        renormalize=fields.flag("norm_topk_prob", True),
+    return _deepseek(fields, _sigmoids(fields, 8, 4, 2.5), experts=256, width=2048, shared=1, dense=3, top_k=8)
+
+
+def read_glm4_moe(fields: JsonFields) -> Experts:
+    """GLM-4.5's fields: those of DeepSeek-V3, with other defaults."""
+    return _deepseek(fields, _sigmoids(fields, 1, 1, 1.0), experts=128, width=1408, shared=1, dense=1, top_k=8)
+
+
+def _sigmoids(fields: JsonFields, groups: int, top_groups: int, scale: float) -> Scoring:
+    """The numbers are defaults."""
+    return Scoring(
+        "sigmoid", fields.count("n_group", groups), fields.count("topk_group", top_groups),
+        fields.positive("routed_scaling_factor", scale),
     )  # fmt: skip
 
 
 def _deepseek(
-    fields: JsonFields, scoring: Scoring, *, experts: int, width: int, shared: int, dense: int, top_k: int, bias: bool = False,
-    renormalize: bool = False,
+    fields: JsonFields, scoring: Scoring, *, experts: int, width: int, shared: int, dense: int, top_k: int
 ) -> Experts:  # fmt: skip
-    """What V2 and V3 have in common. The numbers are the defaults of the reference implementation."""
-    count, per_token = fields.count("n_routed_experts", experts), fields.count("num_experts_per_tok", top_k)
-    width, frequency = fields.count("moe_intermediate_size", width), fields.count("moe_layer_freq", 1)
+    """What V2, V3 and GLM-4.5 have in common. The numbers are the defaults of the reference implementation. Sigmoids have a bias,
+    and renormalize by default; a softmax does not. Where the family has moe_layer_freq, only each such layer has experts."""
+    bias = scoring.function == "sigmoid"
+    width = fields.count("moe_intermediate_size", width)
+    frequency = fields.count("moe_layer_freq", 1) if fields.reads("moe_layer_freq") else 1
     first = int(fields.number("first_k_dense_replace", dense))
-    size = count // scoring.groups
-    if count % scoring.groups or scoring.top_groups > scoring.groups or (bias and size < 2):
+    shared = int(fields.number("n_shared_experts", 0 if "n_shared_experts" in fields.values else shared))
+    result = _experts(
+        fields, experts, top_k, width, names=("n_routed_experts", "num_local_experts" if bias else "num_experts"),
+        shared=width * shared, scoring_bias=bias, renormalize=bias and fields.flag("norm_topk_prob", True), scoring=scoring,
+        dense_layers=tuple(i for i in range(fields.count("num_hidden_layers")) if i < first or i % frequency),
+    )  # fmt: skip
+    size = result.count // scoring.groups
+    if result.count % scoring.groups or scoring.top_groups > scoring.groups or (bias and size < 2):
         raise ModelError(
-            f"{fields.file} has n_group={scoring.groups} and topk_group={scoring.top_groups} for {count} experts",
+            f"{fields.file} has n_group={scoring.groups} and topk_group={scoring.top_groups} for {result.count} experts",
             why="groups are of equal size" + (", of 2 experts at least," if bias else "") + " and no more than all are chosen",
         )  # fmt: skip
-    if per_token > scoring.top_groups * size:
+    if result.per_token > scoring.top_groups * size:
         raise ModelError(
-            f"{fields.file} has num_experts_per_tok={per_token}",
+            f"{fields.file} has num_experts_per_tok={result.per_token}",
             why=f"topk_group={scoring.top_groups} groups of {size} have fewer experts",
         )  # fmt: skip
-    return _checked(fields, Experts(
-        count, per_token, width, shared=width * int(fields.values.get("n_shared_experts", shared) or 0),
-        dense_layers=tuple(i for i in range(fields.count("num_hidden_layers")) if i < first or i % frequency),
-        scoring_bias=bias, renormalize=renormalize, scoring=scoring,
-    ))  # fmt: skip
+    return result
 
 
-def _unknown(fields: JsonFields, name: str, known: str) -> ModelError:
-    return ModelError(
-        f"{fields.file} has {name}={fields.values.get(name)!r}, which is not supported", held=f"supported here: {known}"
+def _experts(
+    fields: JsonFields, count: int, per_token: int, intermediate: int, *,
+    names: tuple[str, ...] = ("num_experts", "num_local_experts"), **traits: Any,
+) -> Experts:  # fmt: skip
+    """count, per_token: by default. names: the spellings of the former's field, in which versions of
+    transformers differ."""
+    experts = Experts(
+        fields.count(fields.either(*names), count), fields.count("num_experts_per_tok", per_token), intermediate, **traits
     )
-
-
-def _checked(fields: JsonFields, experts: Experts) -> Experts:
     if experts.per_token > experts.count:
         raise ModelError(
             f"{fields.file} has num_experts_per_tok={experts.per_token}", held=f"the model has {experts.count} experts",
             why="a token reaches distinct experts",
         )  # fmt: skip
     return experts
+
+
+def _unknown(fields: JsonFields, name: str, known: str) -> ModelError:
+    return ModelError(
+        f"{fields.file} has {name}={fields.values.get(name)!r}, which is not supported", held=f"supported here: {known}"
+    )

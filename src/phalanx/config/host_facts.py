@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from phalanx.config.cluster_token import SECRET_OPTIONS
-from phalanx.config.locate import checkpoint_digest
+from phalanx.config.locate import checkpoint_digest, locate
 from phalanx.config.options import EngineOptions
 from phalanx.version import __version__
 
@@ -24,7 +24,11 @@ _DISTRIBUTIONS = ("torch", "triton", "flashinfer-python")
 
 def host_facts(options: EngineOptions, folder: Path) -> dict[str, str]:
     """Name -> value, for concrete options and the model's folder on this host."""
-    return {**option_facts(options), "checkpoint": checkpoint_digest(folder, weights=options.load_format != "dummy")}
+    weights, config = options.load_format != "dummy", options.speculation
+    facts = {**option_facts(options), "checkpoint": checkpoint_digest(folder, weights=weights)}
+    if config is not None and config.model is not None:
+        facts["draft checkpoint"] = checkpoint_digest(locate(config.model, config.revision), weights=weights)
+    return facts
 
 
 def option_facts(options: EngineOptions) -> dict[str, str]:

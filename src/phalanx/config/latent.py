@@ -35,16 +35,13 @@ class Latent:
 
 
 def read_latent(fields: JsonFields, rope: Rope) -> Latent:
-    """The latent attention of DeepSeek-V2 and V3. Raises ModelError for biases, and for fewer KV heads than heads."""
+    """The latent attention of DeepSeek-V2 and V3. Raises ModelError for fewer KV heads than heads."""
     heads = fields.count("num_attention_heads")
     if fields.count("num_key_value_heads", heads) != heads:
         raise ModelError(
             f"{fields.file} has num_key_value_heads={fields.values.get('num_key_value_heads')}, and num_attention_heads={heads}",
             why="with latent attention each head has keys and values of its own",
         )  # fmt: skip
-    for name in ("attention_bias", "mlp_bias"):
-        if fields.flag(name, False):
-            raise ModelError(f"{fields.file} has {name}=true", why="with latent attention, projections have no biases here")
     nope, rope_dim = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
     if rope_dim % 2:
         raise ModelError(f"{fields.file} has qk_rope_head_dim={rope_dim}, which is odd", why="RoPE rotates pairs of values")

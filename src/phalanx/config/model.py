@@ -4,82 +4,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.dtypes import DTYPES
-from phalanx.config.experts import (
-    Experts,
-    read_deepseek_v2,
-    read_deepseek_v3,
-    read_gpt_oss,
-    read_mixtral,
-    read_qwen3_moe,
-)
+from phalanx.config.dtypes import DTYPE_SPELLINGS
+from phalanx.config.experts import Experts
+from phalanx.config.families import FAMILIES, NO_MULTIPLIERS, Family, Multipliers, Norms, model_type
+from phalanx.config.gated_delta import GatedDelta
+from phalanx.config.generation import FIELDS as GENERATION_FIELDS
+from phalanx.config.generation import GENERATION, read_sampling_defaults
 from phalanx.config.json_fields import JsonFields
-from phalanx.config.latent import Latent, read_latent
+from phalanx.config.latent import Latent
+from phalanx.config.model_fields import MODEL
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
-from phalanx.config.rope import Rope, read_rope
+from phalanx.config.rope import FULL, NOPE, SLIDING, Rope, RopeDefaults, read_rope, read_ropes_by_type
+from phalanx.config.text_tower import PREFIXES, TEXT, WRAPPERS, text_config
 from phalanx.errors import ModelError, UnsupportedArchitecture
 from phalanx.log import get_logger
 
 log = get_logger(__name__)
 
-CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
-
-_DTYPES = {dtype.long_name: dtype.name for dtype in DTYPES.values()}
+CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 
 
-@dataclass(frozen=True)
-class Family:
-    """What config.json does not state: the defaults of the architecture's reference implementation, and its fixed traits.
-
-    kv_heads, head_dim: None if derived from the query heads. window: the layers with a sliding window: "all" (if config.json has a
-    sliding_window, or none at all), "stated" (if it is given and not null), "used" (with use_sliding_window), "chosen" (by
-    use_sliding_window, max_window_layers or layer_types), "alternating" (every second, from the first on, without layer_types) or
-    "none". experts: how their fields are read, in a mixture of experts. sinks: each head's softmax has one more logit, without a
-    value. attention_bias: where reads_attention_bias, the default. yarn: the factor and the original context of a config.json that
-    says nothing of RoPE's scaling. dtype: of one that has none. latent: how latent attention is read, in families that have it.
-    mtp_layers: multi-token prediction layers behind the last one, by default.
-    """
-
-    max_positions: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    window: str = "none"
-    qkv_bias: bool = False
-    reads_attention_bias: bool = False
-    reads_mlp_bias: bool = False
-    qk_norm: bool = False
-    experts: Callable[[JsonFields], Experts] | None = None
-    attention_bias: bool = False
-    sinks: bool = False
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    yarn: tuple[float, int] | None = None
-    dtype: str = "float32"
-    latent: Callable[[JsonFields, Rope], Latent] | None = None
-    mtp_layers: int = 0
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family(2048, reads_attention_bias=True, reads_mlp_bias=True),
-    "MistralForCausalLM": Family(131072, kv_heads=8, window="all"),
-    "Qwen2ForCausalLM": Family(32768, kv_heads=32, window="chosen", qkv_bias=True),
-    "Qwen3ForCausalLM": Family(32768, kv_heads=32, head_dim=128, window="chosen", reads_attention_bias=True, qk_norm=True),
-    "MixtralForCausalLM": Family(131072, kv_heads=8, window="stated", experts=read_mixtral),
-    "Qwen3MoeForCausalLM": Family(
-        32768, kv_heads=4, window="used", reads_attention_bias=True, qk_norm=True, experts=read_qwen3_moe
-    ),
-    "GptOssForCausalLM": Family(
-        131072, kv_heads=8, head_dim=64, window="alternating", reads_attention_bias=True, attention_bias=True, sinks=True,
-        experts=read_gpt_oss, rms_norm_eps=1e-5, rope_theta=150_000.0, yarn=(32.0, 4096), dtype="bfloat16",
-    ),
-    "DeepseekV2ForCausalLM": Family(2048, experts=read_deepseek_v2, latent=read_latent),
-    "DeepseekV3ForCausalLM": Family(4096, experts=read_deepseek_v3, latent=read_latent, mtp_layers=1),
-}  # fmt: skip
+_FIXED = ("sinks", "qk_norm_whole", "norms", "norm_offset", "layer_norm", "activation")
+"""Traits that no file states, by their names in `Family` and `ModelShape`."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +38,13 @@ class ModelShape:
     """One model's sizes and traits. Lengths in tokens; `dtype` is the checkpoint's: "fp32", "fp16" or "bf16".
 
     windows: per layer, the number of tokens that a query attends to, itself included; None: all before it. eos_token_ids: those
-    of generation_config.json first, then those of config.json. sinks: see `Family`. latent: of models with latent attention, whose
-    head_dim is that of queries and keys. mtp_layers: multi-token prediction layers, which a checkpoint may have behind the last
-    layer, and which are not loaded.
+    of generation_config.json first, then those of config.json. sampling_defaults: see `generation`. sinks: see `Family`. latent: of
+    models with latent attention, whose head_dim is that of queries and keys. mtp_layers: multi-token prediction layers, which a
+    checkpoint may have behind the last layer, and which are not loaded. wrapper: the multimodal architecture of which the model is
+    the text tower (`text_tower.WRAPPERS`). layer_ropes: of each layer, where they differ from `rope`. multipliers: see
+    `Multipliers`. qk_norm: queries and keys are normed before RoPE, each head alone or, with qk_norm_whole, all heads of a token as
+    one vector. norms, norm_offset, layer_norm, activation: see `Family`. gated_delta: of models with layers of the gated delta
+    rule, whose attention has a gate of its output.
     """
 
     architecture: str
@@ -112,83 +67,116 @@ class ModelShape:
     experts: Experts | None = None
     quantization: Quantization | None = None
     dtype: str = "fp32"
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: tuple[tuple[str, int | float], ...] = ()
     sinks: bool = False
     latent: Latent | None = None
     mtp_layers: int = 0
+    wrapper: str | None = None
+    layer_ropes: tuple[Rope, ...] = ()
+    multipliers: Multipliers = NO_MULTIPLIERS
+    qk_norm_whole: bool = False
+    norms: Norms = "before"
+    norm_offset: bool = False
+    layer_norm: bool = False
+    activation: str = "silu"
+    gated_delta: GatedDelta | None = None
+
+    def rope_in(self, layer: int) -> Rope:
+        """RoPE of a layer."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
+    def rotary_dim(self, rope: Rope) -> int:
+        """Elements of a head that it rotates."""
+        return int(self.head_dim * rope.portion) if self.latent is None else self.latent.rope
+
+    def within(self, max_seq_len: int) -> ModelShape:
+        """The model for contexts of up to max_seq_len tokens: see `Rope.within`."""
+        layer_ropes = tuple(rope.within(max_seq_len) for rope in self.layer_ropes)
+        return replace(self, rope=self.rope.within(max_seq_len), layer_ropes=layer_ropes)
 
     @property
-    def rotary_dim(self) -> int:
-        """Elements of a head that RoPE rotates."""
-        return self.head_dim if self.latent is None else self.latent.rope
-
-    @property
-    def window(self) -> int | None:
-        """Tokens after which no layer needs a KV cache block any more; None if some layer attends to everything."""
-        return max((size for size in self.windows if size), default=None) if all(self.windows) else None
+    def rotary_pairs(self) -> int:
+        """Pairs of elements of a head (of its rotated part with latent attention) that kernels rotate, some of them by nothing."""
+        return (self.head_dim if self.latent is None else self.latent.rope) // 2
 
     def experts_in(self, layer: int) -> Experts | None:
         """The experts of a layer; None where its MLP is dense."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelShape:
+    def from_folder(cls, folder: Path, *, quiet: bool = False) -> ModelShape:
         """Read the folder of a checkpoint. Raises as `load_config` and `from_config`."""
-        return cls.from_config(load_config(folder), file=str(folder / CONFIG))
+        return cls.from_config(load_config(folder), file=str(folder / CONFIG), quiet=quiet)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, file: str = CONFIG) -> ModelShape:
+    def from_config(cls, config: Mapping[str, Any], *, file: str = CONFIG, quiet: bool = False) -> ModelShape:
         """Build the shape from the result of `load_config`, in either spelling of transformers: `dtype` and `rope_parameters`
         (version 5 and later), or `torch_dtype`, `rope_theta` and `rope_scaling` (before).
 
-        Raises UnsupportedArchitecture, or ModelError naming file and field.
+        A field that is in none of the tables (`model_fields`) is named by a warning; quiet: another process has logged it. Raises
+        UnsupportedArchitecture, or ModelError naming file and field.
         """
         fields = JsonFields(config, file=file)
-        architecture = _architecture(fields)
-        family = FAMILIES[architecture]
-        _refuse_unsupported(fields)
-        heads = fields.count("num_attention_heads")
-        kv_heads = fields.count("num_key_value_heads", family.kv_heads or heads)
-        if heads % kv_heads:
-            raise ModelError(f"{file}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}", why=_NO_GROUPS)
+        architecture, wrapper = _architecture(fields), None
+        if architecture in WRAPPERS:
+            config, wrapper = text_config(fields, architecture), architecture
+            fields = JsonFields(config, file=f"{TEXT} of {file}", additions=fields.additions)
+            architecture = _architecture(fields)
+        family, fields = FAMILIES[architecture], fields.sorted_by(MODEL[architecture])
+        _check_model_type(fields, architecture)
+        heads, kv_heads = _heads(fields, family)
         num_layers = fields.count("num_hidden_layers")
         max_positions = fields.count("max_position_embeddings", family.max_positions)
-        rope = read_rope(_with_rope(fields, family), max_positions, family.rope_theta)
-        attention_bias = family.reads_attention_bias and fields.flag("attention_bias", family.attention_bias)
+        head_dim = _head_dim(fields, heads, family) if family.latent is None else 0
+        nope_layers = _nope_layers(fields, family, num_layers)
+        windows = _windows(fields, family, num_layers, nope_layers)
+        rope, layer_ropes = _ropes(fields, family, max_positions, head_dim, nope_layers, windows)
         experts = None if family.experts is None else family.experts(fields)
         latent = None if family.latent is None else family.latent(fields, rope)
-        bos, vocab_size = fields.ids("bos_token_id"), fields.count("vocab_size")
-        return cls(
+        vocab_size = fields.count("vocab_size")
+        generation = _generation(fields)
+        shape = cls(
             architecture=architecture,
             vocab_size=vocab_size,
             hidden_size=fields.count("hidden_size"),
-            intermediate_size=fields.count("intermediate_size"),
+            intermediate_size=_intermediate_size(fields, experts),
             num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=_head_dim(fields, heads, family) if latent is None else latent.nope + latent.rope,
-            max_positions=max(max_positions, int(rope.original_max_positions * rope.factor) if rope.kind == "yarn" else 0),
-            rms_norm_eps=fields.positive("rms_norm_eps", family.rms_norm_eps),
+            head_dim=head_dim if latent is None else latent.nope + latent.rope,
+            max_positions=rope.extended(max_positions) if family.window_theta is None else max_positions,
+            rms_norm_eps=fields.positive(family.eps_field, family.rms_norm_eps),
             rope=rope,
-            windows=_windows(fields, family, num_layers),
-            qkv_bias=family.qkv_bias or attention_bias,
-            output_bias=attention_bias,
-            mlp_bias=family.reads_mlp_bias and fields.flag("mlp_bias", False),
-            qk_norm=family.qk_norm,
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            windows=windows,
+            qkv_bias=family.qkv_bias or _has_bias(fields, family, family.input_bias),
+            output_bias=_has_bias(fields, family, family.output_bias),
+            mlp_bias=_has_bias(fields, family, family.mlp_bias),
+            qk_norm=family.qk_norm or (fields.reads("use_qk_norm") and fields.flag("use_qk_norm", False)),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", family.tied),
             experts=experts,
-            quantization=None if experts is not None and experts.mxfp4 else read_quantization(fields),
+            quantization=_quantization(fields, wrapper, stacked_experts=experts is not None and experts.biases),
             dtype=_dtype(fields, family.dtype),
-            bos_token_id=bos[0] if bos else None,
-            eos_token_ids=_eos(fields, vocab_size),
-            sinks=family.sinks,
+            eos_token_ids=_eos(fields, generation, vocab_size, quiet),
+            sampling_defaults=tuple(read_sampling_defaults(generation, config).items()),
             latent=latent,
-            mtp_layers=int(fields.number("num_nextn_predict_layers", family.mtp_layers)),
+            mtp_layers=_mtp_layers(fields, family),
+            wrapper=wrapper,
+            layer_ropes=layer_ropes,
+            multipliers=NO_MULTIPLIERS if family.multipliers is None else family.multipliers(fields),
+            gated_delta=None if family.gated_delta is None else family.gated_delta(fields),
+            **{name: getattr(family, name) for name in _FIXED},
         )
+        if not quiet:
+            _log(shape, fields, file)
+        return shape
 
 
-_NO_GROUPS = "each KV head must serve the same number of query heads"
+def _log(shape: ModelShape, fields: JsonFields, file: str) -> None:
+    if shape.wrapper is not None:
+        log.info("%s: of %s the text model (%s) is served, and no images", file, shape.wrapper, shape.architecture)
+    if fields.additions:
+        log.warning("%s: Phalanx knows nothing of %s: not used", file, ", ".join(fields.additions))
 
 
 def load_config(folder: Path) -> dict[str, Any]:
@@ -198,7 +186,7 @@ def load_config(folder: Path) -> dict[str, Any]:
     "quantization_config" if config.json has none. Raises ModelError if config.json is missing, or any of them is not a JSON object.
     """
     config = _read_json(folder / CONFIG)
-    if config.get("quantization_config") is None and (folder / MODELOPT).exists():
+    if not config.get("quantization_config") and (folder / MODELOPT).exists():
         config["quantization_config"] = from_modelopt(_read_json(folder / MODELOPT))
     generation = folder / GENERATION
     config["generation_config"] = _read_json(generation) if generation.exists() else {}
@@ -220,94 +208,169 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _architecture(fields: JsonFields) -> str:
     names = fields.optional_texts("architectures") or []
     for name in names:
-        if name in FAMILIES:
+        if name in FAMILIES or name in WRAPPERS:
             return name
     raise UnsupportedArchitecture(
-        f"{fields.file} has architectures={names}, none of which is supported", held=f"supported are: {', '.join(FAMILIES)}",
+        f"{fields.file} has architectures={names}, none of which is supported",
+        held=f"supported are: {', '.join([*FAMILIES, *WRAPPERS])}",
         next="use a checkpoint of one of these families",
     )  # fmt: skip
 
 
-def _refuse_unsupported(fields: JsonFields) -> None:
-    """Raise ModelError for fields whose values are not supported."""
-    activation = fields.text("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"{fields.file} has hidden_act={activation!r}", why="only 'silu' is supported")
+def _check_model_type(fields: JsonFields, architecture: str) -> None:
+    """Raise ModelError for a model_type of another family."""
+    kind = fields.text("model_type", model_type(architecture))
+    if kind in map(model_type, FAMILIES) and kind != model_type(architecture):
+        raise ModelError(
+            f"{fields.file} has architectures={[architecture]} and model_type={kind!r}",
+            why="transformers goes by model_type, and the two are different models", next="correct the one that is wrong",
+        )  # fmt: skip
+    if kind not in (model_type(architecture), *FAMILIES[architecture].model_types):
+        fields.additions.append(f"model_type={kind!r}")
+
+
+def _quantization(fields: JsonFields, wrapper: str | None, *, stacked_experts: bool) -> Quantization | None:
+    quantization = read_quantization(fields, stacked_experts=stacked_experts)
+    prefixes = tuple(prefix for prefix, own in PREFIXES.items() if own == "model.")
+    if quantization is None or wrapper is None:
+        return quantization
+    others = tuple(replace(group, prefixes=prefixes) for group in quantization.others)
+    return replace(quantization, prefixes=prefixes, others=others)
+
+
+def _intermediate_size(fields: JsonFields, experts: Experts | None) -> int:
+    """Of the dense layers. A file of a family without any need not state it."""
+    if experts is None or experts.dense_layers or fields.value("intermediate_size") is not None:
+        return fields.count("intermediate_size")
+    return experts.intermediate
+
+
+def _generation(fields: JsonFields) -> JsonFields:
+    values = fields.optional_mapping("generation_config") or {}
+    return JsonFields(values, GENERATION, f"{GENERATION}: ", additions=fields.additions).sorted_by(GENERATION_FIELDS)
+
+
+def _heads(fields: JsonFields, family: Family) -> tuple[int, int]:
+    """Query heads and KV heads."""
+    heads = fields.count("num_attention_heads")
+    # null means one for each head; a file without the field means the default of the reference implementation.
+    stated = "num_key_value_heads" in fields.values
+    kv_heads = fields.count("num_key_value_heads", heads if stated else family.kv_heads or heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"{fields.file}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}",
+            why="each KV head must serve the same number of query heads",
+        )  # fmt: skip
+    return heads, kv_heads
 
 
 def _head_dim(fields: JsonFields, heads: int, family: Family) -> int:
     hidden = fields.count("hidden_size")
-    if fields.values.get("head_dim") is None and family.head_dim is None and hidden % heads:
+    if fields.value("head_dim") is None and family.head_dim is None and hidden % heads:
         raise ModelError(
             f"{fields.file}: num_attention_heads={heads} does not divide hidden_size={hidden}", why="there is no head_dim either",
         )  # fmt: skip
-    head_dim = fields.count("head_dim", family.head_dim or hidden // heads)
+    # null means hidden_size / num_attention_heads; a file without the field means the default of the reference implementation.
+    head_dim = fields.count("head_dim", (None if "head_dim" in fields.values else family.head_dim) or hidden // heads)
     if head_dim % 2:
         raise ModelError(f"{fields.file} gives head_dim={head_dim}, which is odd", why="RoPE rotates pairs of values")
     return head_dim
 
 
-def _with_rope(fields: JsonFields, family: Family) -> JsonFields:
-    """The fields with the family's YaRN where they say nothing of RoPE's scaling."""
-    if family.yarn is None or any(fields.values.get(name) is not None for name in ("rope_parameters", "rope_scaling")):
-        return fields
-    factor, original = family.yarn
-    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, "truncate": False}
-    return JsonFields({**fields.values, "rope_scaling": scaling}, fields.file)
+def _has_bias(fields: JsonFields, family: Family, name: str | None) -> bool:
+    """Whether projections have biases by field `name`."""
+    default = family.attention_bias and name == "attention_bias"
+    return name is not None and fields.reads(name) and fields.flag(name, default)
 
 
-def _windows(fields: JsonFields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    no_windows: tuple[int | None, ...] = (None,) * num_layers
-    if family.window == "none" or (family.window == "stated" and fields.values.get("sliding_window") is None):
-        return no_windows
-    # In the reference implementations, a missing sliding_window is 4096 (128 in gpt-oss), and null means no window.
-    default = 128 if family.window == "alternating" else 4096
-    size = fields.count("sliding_window", default) if fields.values.get("sliding_window", default) is not None else None
-    if family.window in ("all", "stated"):
-        return (size,) * num_layers
-    kinds = fields.optional_texts("layer_types")
-    if family.window == "alternating":
-        chosen = tuple(("sliding", "full")[layer % 2] + "_attention" for layer in range(num_layers)) if kinds is None else kinds
-        return _by_kind(fields, chosen, size, num_layers)
-    if size is None or not fields.flag("use_sliding_window", False):
-        return no_windows
-    if family.window == "used":
-        return (size,) * num_layers
-    if kinds is None:
-        first = int(fields.number("max_window_layers", 28))
-        return tuple(size if layer >= first else None for layer in range(num_layers))
-    return _by_kind(fields, kinds, size, num_layers)
-
-
-def _by_kind(fields: JsonFields, kinds: Sequence[str], size: int | None, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window by its layer_types."""
-    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-    if unknown or len(kinds) != num_layers:
+def _nope_layers(fields: JsonFields, family: Family, num_layers: int) -> tuple[int, ...]:
+    """The layers without RoPE: those with 0 in no_rope_layers, which says where there is RoPE."""
+    if family.nope_interval is None:
+        return ()
+    interval, stated = fields.count("no_rope_layer_interval", family.nope_interval), fields.value("no_rope_layers")
+    if stated is None:
+        return tuple(range(interval - 1, num_layers, interval))
+    if not isinstance(stated, list) or len(stated) < num_layers or not all(each in (0, 1) for each in stated):
         raise ModelError(
-            f"{fields.file} has {len(kinds)} layer_types" + (f" with {', '.join(unknown)}" if unknown else ""),
-            why=f"there must be num_hidden_layers={num_layers}, each sliding_attention or full_attention",
+            f"{fields.file} has no_rope_layers={stated!r}",
+            why=f"it must have 1 (RoPE) or 0 (none) for each of num_hidden_layers={num_layers}",
         )  # fmt: skip
-    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(layer for layer in range(num_layers) if not stated[layer])
+
+
+def _windows(fields: JsonFields, family: Family, num_layers: int, nope_layers: tuple[int, ...]) -> tuple[int | None, ...]:
+    kind, layers = family.window, range(num_layers)
+    size: int | None = None
+    default = None if kind == "stated" else family.window_size
+    if kind != "none" and fields.values.get("sliding_window", default) is not None:
+        size = fields.count("sliding_window", default or 1)
+    types = _layer_types(fields, family, num_layers) if kind in ("pattern", "chosen", "unrotated") else None
+    if kind in ("used", "chosen", "unrotated") and (size is None or not fields.flag("use_sliding_window", False)):
+        size = None
+    elif types is not None:
+        return tuple(size if each == SLIDING else None for each in types)
+    elif kind == "unrotated":
+        return tuple(size if layer in nope_layers else None for layer in layers)
+    elif kind == "chosen":
+        first = int(fields.number("max_window_layers", 28))
+        return tuple(size if layer >= first else None for layer in layers)
+    return (size,) * num_layers
+
+
+def _layer_types(fields: JsonFields, family: Family, num_layers: int) -> list[str] | None:
+    """Each layer's type, by layer_types or by the family's pattern; None where neither says."""
+    pattern = family.window_pattern
+    if fields.reads("sliding_window_pattern"):
+        pattern = fields.count("sliding_window_pattern", pattern)
+    kinds = fields.by_layer("layer_types", (SLIDING, FULL))
+    if kinds is None and pattern:
+        return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
+    return kinds
+
+
+def _ropes(
+    fields: JsonFields, family: Family, max_positions: int, head_dim: int, nope_layers: tuple[int, ...],
+    windows: tuple[int | None, ...],
+) -> tuple[Rope, tuple[Rope, ...]]:  # fmt: skip
+    """RoPE of the model, and of each layer where they differ."""
+    if family.window_theta is not None:
+        rope, local = read_ropes_by_type(fields, max_positions, family.rope_theta, family.window_theta)
+        if fields.values.get("sliding_window", family.window_size) is None:
+            raise ModelError(f"{fields.file} has sliding_window=null", why="the layers with a window have a RoPE of their own")
+        return rope, tuple(rope if window is None else local for window in windows)
+    portion = family.rotary_portion
+    if fields.reads("rotary_dim"):
+        portion = fields.count("rotary_dim", head_dim) / head_dim
+    defaults = RopeDefaults(family.rope_theta, portion, family.yarn, family.original_positions, family.rope_types)
+    rope = replace(read_rope(fields, max_positions, defaults, head_dim), interleaved=family.interleaved)
+    if family.nope_full:
+        nope_layers = tuple(layer for layer, window in enumerate(windows) if window is None)
+    return rope, tuple(NOPE if layer in nope_layers else rope for layer in range(len(windows))) if nope_layers else ()
 
 
 def _dtype(fields: JsonFields, default: str) -> str:
-    name = fields.text("dtype", fields.text("torch_dtype", default)).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ModelError(f"{fields.file} has dtype={name!r}", held=f"supported are: {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    name = fields.text("dtype", fields.text("torch_dtype", default))
+    known = DTYPE_SPELLINGS.get(name.removeprefix("torch."))
+    if known is None:
+        raise ModelError(f"{fields.file} has dtype={name!r}", held=f"supported are: {', '.join(DTYPE_SPELLINGS)}")
+    return known
 
 
-def _eos(fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
-    generation = JsonFields(fields.optional_mapping("generation_config") or {}, file=GENERATION)
+def _mtp_layers(fields: JsonFields, family: Family) -> int:
+    names = [name for name in ("num_nextn_predict_layers", "num_mtp_layers") if fields.reads(name)]
+    return int(fields.number(fields.either(*names), family.mtp_layers)) if names else 0
+
+
+def _eos(fields: JsonFields, generation: JsonFields, vocab_size: int, quiet: bool) -> tuple[int, ...]:
     ids = tuple(dict.fromkeys(generation.ids("eos_token_id") + fields.ids("eos_token_id")))
-    return known_eos_ids(ids, vocab_size, f"{GENERATION} or {fields.file}")
+    return known_eos_ids(ids, vocab_size, None if quiet else f"{GENERATION} or {fields.file}")
 
 
-def known_eos_ids(eos_token_ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
-    """The ids that a model with so many tokens can sample. The others are dropped, with a warning that names `source`: every
-    request that lists one as a stop token would be rejected."""
+def known_eos_ids(eos_token_ids: Iterable[int], vocab_size: int, source: str | None) -> tuple[int, ...]:
+    """The ids that a model with so many tokens can sample. The others are dropped, with a warning that names `source`, if there is
+    one: every request that lists one as a stop token would be rejected."""
     ids = tuple(eos_token_ids)
     unknown = [token for token in ids if not 0 <= token < vocab_size]
-    if unknown:
+    if unknown and source is not None:
         log.warning("eos ids %s of %s are dropped: the model has tokens 0..%d", unknown, source, vocab_size - 1)
     return tuple(token for token in ids if token not in unknown)

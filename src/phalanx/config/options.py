@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from phalanx.config.dtypes import DTYPE_SPELLINGS
+from phalanx.config.other_engines import hint
+from phalanx.config.speculation import ELSEWHERE, SpeculativeConfig
 from phalanx.errors import OptionError, UnknownOption
 
 
@@ -17,7 +20,17 @@ def _dtype_name(value: Any) -> Any:
     return DTYPE_SPELLINGS.get(value, value) if isinstance(value, str) else value
 
 
-Dtype = Annotated[Literal["auto", "fp32", "fp16", "bf16", "fp8"], BeforeValidator(_dtype_name)]
+Dtype = Annotated[Literal["auto", "fp32", "fp16", "bf16", "fp8", "int4"], BeforeValidator(_dtype_name)]
+
+
+def _speculation_text(value: Any) -> Any:
+    return None if value is None else SpeculativeConfig.of(value).canonical()
+
+
+def _above_zero(value: float | str | None) -> float | str | None:
+    if isinstance(value, float) and not value > 0:
+        raise ValueError("Input should be greater than 0")
+    return value
 
 
 class EngineOptions(BaseModel):
@@ -34,7 +47,8 @@ class EngineOptions(BaseModel):
     dtype: Dtype = Field(
         "auto",
         description="Compute dtype. auto: the checkpoint's (fp32 on CPU). fp8: quantize the linear layers of a 16-bit checkpoint "
-        "to FP8 while loading; everything else as with auto. FP8 checkpoints always run in FP8.",
+        "to FP8 while loading; everything else as with auto. int4: the same to 4-bit integers, rounded to nearest in groups of "
+        "128, for trials: checkpoints that AWQ or GPTQ calibrated lose less. Quantized checkpoints always run as they are.",
     )
     kv_cache_dtype: Literal["auto", "model", "fp8", "int8"] = Field(
         "auto",
@@ -50,6 +64,11 @@ class EngineOptions(BaseModel):
         ge=0,
         description="Draw experts from a power law with this exponent instead of by the router's logits, which are computed "
         "all the same; 0 is uniform. For benchmarks, with load_format dummy. None: routers choose.",
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="Where requests have their defaults from, such as temperature. auto: the checkpoint's generation_config.json. "
+        "none: the defaults of the API.",
     )
     skip_tokenizer_init: bool = Field(False, description="Load no tokenizer: prompts and outputs are token ids only.")
     seed: int = Field(0, description="Seed of dummy weights, and of requests without a seed of their own.")
@@ -132,6 +151,11 @@ class EngineOptions(BaseModel):
 
     max_batch_size: int = Field(256, ge=1, le=1 << 16, description="Maximum number of requests that run at once.")
     max_num_tokens: int | None = Field(None, ge=1, description="Maximum number of tokens per step. None: 8192 on GPU, 2048 on CPU.")
+    max_decode_gap_ms: Annotated[float | Literal["auto"] | None, AfterValidator(_above_zero)] = Field(
+        None,
+        description="Milliseconds between two tokens of a request, at most: prompts are cut so that no step takes longer beside "
+        "decodes, as steps are measured here. auto: four times what the step would take without prompts. None: no bound.",
+    )
     max_seq_len: int | None = Field(
         None, ge=2, description="Maximum length of one request, prompt and output, in tokens. None: the model's limit."
     )
@@ -146,9 +170,33 @@ class EngineOptions(BaseModel):
     )
     kv_block_size: int = Field(16, ge=1, le=256, description="Tokens per KV cache block.")
     enable_prefix_caching: bool = Field(True, description="Share KV cache blocks between requests that begin with the same tokens.")
+    state_snapshots: int | None = Field(
+        None,
+        ge=0,
+        description="Prefixes whose state is kept, in models some of whose layers have a state for each request (Qwen3-Next, "
+        "Qwen3.5): a hit needs it. Each takes the memory of a request's state. 0: no hits in these models. None: half of "
+        "max_batch_size.",
+    )
     enable_chunked_prefill: bool = Field(
         True, description="Split long prompts over several steps. Without it, each prompt must fit into one step."
     )
+
+    speculative_config: Annotated[str | None, BeforeValidator(_speculation_text)] = Field(
+        None,
+        description="Speculative decoding, as JSON with vLLM's field names. Drafts of the next tokens are verified in one step; "
+        'output is the same as without. {"method": "ngram", "num_speculative_tokens": 4}: drafts are what followed the last tokens '
+        'where they occurred before. {"method": "draft_model", "model": MODEL, ...}: those of a smaller model of the same '
+        "vocabulary; eagle3, mtp: those of a head. None: no speculation.",
+    )
+
+    max_loras: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="LoRA adapters whose requests run at once. Each takes memory on every rank, for max_lora_rank. More may be "
+        "loaded: they wait in host memory, and take the place of one that is not in use. 0: no adapter can be loaded.",
+    )
+    max_lora_rank: int = Field(16, ge=1, le=512, description="Largest rank of an adapter that can be loaded.")
 
     allreduce_strategy: Literal["AUTO", "NCCL", "ONESHOT", "TWOSHOT", "RS_NORM_AG", "GEMM_RS"] = Field(
         "AUTO",
@@ -157,8 +205,9 @@ class EngineOptions(BaseModel):
     )
     deterministic: bool = Field(
         False,
-        description="All-reduces sum in fp32 in the order of the ranks, and never use NCCL: their results repeat bit for bit. "
-        "Tokens still depend on the batch in 16 bit on a GPU, since the order of sums in other kernels does.",
+        description="On CPU: a request's logits are the same bits whatever else is in the batch, since each token is computed "
+        "alone; prompts take as long as decodes. On GPU: all-reduces sum in fp32 in the order of the ranks, never by NCCL, and "
+        "repeat bit for bit; other kernels still depend on the batch.",
     )
     cuda_graphs: bool = Field(True, description="Use CUDA graphs for decode steps, and for steps with prompts that gain. GPU only.")
     kernel_cache_dir: str | None = Field(
@@ -168,7 +217,12 @@ class EngineOptions(BaseModel):
         "environment variables. None: the folders that those variables name, else folders in the user's home.",
     )
     stall_timeout: float = Field(20.0, gt=0, description="Seconds without a heartbeat after which a rank counts as stalled.")
-    step_timeout: float = Field(300.0, gt=0, description="Seconds after which a step without a result is an error.")
+    step_timeout: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds after which a step without a result is an error, at most. Where the engine has measured such steps, "
+        "it is ten times what they take, and 5 s at least.",
+    )
     start_timeout: float = Field(600.0, gt=0, description="Seconds within which all ranks must have started.")
 
     @classmethod
@@ -181,9 +235,35 @@ class EngineOptions(BaseModel):
             raise option_error(error) from None
 
     @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """What speculative_config says."""
+        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def max_decode_gap(self) -> float | Literal["auto"] | None:
+        """max_decode_gap_ms in seconds."""
+        gap = self.max_decode_gap_ms
+        return gap / 1000 if isinstance(gap, float) else gap
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts that a row of a step verifies, at most."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
+    @property
     def index_batch_size(self) -> int:
         """Of max_batch_size, the requests that run at once on one dp index."""
         return -(-self.max_batch_size // self.expert_parallel_size)
+
+    @property
+    def index_snapshots(self) -> int:
+        """Of state_snapshots, those of one dp index."""
+        return -(-(self.state_snapshots or 0) // self.expert_parallel_size)
+
+    @property
+    def index_states(self) -> int:
+        """Of one dp index: the states that layers keep, of its slots and then of prefixes."""
+        return self.index_batch_size + self.index_snapshots
 
     @property
     def index_num_tokens(self) -> int | None:
@@ -196,15 +276,21 @@ class EngineOptions(BaseModel):
         return self.pipeline_parallel_size * self.expert_parallel_size * self.tensor_parallel_size
 
 
-def refuse_unknown(values: dict[str, Any], known: Any, *, what: str) -> None:
-    """Raise UnknownOption for the first name in `values` that is not in `known`, naming the nearest one."""
+def refuse_unknown(values: dict[str, Any], known: Any, *, what: str, spell: Callable[[str], str] = repr) -> None:
+    """Raise UnknownOption for the first name in `values` that is not in `known`, naming the nearest one, or what another engine's
+    name for it is here. spell: how a name is written where the error appears."""
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-            raise UnknownOption(
-                f"{what} {name!r} is unknown",
-                next=f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}",
-            )
+            raise UnknownOption(f"{what} {spell(name)} is unknown", next=_nearest(name, known, spell))
+
+
+def _nearest(name: str, known: Any, spell: Callable[[str], str]) -> str:
+    if name in ELSEWHERE and "speculative_config" in known:
+        return f"use the field {ELSEWHERE[name]} of speculative_config"
+    if elsewhere := hint(name, known, spell):
+        return elsewhere
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {spell(near[0])}?" if near else f"known: {', '.join(sorted(known))}"
 
 
 def option_error(error: ValidationError) -> OptionError:

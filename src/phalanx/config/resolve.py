@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.config.experts import Experts, require_places
-from phalanx.config.latent import Latent
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
-from phalanx.config.quantization import Quantization
+from phalanx.config.quantization import on_load
 from phalanx.errors import LayoutError, OptionError
 
 GPU_STEP_TOKENS = 8192
@@ -29,21 +28,27 @@ class ResolvedOptions:
     reasons: dict[str, str]
 
 
-def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> ResolvedOptions:
+def resolve(options: EngineOptions, shape: ModelShape, gpus: int, unusable: str = "") -> ResolvedOptions:
     """Choose the values that the user left open, for this model and a host with this number of GPUs.
+
+    unusable: why it has no GPU, or which further ones cannot be used.
 
     Raises OptionError or LayoutError for a max_seq_len beyond the model's, missing GPUs, a number of ranks that the number of nodes
     does not divide, and options that have no effect or contradict each other for this model and layout.
     """
     chosen: dict[str, tuple[Any, str]] = {}
-    device = _device(options, gpus, chosen)
-    _check_layout(options, shape, gpus if device == "cuda" else None)
+    device = _device(options, gpus, unusable or "this host has no GPU", chosen)
+    _check_layout(options, shape, gpus if device == "cuda" else None, unusable)
     if options.dtype == "auto":
         why = "the checkpoint's dtype" if device == "cuda" else "fastest and most precise on CPU"
         chosen["dtype"] = concrete_dtype("auto", shape, device), why
     cache = concrete_kv_cache_dtype(options.kv_cache_dtype, shape)
     if options.kv_cache_dtype == "auto":
         chosen["kv_cache_dtype"] = cache, f"the checkpoint has {'no ' if cache == 'model' else ''}KV scales"
+    if options.deterministic:
+        _check_deterministic(options, device)
+        way = ROW_BY_ROW if device == "cpu" else ALL_REDUCES_ONLY
+        chosen["deterministic"] = True, way
     max_seq_len = _max_seq_len(options, shape, chosen)
     _max_num_tokens(options, device, max_seq_len, chosen)
     if device == "cpu":
@@ -57,25 +62,29 @@ def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> ResolvedOpt
     )
 
 
-class CheckpointDtypes(Protocol):
-    """What of a checkpoint decides dtypes: `ModelShape` of the engine, and `Shape` of the planner."""
-
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def latent(self) -> Latent | None: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def quantization(self) -> Quantization | None: ...
+ROW_BY_ROW = "each token is computed alone, so that its bits do not depend on the batch; prompts take as long as decodes"
+ALL_REDUCES_ONLY = "all-reduces repeat bit for bit; on a GPU other kernels still depend on the batch"
 
 
-def concrete_dtype(dtype: str, shape: CheckpointDtypes, device: str) -> str:
-    """The option `dtype` with "auto" replaced: "fp32", "fp16", "bf16" or, only where it is asked for, "fp8"."""
+def _check_deterministic(options: EngineOptions, device: str) -> None:
+    """Raise OptionError for what `deterministic` cannot promise on a CPU."""
+    if device != "cpu":
+        return
+    for name, is_set, why in (
+        ("speculative_config", options.speculation is not None, "tokens are computed one by one, and drafts would gain nothing"),
+        ("expert_parallel_size", options.expert_parallel_size > 1, "the groups exchange the tokens of whole steps"),
+    ):
+        if is_set:
+            raise OptionError(f"deterministic excludes {name} on a CPU", why=why, next="leave one of them out")
+
+
+def concrete_dtype(dtype: str, shape: ModelShape, device: str) -> str:
+    """The option `dtype` with "auto" replaced: "fp32", "fp16", "bf16" or, only where they are asked for, "fp8" and
+    "int4"."""
     return compute_dtype("auto", shape, device) if dtype == "auto" else dtype
 
 
-def concrete_kv_cache_dtype(kv_cache_dtype: str, shape: CheckpointDtypes) -> str:
+def concrete_kv_cache_dtype(kv_cache_dtype: str, shape: ModelShape) -> str:
     """The option `kv_cache_dtype` with "auto" replaced: "fp8" where the checkpoint has KV scales, else "model". Raises OptionError
     for "int8" where the cache has latents."""
     if kv_cache_dtype == "int8" and shape.latent is not None:
@@ -89,26 +98,26 @@ def concrete_kv_cache_dtype(kv_cache_dtype: str, shape: CheckpointDtypes) -> str
     return "fp8" if shape.quantization is not None and shape.quantization.kv else "model"
 
 
-def compute_dtype(dtype: str, shape: CheckpointDtypes, device: str) -> str:
+def compute_dtype(dtype: str, shape: ModelShape, device: str) -> str:
     """The dtype of everything but FP8 GEMMs (and of those GEMMs on a device without FP8): "fp32", "fp16" or "bf16".
 
-    With "auto" and "fp8" it is the checkpoint's dtype, but fp32 on CPU, and 16 bit on GPU if the GEMMs are in FP8.
+    With "auto", "fp8" and "int4" it is the checkpoint's dtype, but fp32 on CPU, and 16 bit on GPU if weights are quantized.
     """
-    if dtype not in ("auto", "fp8"):
+    if dtype != "auto" and not on_load(dtype):
         return dtype
     if device == "cpu":
         return "fp32"
-    in_fp8 = dtype == "fp8" or shape.quantization is not None
-    return "bf16" if in_fp8 and shape.dtype == "fp32" else shape.dtype
+    quantized = on_load(dtype) is not None or shape.quantization is not None
+    return "bf16" if quantized and shape.dtype == "fp32" else shape.dtype
 
 
-def _device(options: EngineOptions, gpus: int, chosen: dict[str, tuple[Any, str]]) -> str:
+def _device(options: EngineOptions, gpus: int, why_none: str, chosen: dict[str, tuple[Any, str]]) -> str:
     if options.device == "cuda" and gpus == 0:
-        raise OptionError("device='cuda' needs a GPU", held="this host shows no GPU", next="use device='cpu', or check nvidia-smi")
+        raise OptionError("device='cuda' needs a GPU", held=why_none, next="use device='cpu', or check nvidia-smi")
     if options.device != "auto":
         return options.device
     device = "cuda" if gpus else "cpu"
-    chosen["device"] = device, f"this host has {gpus} GPU{'s' if gpus != 1 else ''}" if gpus else "this host has no GPU"
+    chosen["device"] = device, f"this host has {gpus} GPU{'s' if gpus != 1 else ''}" if gpus else why_none
     return device
 
 
@@ -147,28 +156,13 @@ def _check_experts(tp: int, moe_ep: int, ep: int, experts: Experts | None) -> No
             raise LayoutError(
                 f"{name}={size} does not divide the model's {experts.count} experts", next=f"use one of {_divisors(experts.count)}",
             )  # fmt: skip
-    moe_tp = tp // moe_ep
-    if experts.mxfp4:  # ranks share the blocks of 32 columns as evenly as they can
-        blocks = experts.intermediate // 32
-        if moe_tp > blocks:
-            raise LayoutError(
-                f"tensor_parallel_size={tp} / moe_expert_parallel_size={moe_ep} = {moe_tp} exceeds the {blocks} blocks of "
-                f"32 columns that an expert has in MXFP4", next=f"choose sizes whose quotient is at most {blocks}",
-            )  # fmt: skip
-        return
-    if experts.intermediate % moe_tp:
-        raise LayoutError(
-            f"tensor_parallel_size={tp} / moe_expert_parallel_size={moe_ep} = {moe_tp} does not divide the experts' "
-            f"intermediate size {experts.intermediate}",
-            next=f"choose sizes whose quotient is one of {_divisors(experts.intermediate)}",
-        )  # fmt: skip
 
 
 def _divisors(size: int) -> str:
     return ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
 
 
-def _check_layout(options: EngineOptions, shape: ModelShape, gpus: int | None) -> None:
+def _check_layout(options: EngineOptions, shape: ModelShape, gpus: int | None, unusable: str) -> None:
     ep, moe_ep = options.expert_parallel_size, options.moe_expert_parallel_size
     if ep > 1 and moe_ep > 1:
         raise LayoutError(
@@ -214,7 +208,8 @@ def _check_layout(options: EngineOptions, shape: ModelShape, gpus: int | None) -
     here = world // options.nnodes
     if gpus is not None and here > gpus:
         raise LayoutError(
-            f"{sizes} needs {here} GPUs on this host", held=f"it has {gpus} GPU{'s' if gpus > 1 else ''}",
+            f"{sizes} needs {here} GPUs on this host",
+            held="; ".join(filter(None, [f"it has {gpus} GPU{'s' if gpus > 1 else ''}", unusable])),
             why="each rank needs a GPU of its own", next="use smaller sizes, more nodes, or device='cpu'",
         )  # fmt: skip
 
@@ -245,6 +240,11 @@ def _max_num_tokens(options: EngineOptions, device: str, max_seq_len: int, chose
     longest = max_seq_len * ep  # a prompt runs on one of the groups, whose part of a step is 1/ep
     part = "one step" if ep == 1 else f"one group's part of a step, of expert_parallel_size={ep} parts"
     unchunked = not options.enable_chunked_prefill
+    if unchunked and options.max_decode_gap_ms is not None:
+        raise OptionError(
+            f"max_decode_gap_ms={options.max_decode_gap_ms} cannot be kept without chunked prefill",
+            why="each prompt must fit one step then, and decodes wait for it", next="enable chunked prefill, or give no bound",
+        )  # fmt: skip
     if options.max_num_tokens is None:
         tokens = GPU_STEP_TOKENS if device == "cuda" else CPU_STEP_TOKENS
         why = f"enough to keep a {'GPU' if device == 'cuda' else 'CPU'} busy, and steps stay short"

@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from phalanx.config.json_fields import JsonFields
+from phalanx.config.json_fields import FieldTable, JsonFields
 from phalanx.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+BY_TYPE = ROPE_TYPES[:-1]
+"""Those of families that have RoPE by the type of a layer."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The types of layers: without a window, and with one."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,9 @@ class Rope:
 
     theta: base of the wavelengths. factor: by how much the context was extended. original_max_positions: context before the
     extension, in tokens. attention_factor: multiplies cosines and sines (yarn). softmax_factor: multiplies the softmax's scale in
-    the families that read it (mscale_all_dim of DeepSeek).
+    the families that read it (mscale_all_dim of DeepSeek). portion: of a head's elements that is rotated, the first ones.
+    interleaved: elements 2i and 2i + 1 are rotated together, instead of halves apart. factors: of the wavelengths (longrope), one
+    for each pair: those of contexts up to original_max_positions, and those of longer ones; long: the latter count.
     """
 
     kind: str = "default"
@@ -32,55 +40,200 @@ class Rope:
     truncate: bool = True
     attention_factor: float = 1.0
     softmax_factor: float = 1.0
+    portion: float = 1.0
+    interleaved: bool = False
+    factors: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    long: bool = True
+
+    def within(self, max_seq_len: int) -> Rope:
+        """For contexts of up to max_seq_len tokens: it decides which factors count (longrope)."""
+        return replace(self, long=max_seq_len > self.original_max_positions) if self.kind == "longrope" else self
+
+    def extended(self, max_positions: int) -> int:
+        """The context of a model whose config.json states max_positions, in tokens. With llama3 they are the extended context; with
+        linear and yarn they may be that before the extension."""
+        return max(max_positions, int(self.original_max_positions * self.factor) if self.kind in ("linear", "yarn") else 0)
 
 
-def read_rope(fields: JsonFields, max_positions: int, default_theta: float = 10_000.0) -> Rope:
-    """Read RoPE's fields; default_theta: where they have none.
+NOPE = Rope(portion=0.0)
+"""Of layers without RoPE (arXiv 2305.19466): nothing is rotated."""
 
-    Raises ModelError for a type that is not supported, a missing factor or an impossible number."""
-    values = fields.optional_mapping("rope_parameters")
-    where = "rope_parameters"
-    if values is None:
-        values = fields.optional_mapping("rope_scaling") or {}
-        where = "rope_scaling"
-    inner = JsonFields(values, file=fields.file, prefix=f"{where}.")
-    kind = inner.text("rope_type", inner.text("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ModelError(
-            f"{fields.file} has {where}.rope_type={kind!r}, which is not supported", held=f"supported are: {', '.join(ROPE_TYPES)}",
-            next="use a checkpoint with one of these",
-        )  # fmt: skip
+_OF_ALL = "rope_type type rope_theta partial_rotary_factor"
+_OF_KIND = {
+    "default": "",
+    "linear": "factor original_max_position_embeddings",
+    "llama3": "factor original_max_position_embeddings low_freq_factor high_freq_factor",
+    "yarn": "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
+    "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor",
+}
+_HARMLESS = "finetuned mrope_section mrope_interleaved " + " ".join(_OF_KIND.values())
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "attn_factor": (1,), "extrapolation_factor": (1,), "short_mscale": (), "long_mscale": (),
+}  # fmt: skip
+TABLES = {kind: FieldTable.of(f"{_OF_ALL} {names}", _HARMLESS, _REFUSED) for kind, names in _OF_KIND.items()}
+"""By kind. Harmless are the fields of the other kinds, as in transformers, and those of M-RoPE: a text token's positions in time,
+height and width are equal. A field in none of the tables is an error."""
+
+
+class RopeDefaults(NamedTuple):
+    """What a family has where a file states nothing. theta: of rope_theta. portion: of partial_rotary_factor; None: the family
+    rotates whole heads. parameters: of a file without an object. original: of original_max_position_embeddings beside the object.
+    kinds: that the family has."""
+
+    theta: float
+    portion: float | None = None
+    parameters: Mapping[str, Any] | None = None
+    original: int | None = None
+    kinds: tuple[str, ...] = ROPE_TYPES
+
+
+def read_rope(fields: JsonFields, max_positions: int, defaults: RopeDefaults, head_dim: int = 0) -> Rope:
+    """Read RoPE's fields, as `standardize_rope_params` of transformers 5 does: `rope_scaling` counts before `rope_parameters`, what
+    these state before the same field beside them, and original_max_position_embeddings beside them before all.
+
+    head_dim: of longrope, which has a factor for each pair. Raises ModelError for a type that is not supported, a missing factor,
+    an impossible number, a field in none of `TABLES`, and two objects that differ.
+    """
+    where, values = _object(fields, defaults)
     if any(isinstance(value, dict) for value in values.values()):
         raise ModelError(f"{fields.file} has {where} per type of layer", why="only one setting for all layers is supported")
-    if inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
+    return _read(fields, where, values, max_positions, defaults, head_dim)
+
+
+def read_ropes_by_type(
+    fields: JsonFields, max_positions: int, default_theta: float, window_theta: float
+) -> tuple[Rope, Rope]:  # fmt: skip
+    """RoPE of the layers without a window, and of those with one (OLMo-3, Gemma-3): `rope_parameters` has an object for each type
+    of layer; `rope_theta` and `rope_scaling` are those of the former, rope_local_base_freq is the theta of the latter.
+
+    default_theta, window_theta: where none states it. Raises as `read_rope` does."""
+    parameters, scaling = fields.optional_mapping("rope_parameters") or {}, fields.optional_mapping("rope_scaling") or {}
+    unknown = [name for name, value in parameters.items() if name not in (FULL, SLIDING) or not isinstance(value, Mapping | None)]
+    if unknown:
         raise ModelError(
-            f"{fields.file} has a partial_rotary_factor other than 1", why="only rotation of the whole head is supported"
-        )
-    theta = inner.positive("rope_theta", fields.positive("rope_theta", default_theta))
+            f"{fields.file} has rope_parameters.{unknown[0]}={parameters[unknown[0]]!r}",
+            held=f"types of layers: {FULL}, {SLIDING}", why="the family has RoPE by the type of a layer",
+        )  # fmt: skip
+    if "type" in scaling and "rope_type" not in scaling:
+        raise ModelError(
+            f"{fields.file} has rope_scaling.type={scaling['type']!r}, and no rope_type", next="write rope_type",
+            why="transformers reads no other name in a family that has RoPE by the type of a layer",
+        )  # fmt: skip
+    local = "rope_local_base_freq"
+    thetas = {FULL: fields.positive("rope_theta", default_theta), SLIDING: window_theta}
+    if fields.reads(local):
+        thetas[SLIDING] = fields.positive(local, window_theta)
+    original, ropes = "original_max_position_embeddings", []
+    outside = fields.value(original)
+    for kind in (FULL, SLIDING):
+        stated = {**(parameters.get(kind) or {}), **(scaling if kind == FULL else {})}
+        where = "rope_scaling" if kind == FULL and scaling else f"rope_parameters.{kind}"
+        not_read = None if stated.get("truncate", True) else f"{where}.truncate=false"
+        if stated.get("rope_type", "default") != "default" and outside not in (None, stated.get(original, max_positions)):
+            not_read = f"{original}={outside!r} beside {where}"
+        if not_read:
+            raise ModelError(f"{fields.file} has {not_read}", why="transformers does not read it by the type of a layer")
+        defaults = RopeDefaults(thetas[kind], kinds=BY_TYPE)
+        ropes.append(_read(fields, where, {"rope_theta": thetas[kind], **stated}, max_positions, defaults))
+    return ropes[0], ropes[1]
+
+
+def _read(
+    fields: JsonFields, where: str, values: Mapping[str, Any], max_positions: int, defaults: RopeDefaults, head_dim: int = 0
+) -> Rope:  # fmt: skip
+    """values: of the object that counts, which is field `where`."""
+    inner = fields.inner(where, values)
+    kind = inner.text("rope_type", inner.text("type", "default"))
+    kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
+    if kind not in defaults.kinds:
+        raise ModelError(
+            f"{fields.file} has {where}.rope_type={kind!r}, which is not supported",
+            held=f"supported are: {', '.join(defaults.kinds)}", next="use a checkpoint with one of these",
+        )  # fmt: skip
+    inner = inner.sorted_by(TABLES[kind])
+    if unknown := TABLES[kind].unknown(values):
+        raise ModelError(
+            f"{fields.file} has {where}.{unknown[0]}={values[unknown[0]]!r}",
+            held=f"fields of rope_type={kind!r}: {', '.join([*_OF_ALL.split(), *_OF_KIND[kind].split()])}",
+            why="Phalanx does not know what it changes in the positions",
+        )  # fmt: skip
+    if "rope_type" not in values and "type" not in values and values.get("factor") not in (None, 1):
+        raise ModelError(f"{fields.file} has {where}.factor={values['factor']!r} and no rope_type", why="the factor belongs to one")
+    portion = inner.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", defaults.portion or 1.0))
+    if portion > 1.0 or (portion != 1.0 and defaults.portion is None):
+        raise ModelError(f"{fields.file} has a partial_rotary_factor other than 1", why="models of this family rotate whole heads")
+    rope = _of_kind(fields, inner, kind, max_positions, defaults)
+    pairs = int(head_dim * portion) // 2
+    if kind == "longrope" and any(len(factors) != pairs for factors in rope.factors):
+        raise ModelError(
+            f"{fields.file} has {' and '.join(str(len(each)) for each in rope.factors)} factors in short_factor and long_factor",
+            held=f"{pairs} pairs of a head are rotated", why="there must be a factor for each",
+        )  # fmt: skip
+    return replace(rope, portion=portion)
+
+
+def _of_kind(fields: JsonFields, inner: JsonFields, kind: str, max_positions: int, defaults: RopeDefaults) -> Rope:
+    """The angles. inner: the object that counts."""
+    theta = inner.positive("rope_theta", fields.positive("rope_theta", defaults.theta))
     if kind == "default":
         return Rope(theta=theta)
-    original = int(inner.positive("original_max_position_embeddings", max_positions))
+    name = "original_max_position_embeddings"
+    original = fields.count(name, defaults.original or inner.count(name, max_positions))
     if kind == "yarn":
         return _yarn(inner, theta, original, max_positions)
+    if kind == "longrope":
+        return _longrope(inner, theta, original, max_positions)
     factor = inner.positive("factor")
     if kind == "linear":
-        return Rope("linear", theta, factor)
+        return Rope("linear", theta, factor, original)
     low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
     if high <= low:
+        where = inner.prefix.rstrip(".")
         raise ModelError(f"{fields.file} has {where}.high_freq_factor={high} and low_freq_factor={low}", why="high must exceed low")
     return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 
 
+def _object(fields: JsonFields, defaults: RopeDefaults) -> tuple[str, Mapping[str, Any]]:
+    """The object that counts, and its name."""
+    parameters, scaling = fields.optional_mapping("rope_parameters"), fields.optional_mapping("rope_scaling")
+    if not scaling:
+        return "rope_parameters", (defaults.parameters or {}) if parameters is None else parameters
+    outer = {name: value for name in ("partial_rotary_factor", "rope_theta") if (value := fields.value(name)) is not None}
+    counted = {"rope_theta": defaults.theta, **outer, **scaling, "rope_type": scaling.get("rope_type", scaling.get("type"))}
+    lost = {
+        name: value
+        for name, value in (parameters or {}).items()
+        if value not in (None, "default") and value != counted.get("rope_type" if name == "type" else name)
+    }
+    if lost:
+        raise ModelError(
+            f"{fields.file} has rope_scaling, and rope_parameters with {', '.join(f'{n}={v!r}' for n, v in lost.items())}",
+            held=f"rope_scaling={dict(scaling)}", why="transformers reads rope_scaling and drops the other",
+            next="correct the file: keep one of the two objects",
+        )  # fmt: skip
+    return "rope_scaling", scaling
+
+
 def _yarn(inner: JsonFields, theta: float, original: int, max_positions: int) -> Rope:
     factor = inner.positive("factor", max_positions / original)
-    attention = inner.number("attention_factor", 0.0)
     mscale, all_dim = inner.number("mscale", 0.0), inner.number("mscale_all_dim", 0.0)
-    if attention <= 0.0:
-        attention = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
+    attention = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
     return Rope(
-        "yarn", theta, factor, original, truncate=inner.flag("truncate", True), attention_factor=attention,
+        "yarn", theta, factor, original, truncate=inner.flag("truncate", True),
+        attention_factor=inner.positive("attention_factor", attention),
         beta_fast=inner.positive("beta_fast", 32.0), beta_slow=inner.positive("beta_slow", 1.0),
         softmax_factor=_mscale(factor, all_dim) ** 2,
+    )  # fmt: skip
+
+
+def _longrope(inner: JsonFields, theta: float, original: int, max_positions: int) -> Rope:
+    """LongRoPE (arXiv 2402.13753). Cosines and sines are multiplied by sqrt(1 + log(factor) / log(original)) in any context."""
+    factor = inner.positive("factor", max_positions / original)
+    attention = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+    factors = tuple(tuple(inner.numbers(name)) for name in ("short_factor", "long_factor"))
+    return Rope(
+        "longrope", theta, factor, original, attention_factor=inner.positive("attention_factor", attention),
+        factors=(factors[0], factors[1]), long=max_positions > original,
     )  # fmt: skip
 
 

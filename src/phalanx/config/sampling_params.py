@@ -30,9 +30,12 @@ class _Named(msgspec.StructMeta):
 class StructuredOutputParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Named):
     """Structured output: the format that a completion must follow. Exactly one of the fields is set.
 
-    json_schema: a JSON schema as text. regex: a regular expression. grammar: EBNF in xgrammar's dialect. json_object: any JSON
-    object. structural_tag: xgrammar's structural tag as JSON (for tool calls). compiled: set by `serve`; names the files of the
-    compiled grammar that the engine's matcher reads.
+    json_schema: a JSON schema as text.
+    regex: a regular expression.
+    grammar: Lark in llguidance's dialect, or GBNF.
+    json_object: any JSON object.
+    structural_tag: xgrammar's structural tag as JSON (for tool calls).
+    compiled: set by `serve`: the grammar that the engine's matcher follows; it needs no other field.
     """
 
     json_schema: str | None = None
@@ -45,14 +48,14 @@ class StructuredOutputParams(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     def __post_init__(self) -> None:
         formats = [self.json_schema, self.regex, self.grammar, self.json_object or None, self.structural_tag]
         count = sum(value is not None for value in formats)
-        if count != 1:
+        if count != 1 and (count or not self.compiled):
             raise OptionError(
                 "StructuredOutputParams take exactly one of json_schema, regex, grammar, json_object, structural_tag",
                 held=f"{count} are set",
                 next="set one",
             )
         _require_type("json_object", self.json_object, (bool,), "True or False")
-        for name in ("json_schema", "regex", "grammar", "structural_tag"):
+        for name in ("json_schema", "regex", "grammar", "structural_tag", "compiled"):
             _require_type(name, getattr(self, name), (str, NoneType), "a string (json.dumps makes one of a JSON schema)")
 
 
@@ -67,7 +70,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     are removed unless include_stop_str_in_output). stop_token_ids: ids that end the text, in addition to the model's eos ids
     (ignore_eos disables the latter). logprobs: alternatives per new token (0: only the sampled token; None: off).
     prompt_logprobs: the same for the prompt. logit_bias: token id -> value added to its logit, -100..100. structured_output:
-    the format that the text must follow.
+    the format that the text must follow. cache_salt: the prefix cache shares nothing between requests with different salts, or
+    with one and without. adapter: the name of a loaded adapter that the model answers with. pooling: set by `serve` for embeddings,
+    with max_tokens=1: the vector of the prompt is the hidden state of its last token ("last"), or the mean of all ("mean").
 
     Raises OptionError naming the field, its value and the allowed values; UnknownOption (a TypeError) for an unknown field,
     naming the nearest one.
@@ -93,7 +98,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     structured_output: StructuredOutputParams | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    cache_salt: str | None = None
+    adapter: str | None = None
     detokenize: bool = True
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         _require_integer("n", self.n, 1, 128)
@@ -122,9 +130,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for token in self.stop_token_ids or ():
             _require_integer("stop_token_ids", token, 0, MAX_TOKEN_COUNT)
         _require_type("logit_bias", self.logit_bias, (dict, NoneType), "a dict of token ids to numbers")
+        _require_type("cache_salt", self.cache_salt, (str, NoneType), "a string")
+        if self.cache_salt == "":
+            raise OptionError("cache_salt='' is not valid", why="a salt has at least one character")
+        _require_type("adapter", self.adapter, (str, NoneType), "the name of an adapter")
         _require_type("structured_output", self.structured_output, (StructuredOutputParams, NoneType), "StructuredOutputParams")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             _require_type(name, getattr(self, name), (bool,), "True or False")
+        if self.pooling is not None and (self.pooling not in ("last", "mean") or self.max_tokens != 1 or self.n != 1):
+            raise OptionError(
+                f"pooling={self.pooling!r} is not valid", why="it must be 'last' or 'mean', with max_tokens=1 and n=1"
+            )
         for token, bias in (self.logit_bias or {}).items():
             _require_integer("logit_bias token", token, 0, MAX_TOKEN_COUNT)
             _require_number(f"logit_bias[{token}]", bias, -100.0, 100.0)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from phalanx.config.options import option_error, refuse_unknown
 from phalanx.errors import OptionError
 
-ReasoningParserName = Literal["auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "mistral", "gpt_oss"]
+ReasoningParserName = Literal[
+    "auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "mistral", "gpt_oss", "seed_oss", "hy_v3", "cohere_command3", "granite",
+    "ernie45",
+]  # fmt: skip
 ToolCallParserName = Literal[
-    "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v31", "gpt_oss"
-]
+    "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v31", "gpt_oss",
+    "glm45", "glm47", "minimax_m2", "seed_oss", "hy_v3", "granite", "phi4_mini_json", "cohere_command3", "command_r", "olmo3",
+]  # fmt: skip
 
 QUEUED_BATCHES = 8
 """Batches of max_batch_size requests that may wait where max_num_queued_reqs is not set."""
@@ -33,7 +38,9 @@ class ServeOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = Field("localhost", min_length=1, description="Address or host name to listen on. 0.0.0.0: every interface.")
+    host: str = Field(
+        "localhost", min_length=1, description="Address or host name to listen on; :: for every address, 0.0.0.0 for those of IPv4."
+    )
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on. 0: any free port, which is logged.")
     api_key: str | None = Field(
         None,
@@ -50,6 +57,17 @@ class ServeOptions(BaseModel):
         None,
         min_length=1,
         description="Name of the model in the API. None: its Hub id, or the name of its folder without the path.",
+    )
+    lora_modules: str | None = Field(
+        None,
+        min_length=1,
+        description="LoRA adapters to load at the start, as NAME=FOLDER, separated by spaces or commas, or as JSON objects with "
+        "name and path. Requests name one as their model. Needs max_loras.",
+    )
+    allow_runtime_lora_updating: bool = Field(
+        False,
+        description="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter. Whoever may send requests can then have any folder "
+        "of this host read as an adapter.",
     )
     chat_template: str | None = Field(
         None, min_length=1, description="File with a Jinja chat template, or the template itself. None: the model's own."
@@ -83,6 +101,16 @@ class ServeOptions(BaseModel):
         "auto",
         description="Format of tool calls in the model's outputs. auto: by the checkpoint. none: tools are an error.",
     )
+    pooling: Literal["last", "mean"] = Field(
+        "last",
+        description="What /v1/embeddings and /v1/rerank take of a text's hidden states. last: that of its last token. mean: the "
+        "mean of all.",
+    )
+    enable_sleep_mode: bool = Field(
+        False,
+        description="Allow POST /sleep, /wake_up and /weights/update. Whoever may send requests can then stop the engine, and have "
+        "it read any checkpoint folder of the host.",
+    )
     max_stored_responses: int = Field(
         1000,
         ge=0,
@@ -99,6 +127,18 @@ class ServeOptions(BaseModel):
         description="Origins whose pages may call the server from a browser, separated by commas, such as "
         "https://chat.example.org. *: any origin. None: no origin.",
     )
+    log_format: Literal["text", "json"] = Field("text", description="Format of the log. json: one object per line.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged: this, and what is worse.")
+    log_requests: bool = Field(
+        False,
+        description="Log a line when a request has been answered: its id, status, tokens, times and finish reason; never content.",
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        min_length=1,
+        description="URL of an OpenTelemetry collector that gets spans of each request as OTLP over HTTP, such as "
+        "http://localhost:4318. Needs the extra otel. None: no traces.",
+    )
     header_timeout: float = Field(20.0, gt=0, description="Seconds in which the head of a request must arrive.")
     body_timeout: float = Field(120.0, gt=0, description="Seconds in which the body of a request must arrive after its head.")
     escape_special_tokens: bool = Field(
@@ -107,6 +147,16 @@ class ServeOptions(BaseModel):
         "they cannot end a message.",
     )
 
+    @field_validator("lora_modules")
+    @classmethod
+    def _check_modules(cls, value: str | None) -> str | None:
+        _modules(value)
+        return value
+
+    def read_lora_modules(self) -> dict[str, str]:
+        """The folders of `lora_modules`, by the names of the adapters."""
+        return _modules(self.lora_modules)
+
     @field_validator("cors_origins")
     @classmethod
     def _check_origins(cls, value: str | None) -> str | None:
@@ -114,6 +164,14 @@ class ServeOptions(BaseModel):
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is not an origin: it must be scheme://host or scheme://host:port, or *")
         return value
+
+    def require_possible(self, *, deterministic: bool) -> None:
+        """Raise OptionError for what contradicts an option of the engine."""
+        if deterministic and self.pooling == "mean":
+            raise OptionError(
+                "pooling='mean' is not possible with deterministic", why="the mean is summed step by step, and steps differ",
+                next="use pooling='last'",
+            )  # fmt: skip
 
     def read_cors_origins(self) -> list[str]:
         """The origins of `cors_origins`."""
@@ -130,7 +188,7 @@ class ServeOptions(BaseModel):
             raise OptionError("api_key and api_key_file exclude each other", why="both are the key", next="give one of them")
         name = f"api_key_file={self.api_key_file!r}"
         try:
-            lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
+            lines = Path(self.api_key_file).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
             raise OptionError(f"{name} cannot be read", why=str(error), next="name a readable file with the key") from None
         keys = [line.strip() for line in lines if line.strip()]
@@ -153,6 +211,29 @@ class ServeOptions(BaseModel):
 def bad_api_key() -> OptionError:
     """The error for a value that cannot be an API key. It does not show the value."""
     return OptionError("the api_key is not valid", why="it must be a string of at least one character")
+
+
+_MODULE_FIELDS = {"name", "path", "base_model_name"}
+
+
+def _modules(text: str | None) -> dict[str, str]:
+    """Name -> folder. Raises ValueError."""
+    pairs: list[tuple[str, str]] = []
+    if (text or "").lstrip().startswith(("{", "[")):
+        parsed = json.loads(f"[{text}]")
+        for entry in parsed[0] if isinstance(parsed[0], list) else parsed:
+            if not isinstance(entry, dict) or not {"name", "path"} <= entry.keys() <= _MODULE_FIELDS:
+                raise ValueError(f"{entry!r} must be an object with name and path")
+            pairs.append((str(entry["name"]), str(entry["path"])))
+    else:
+        for part in re.split(r"[\s,]+", (text or "").strip()) if text else []:
+            name, _, folder = part.partition("=")
+            if not name or not folder:
+                raise ValueError(f"{part!r} must be NAME=FOLDER")
+            pairs.append((name, folder))
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("two adapters have one name")
+    return dict(pairs)
 
 
 def _split(text: str | None) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from phalanx.config.options import EngineOptions, option_error, refuse_unknown
 from phalanx.config.serving import ServeOptions, bad_api_key
-from phalanx.errors import LayoutError, OptionError, UnknownOption
+from phalanx.errors import LayoutError, OptionError
 from phalanx.log import get_logger
 
 logger = get_logger(__name__)
@@ -37,9 +37,11 @@ ALIASES = {
 PREFIX = "PHALANX_"
 _SECRET = {"api_key"}
 
-# A Kubernetes Service called "phalanx" sets these variables in every pod of its namespace; they are not options.
-_SERVICE_LINKS = re.compile(r"PHALANX_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
-_SERVICE_PORT = re.compile(r"(tcp|udp|sctp)://")
+# Variables that Kubernetes sets in every pod beside a Service whose name is "phalanx" or begins with "phalanx-": no options.
+_SERVICE_LINKS = re.compile(
+    r"PHALANX_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_SERVICE_PORT = re.compile(r"PHALANX_([A-Z0-9_]+_)?PORT=(tcp|udp|sctp)://.*", re.DOTALL)
 
 Options = TypeVar("Options", bound=BaseModel)
 
@@ -234,12 +236,20 @@ def _from_file(path: Path, known: Iterable[str]) -> dict[str, Any]:
 def _from_environment(environ: Mapping[str, str], known: Iterable[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name, value in environ.items():
-        if not name.startswith(PREFIX) or _SERVICE_LINKS.fullmatch(name):
-            continue
-        if name == "PHALANX_PORT" and _SERVICE_PORT.match(value):
+        if not name.startswith(PREFIX) or is_service_link(name, value):
             continue
         options[name.removeprefix(PREFIX).lower()] = value
     return _canonical(options, known, "environment variable", PREFIX)
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes has set a variable for a Service whose name begins with "phalanx": it is no option."""
+    return bool(_SERVICE_LINKS.fullmatch(name) or _SERVICE_PORT.fullmatch(f"{name}={value}"))
+
+
+def variables_that(fit: Callable[[str, str], bool]) -> dict[str, str]:
+    """The variables of this process that a condition on name and value fits."""
+    return {name: value for name, value in os.environ.items() if fit(name, value)}
 
 
 def _canonical(values: Mapping[str, Any], known: Iterable[str], what: str, prefix: str) -> dict[str, Any]:
@@ -250,10 +260,7 @@ def _canonical(values: Mapping[str, Any], known: Iterable[str], what: str, prefi
     for spelling, value in values.items():
         name = spelling.replace("-", "_")
         name = ALIASES.get(name, name)
-        if prefix == PREFIX:
-            _refuse_variable(name, names)
-        else:
-            refuse_unknown({name: value}, names, what=what)
+        refuse_unknown({name: value}, names, what=what, spell=_variable if prefix == PREFIX else repr)
         if name in options:
             raise OptionError(
                 f"{what} {spelling!r} repeats {spellings[name]!r}", why="both are one option", next="give one of them"
@@ -262,12 +269,8 @@ def _canonical(values: Mapping[str, Any], known: Iterable[str], what: str, prefi
     return options
 
 
-def _refuse_variable(name: str, known: Iterable[str]) -> None:
-    try:
-        refuse_unknown({name.upper(): None}, [n.upper() for n in known], what="environment variable")
-    except UnknownOption as error:
-        hint = re.sub(r"'([A-Z_]+)'", rf"'{PREFIX}\1'", error.next)
-        raise UnknownOption(f"environment variable {PREFIX}{name.upper()} is unknown", next=hint) from None
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.config.launchers import launcher_class
+from phalanx.config.dotted_path import launcher_class
 from phalanx.config.options import EngineOptions
 from phalanx.deploy.ray_launcher import RayLauncher
 from phalanx.errors import OptionError

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The families of models, by architecture: the defaults of their config.json, its fields, and the traits that no file states.
+
+A family that differs from others in traits alone is one entry of `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from phalanx.config.experts import (
+    Experts,
+    read_deepseek_v2,
+    read_deepseek_v3,
+    read_glm4_moe,
+    read_gpt_oss,
+    read_hy_v3,
+    read_minimax_m2,
+    read_mixtral,
+    read_qwen3_5_moe,
+    read_qwen3_moe,
+    read_qwen3_next,
+)
+from phalanx.config.gated_delta import GatedDelta, read_gated_delta
+from phalanx.config.json_fields import JsonFields
+from phalanx.config.latent import Latent, read_latent
+from phalanx.config.rope import ROPE_TYPES, Rope
+
+Norms = Literal["before", "behind", "around", "parallel"]
+"""Where a layer has norms: before its blocks; behind them, before the residual is added (OLMo-2); both (Gemma-2); or one before
+both blocks, which run in parallel (Cohere)."""
+
+
+class Multipliers(NamedTuple):
+    """What multiplies (Granite, Gemma): the embedding's vectors, what each block adds to the residual stream, and the logits.
+    attention: the softmax's scale; None: 1 / sqrt(head_dim). attention_cap, logits_cap: c of c * tanh(x / c), which scores and
+    logits become (soft caps, Gemma-2)."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    attention: float | None = None
+    attention_cap: float | None = None
+    logits_cap: float | None = None
+
+
+NO_MULTIPLIERS = Multipliers()
+
+
+def granite_multipliers(fields: JsonFields) -> Multipliers:
+    """Granite's fields."""
+    embedding, residual, attention = (fields.positive(f"{name}_multiplier", 1.0) for name in ("embedding", "residual", "attention"))
+    return Multipliers(embedding, residual, 1.0 / fields.positive("logits_scaling", 1.0), attention)
+
+
+def gemma2_multipliers(fields: JsonFields) -> Multipliers:
+    """Gemma-2's fields. null, and 0 as in vLLM, mean that there is no cap; a file without them has caps."""
+    return _gemma_multipliers(fields, 50.0, 30.0)
+
+
+def gemma3_multipliers(fields: JsonFields) -> Multipliers:
+    """Gemma-3's fields: those of Gemma-2, without caps by default."""
+    return _gemma_multipliers(fields, None, None)
+
+
+def _gemma_multipliers(fields: JsonFields, attention: float | None, logits: float | None) -> Multipliers:
+    caps = []
+    for name, default in (("attn_logit_softcapping", attention), ("final_logit_softcapping", logits)):
+        caps.append(fields.positive(name) if fields.value(name) else fields.values.get(name, default) or None)
+    scale = fields.positive("query_pre_attn_scalar", 256) ** -0.5
+    return Multipliers(fields.count("hidden_size") ** 0.5, attention=scale, attention_cap=caps[0], logits_cap=caps[1])
+
+
+def cohere_multipliers(fields: JsonFields) -> Multipliers:
+    """Cohere's field."""
+    return Multipliers(logits=fields.positive("logit_scale", 0.0625))
+
+
+@dataclass(frozen=True)
+class Family:
+    """What config.json does not state: the defaults of the architecture's reference implementation, and its fixed traits.
+
+    max_positions, rms_norm_eps, rope_theta, dtype: of a file that has none. tied: tie_word_embeddings by default.
+    kv_heads, head_dim: likewise; None if derived from the query heads.
+    fields: that are read beside eps_field and those of all families (`model_fields`). harmless: further ones that change nothing.
+    refused: see `FieldTable`, beside those of all families.
+    model_type: of transformers, where it is not the architecture's name. model_types: further ones of the same model.
+    window: the layers with a sliding window: "all" (if config.json has a sliding_window, or none at all), "stated" (if it is given
+    and not null), "used" (with use_sliding_window), "chosen" (by use_sliding_window, max_window_layers or layer_types), "pattern"
+    (by layer_types, or all but each window_pattern-th), "unrotated" (by layer_types, or the layers without RoPE) or "none".
+    window_size: of a file that has no sliding_window; None: no layer has one then.
+    qkv_bias: there is one, whatever the file says. attention_bias: the default of that field.
+    input_bias, output_bias, mlp_bias: the fields that say whether q, k and v, o_proj and the MLP have biases; None: they have none.
+    qk_norm, qk_norm_whole: see `ModelShape`. Where it has none, the field use_qk_norm may say that there is one.
+    norms: see `Norms`. norm_offset: norms multiply by 1 + weight (Gemma). layer_norm: norms are LayerNorm, without bias. eps_field:
+    the field of their epsilon.
+    activation: of the gated MLP, as transformers names it. activation_field: the field that says so.
+    sinks: each head's softmax has one more logit, without a value.
+    experts, latent, multipliers, gated_delta: how their fields are read, in families that have them.
+    interleaved: see `Rope`. original_positions: original_max_position_embeddings by default. rope_types: that the family has.
+    yarn: the rope_parameters of a file that has none. rotary_portion: where partial_rotary_factor is read, its default.
+    window_theta: where layers with a window have a RoPE of their own, the default of its theta. nope_full: layers without a window
+    have no RoPE. nope_interval: where no_rope_layers is read, its default: the last of each so many layers has no RoPE.
+    mtp_layers: multi-token prediction layers behind the last one, by default.
+    """
+
+    max_positions: int
+    fields: str = ""
+    harmless: str = ""
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    model_type: str = ""
+    model_types: tuple[str, ...] = ()
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    window: Literal["none", "all", "stated", "used", "chosen", "pattern", "unrotated"] = "none"
+    window_pattern: int = 0
+    window_size: int | None = 4096
+    qkv_bias: bool = False
+    attention_bias: bool = False
+    input_bias: str | None = "attention_bias"
+    output_bias: str | None = "attention_bias"
+    mlp_bias: str | None = "mlp_bias"
+    qk_norm: bool = False
+    qk_norm_whole: bool = False
+    norms: Norms = "before"
+    norm_offset: bool = False
+    layer_norm: bool = False
+    eps_field: str = "rms_norm_eps"
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    activation_field: str = "hidden_act"
+    sinks: bool = False
+    experts: Callable[[JsonFields], Experts] | None = None
+    latent: Callable[[JsonFields, Rope], Latent] | None = None
+    multipliers: Callable[[JsonFields], Multipliers] | None = None
+    gated_delta: Callable[[JsonFields], GatedDelta] | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    interleaved: bool = False
+    original_positions: int | None = None
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    yarn: Mapping[str, Any] | None = None
+    window_theta: float | None = None
+    rotary_portion: float | None = None
+    nope_full: bool = False
+    nope_interval: int | None = None
+    mtp_layers: int = 0
+    tied: bool = False
+    dtype: str = "float32"
+
+
+_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_WINDOW_OF_SOME = "sliding_window use_sliding_window"
+_EXPERTS = "num_local_experts num_experts num_experts_per_tok"
+_DEEPSEEK = """
+kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave n_routed_experts
+n_shared_experts n_group topk_group norm_topk_prob routed_scaling_factor num_experts_per_tok
+moe_intermediate_size moe_layer_freq first_k_dense_replace num_nextn_predict_layers
+"""
+
+_GEMMA = "head_dim attention_bias query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
+_COHERE = "attention_bias logit_scale"
+_COHERE_IS: dict[str, tuple[Any, ...]] = {
+    "use_parallel_block": (True,), "use_gated_activation": (True,), "use_embedding_sharing": (True,),
+    "use_parallel_embedding": (False,), "position_embedding_type": ("rope_gptj",),
+    "order_of_interleaved_layers": ("local_attn_first",), "layer_switch": (4,),
+}  # fmt: skip
+_CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False,)}
+
+_GATED_DELTA = """
+head_dim attention_bias layer_types full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+linear_num_key_heads linear_num_value_heads
+"""
+_GATED_DELTA_IS: dict[str, tuple[Any, ...]] = {
+    "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",), "output_gate_type": ("swish",),
+}  # fmt: skip
+_SHARED_EXPERT = "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size"
+_QWEN3_NEXT = Family(
+    32768, f"{_GATED_DELTA} {_SHARED_EXPERT} norm_topk_prob decoder_sparse_step mlp_only_layers",
+    "mtp_num_hidden_layers mtp_use_dedicated_embeddings", _GATED_DELTA_IS, kv_heads=2, head_dim=256, qk_norm=True, norm_offset=True,
+    rotary_portion=0.25, gated_delta=read_gated_delta, experts=read_qwen3_next,
+)  # fmt: skip
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(2048, "head_dim attention_bias mlp_bias"),
+    "MistralForCausalLM": Family(131072, "head_dim sliding_window", kv_heads=8, window="all"),
+    "Qwen2ForCausalLM": Family(
+        32768, f"head_dim {_WINDOW_OF_SOME} max_window_layers layer_types", "attention_bias", kv_heads=32, window="chosen",
+        qkv_bias=True,
+    ),
+    "Qwen3ForCausalLM": Family(
+        32768, f"head_dim attention_bias {_WINDOW_OF_SOME} max_window_layers layer_types", kv_heads=32, head_dim=128,
+        refused={"use_qk_norm": (True,)}, window="chosen", qk_norm=True,
+    ),
+    "MixtralForCausalLM": Family(
+        131072, f"head_dim sliding_window {_EXPERTS}", kv_heads=8, window="stated", experts=read_mixtral, rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        32768, f"""
+        head_dim attention_bias {_WINDOW_OF_SOME} {_EXPERTS} moe_intermediate_size norm_topk_prob decoder_sparse_step
+        mlp_only_layers
+        """, "max_window_layers", {"use_qk_norm": (True,)}, kv_heads=4, window="used", qk_norm=True, experts=read_qwen3_moe,
+    ),
+    "GptOssForCausalLM": Family(
+        131072, f"head_dim attention_bias sliding_window layer_types swiglu_alpha swiglu_limit {_EXPERTS}",
+        "experts_per_token initial_context_length", kv_heads=8, head_dim=64, window="pattern", window_pattern=2, window_size=128,
+        attention_bias=True, sinks=True, experts=read_gpt_oss, rms_norm_eps=1e-5, rope_theta=150_000.0, yarn=_GPT_OSS_YARN,
+        dtype="bfloat16",
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        2048, f"{_DEEPSEEK} topk_method num_experts", "head_dim qk_head_dim", {"scoring_func": ("softmax",)},
+        experts=read_deepseek_v2, latent=read_latent,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        4096, f"{_DEEPSEEK} num_local_experts num_mtp_layers", "head_dim qk_head_dim",
+        {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}, model_types=("kimi_k2",),
+        experts=read_deepseek_v3, latent=read_latent, mtp_layers=1,
+    ),
+    "SeedOssForCausalLM": Family(
+        524288, "head_dim attention_bias attention_out_bias mlp_bias", kv_heads=8, head_dim=128, attention_bias=True,
+        output_bias="attention_out_bias",
+    ),
+    "SmolLM3ForCausalLM": Family(
+        32768, f"""
+        head_dim attention_bias mlp_bias {_WINDOW_OF_SOME} layer_types no_rope_layers no_rope_layer_interval
+        """, model_type="smollm3", kv_heads=4, window="unrotated", window_size=None, rope_theta=2_000_000.0, nope_interval=4,
+        tied=True,
+    ),
+    "GraniteForCausalLM": Family(
+        2048, """
+        head_dim attention_bias mlp_bias embedding_multiplier residual_multiplier attention_multiplier logits_scaling
+        """, multipliers=granite_multipliers,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        131072, """
+        head_dim attention_bias use_qk_norm n_routed_experts num_local_experts n_shared_experts n_group topk_group norm_topk_prob
+        routed_scaling_factor num_experts_per_tok moe_intermediate_size first_k_dense_replace num_nextn_predict_layers
+        num_mtp_layers
+        """, kv_heads=8, output_bias=None, experts=read_glm4_moe, rms_norm_eps=1e-5, rotary_portion=0.5, mtp_layers=1,
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        196608, f"head_dim rotary_dim {_EXPERTS} attn_type_list", "use_mtp mtp_transformer_layers num_mtp_modules",
+        {"scoring_func": ("sigmoid",), "use_routing_bias": (True,), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",)},
+        model_type="minimax_m2", kv_heads=8, head_dim=128, qk_norm=True, qk_norm_whole=True, experts=read_minimax_m2,
+        rope_theta=5_000_000.0, rotary_portion=1.0,
+    ),
+    "Phi3ForCausalLM": Family(
+        4096, "head_dim sliding_window", window="stated", rms_norm_eps=1e-5, original_positions=4096,
+        rope_types=("default", "longrope"), rotary_portion=1.0,
+    ),
+    "Olmo2ForCausalLM": Family(
+        2048, "head_dim attention_bias", qk_norm=True, qk_norm_whole=True, norms="behind", rms_norm_eps=1e-5
+    ),
+    "Olmo3ForCausalLM": Family(
+        2048, "head_dim attention_bias sliding_window layer_types", qk_norm=True, qk_norm_whole=True, norms="behind",
+        window="pattern", window_pattern=4, rms_norm_eps=1e-5, rope_theta=500_000.0, window_theta=500_000.0,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        131072, "head_dim use_bias", kv_heads=2, head_dim=128, input_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias",
+        rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True, tied=True,
+    ),
+    "HYV3ForCausalLM": Family(
+        131072, """
+        head_dim attention_bias num_experts num_local_experts num_experts_per_tok num_shared_experts moe_intermediate_size
+        router_scaling_factor mlp_layer_types num_nextn_predict_layers num_mtp_layers
+        """, "enable_moe_fp32_combine", model_type="hy_v3", kv_heads=8, head_dim=128, qk_norm=True, experts=read_hy_v3,
+        rms_norm_eps=1e-5, rope_theta=11_158_840.0, mtp_layers=1,
+    ),
+    "CohereForCausalLM": Family(
+        8192, f"head_dim {_COHERE}", refused=_COHERE_IS, norms="parallel", layer_norm=True, eps_field="layer_norm_eps",
+        multipliers=cohere_multipliers, rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True, tied=True,
+    ),
+    "Cohere2ForCausalLM": Family(
+        8192, f"head_dim {_COHERE} sliding_window sliding_window_pattern layer_types", refused=_COHERE_IS, window="pattern",
+        window_pattern=4, norms="parallel", layer_norm=True, eps_field="layer_norm_eps", multipliers=cohere_multipliers,
+        rms_norm_eps=1e-5, interleaved=True, nope_full=True, tied=True,
+    ),
+    "Gemma2ForCausalLM": Family(
+        8192, f"{_GEMMA} sliding_window layer_types", "hidden_act cache_implementation", _CAUSAL, kv_heads=4, head_dim=256,
+        window="pattern", window_pattern=2, norms="around", norm_offset=True, activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation", multipliers=gemma2_multipliers, tied=True,
+    ),
+    "Gemma3ForCausalLM": Family(
+        131072, f"{_GEMMA} sliding_window sliding_window_pattern layer_types rope_local_base_freq", "hidden_act", _CAUSAL,
+        "gemma3_text", kv_heads=4, head_dim=256, window="pattern", window_pattern=6, qk_norm=True, norms="around",
+        norm_offset=True, activation="gelu_pytorch_tanh", activation_field="hidden_activation", multipliers=gemma3_multipliers,
+        rope_theta=1_000_000.0, window_theta=10_000.0, tied=True,
+    ),
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": replace(_QWEN3_NEXT, fields=_GATED_DELTA, model_type="qwen3_5_text", kv_heads=4, experts=None),
+    "Qwen3_5MoeForCausalLM": replace(
+        _QWEN3_NEXT, fields=f"{_GATED_DELTA} {_SHARED_EXPERT}", model_type="qwen3_5_moe_text", experts=read_qwen3_5_moe
+    ),
+}  # fmt: skip
+"""By the architecture in config.json."""
+
+
+def model_type(architecture: str) -> str:
+    """The model_type of an architecture in transformers: "Qwen3MoeForCausalLM" -> "qwen3_moe"."""
+    family = FAMILIES.get(architecture)
+    stem = architecture.removesuffix("ForCausalLM")
+    return family.model_type if family and family.model_type else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", stem).lower()

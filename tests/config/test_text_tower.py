@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text models of multimodal checkpoints against transformers, by the names of released files and by those of transformers 5."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from phalanx.config.model import ModelShape
+from phalanx.errors import ModelError, UnsupportedArchitecture, WeightError
+from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.models_formation import Formation, run_steps
+from tests.support.models_logits import LENGTHS, STEPS
+
+LAYOUTS = [(1, 1), (2, 1), (1, 2)]
+WRAPPED = ["mistral3", "qwen2_5_vl", "qwen3_vl", "gemma3_vl", "kimi_k25"]
+
+
+@pytest.fixture(scope="module", params=[(name, own) for name in WRAPPED for own in (False, True)], ids=str)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """(folder, token ids per sequence, transformers' logits per sequence)."""
+    name, own = request.param
+    folder = write_checkpoint(tmp_path_factory.mktemp(name), name, num_hidden_layers=3, stacked=own)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    if name == "kimi_k25" and not own:  # transformers renames the text model's layers as it renames those of the vision tower
+        tensors = load_file(folder / "model.safetensors")
+        as_released = {key.replace("language_model.model.blocks", "language_model.model.layers"): t for key, t in tensors.items()}
+        save_file(as_released, folder / "model.safetensors", {"format": "pt"})
+    generator = torch.Generator().manual_seed(11)
+    ids = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+    with torch.inference_mode():
+        return folder, ids, [model(input_ids=tokens[None]).logits[0] for tokens in ids]
+
+
+def _same(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(logits.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS, ids=str)
+def test_logits_equal_transformers(checkpoint, tp: int, pp: int, caplog: pytest.LogCaptureFixture) -> None:
+    folder, ids, expected = checkpoint
+    caplog.set_level(logging.INFO)
+    run_steps(Formation(folder, tp=tp, pp=pp), STEPS, ids, expected, _same)
+    assert "the text model" in caplog.text
+    assert "are not loaded: " in caplog.text
+    assert "knows nothing of" not in caplog.text
+
+
+def test_a_file_without_text_config_has_the_text_fields_beside_the_others(tmp_path: Path) -> None:
+    """Qwen2.5-VL as released."""
+    folder = write_checkpoint(tmp_path, "qwen2_5_vl", tie_word_embeddings=True)
+    nested = ModelShape.from_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**text, **config, "model_type": "qwen2_5_vl", "rope_theta": rope["rope_theta"]}
+    (folder / "config.json").write_text(json.dumps(flat))
+    assert ModelShape.from_folder(folder) == nested
+    assert nested.tie_word_embeddings
+
+
+def test_a_tensor_of_no_known_tower_is_an_error(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "mistral3")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "audio_tower.proj.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    with pytest.raises(WeightError, match="audio_tower"):
+        Formation(folder)
+
+
+def test_another_text_model_and_two_quantizations_are_refused(tmp_path: Path) -> None:
+    config = json.loads((write_checkpoint(tmp_path, "mistral3") / "config.json").read_text())
+    with pytest.raises(UnsupportedArchitecture, match="'t5'"):
+        ModelShape.from_config({**config, "text_config": {**config["text_config"], "model_type": "t5"}})
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    text = {**config["text_config"], "quantization_config": {**fp8, "weight_block_size": [64, 64]}}
+    with pytest.raises(ModelError, match="two values of quantization_config"):
+        ModelShape.from_config({**config, "text_config": text, "quantization_config": fp8})
+    with pytest.raises(ModelError, match="logit_scale"):
+        ModelShape.from_config({**config, "logit_scale": 0.5})
+
+
+def test_a_field_beside_the_text_model_that_is_in_no_table_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = json.loads((write_checkpoint(tmp_path, "mistral3") / "config.json").read_text())
+    ModelShape.from_config({**config, "vendor_mode": 1, "text_config": {**config["text_config"], "vendor_flag": 1}})
+    assert ["vendor_mode, vendor_flag: not used" in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_a_quantization_names_layers_as_the_file_does(tmp_path: Path, prefix: str, nested: bool) -> None:
+    config = json.loads((write_checkpoint(tmp_path, "mistral3") / "config.json").read_text())
+    skipped = ["vision_tower", "multi_modal_projector", f"{prefix}layers.0.mlp.down_proj"]
+    where = config["text_config"] if nested else config
+    where["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": skipped}
+    quantization = ModelShape.from_config(config).quantization
+    assert quantization is not None
+    assert not quantization.of("model.layers.0.mlp.down_proj")
+    assert quantization.of("model.layers.1.mlp.down_proj")
+    assert quantization.of("model.layers.0.mlp.up_proj")
