@@ -10,7 +10,7 @@ import pytest
 from phalanx.errors import OptionError
 from phalanx.hardware import catalogue
 from phalanx.hardware.fingerprint import LINKS
-from phalanx.hardware.probe import Gpu
+from phalanx.hardware.nvml import Gpu
 from tests.architecture.sources import ROOT
 
 USABLE = [name for name in catalogue.names() if not catalogue.missing(name)]
@@ -61,6 +61,19 @@ def test_a_driver_whose_part_is_unknown_takes_as_much_as_the_largest_known():
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA T4", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-ADA"),
+        # Others, whose names have one of the catalogue as a part.
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
+        ("NVIDIA H20-3e", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H100 NVL-24C", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 64GB HBM2", None),
     ],
 )
 def test_what_nvml_calls_it(product, name):

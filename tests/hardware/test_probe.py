@@ -10,32 +10,19 @@ import pynvml
 import pytest
 
 from phalanx import hardware
+from phalanx.errors import OptionError
 from phalanx.hardware import probe
-from phalanx.hardware.probe import Gpu, address_towards, choose, cores, detect_machine
+from phalanx.hardware.cgroup import GroupLimits, Limit
+from phalanx.hardware.nvml import Ailment, Gpu, Listed
+from phalanx.hardware.probe import address_towards, cores, detect_machine, usable_machine
 from tests.conftest import gpu_count
 
-
-def gpu(index: int, uuid: str) -> Gpu:
-    return Gpu(index, uuid, "NVIDIA H200", 90, 140 << 30, 139 << 30)
-
-
-GPUS = [gpu(0, "GPU-aa11"), gpu(1, "GPU-ab22"), gpu(2, "GPU-cc33")]
-
-
-@pytest.mark.parametrize(
-    ("visible", "indices"),
-    [
-        (None, [0, 1, 2]), ("", []), ("-1", []), ("0", [0]), ("2,0", [2, 0]), ("GPU-ab", [1]), ("GPU-a", []),
-        ("1, GPU-cc33", [1, 2]), ("0,-1,1", [0]), ("0,9,1", [0]), ("1,1", []), ("NoDevFiles", []),
-    ],
-)  # fmt: skip
-def test_visible_devices_are_read_as_cuda_reads_them(visible: str | None, indices: list[int]) -> None:
-    assert [g.index for g in choose(GPUS, visible)] == indices
+GPUS = tuple(Gpu(index, f"GPU-{index}", "NVIDIA H200", 90, 140 << 30, 139 << 30) for index in range(3))
 
 
 def test_a_driver_that_fails_is_recorded_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
 
     monkeypatch.setattr(pynvml, "nvmlInit", broken)
     machine = detect_machine()
@@ -43,10 +30,26 @@ def test_a_driver_that_fails_is_recorded_not_raised(monkeypatch: pytest.MonkeyPa
     assert "gpus" in machine.failures
     assert machine.host_memory >= machine.free_host_memory > 0
     assert machine.cores >= 1
+    with pytest.raises(OptionError, match=r"cannot be reached; .*; restart the host: the driver was upgraded.*device='cpu'"):
+        usable_machine()
+    assert usable_machine("cpu").gpus == ()
+
+
+def test_seven_gpus_and_the_eighth_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    ailing = {3: Ailment("GPU 3 cannot be used: GPU is lost", "restart the host")}
+    monkeypatch.setattr(probe, "list_gpus", lambda: Listed(GPUS, ailing))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine = usable_machine()
+    assert machine.gpus == GPUS
+    assert machine.unusable == "GPU 3 cannot be used: GPU is lost; restart the host"
+    assert machine.unusable in caplog.text
+    monkeypatch.setattr(probe, "list_gpus", lambda: Listed((), ailing))
+    with pytest.raises(OptionError, match="no GPU of this host can be used; GPU 3 cannot be used"):
+        usable_machine()
 
 
 def test_the_environment_hides_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.hardware.probe._nvml_gpus", lambda: list(GPUS))
+    monkeypatch.setattr(probe, "list_gpus", lambda: Listed(GPUS))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert [g.index for g in detect_machine().gpus] == [1]
     assert [g.index for g in detect_machine(visible="0,2").gpus] == [0, 2]
@@ -67,10 +70,12 @@ def test_gpu_tests_count_as_cuda_does(visible: str | None, count: int, tmp_path:
 
 
 def test_a_containers_quota_counts(tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "cpu.max").write_text("50000 100000\n")
     assert cores(tmp_path) == 1
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cores(tmp_path) == cores(tmp_path / "none")
+    (group / "cpu.max").write_text("max 100000\n")
+    assert cores(tmp_path) == len(os.sched_getaffinity(0))
 
 
 def test_loopback_is_reached_from_loopback() -> None:
@@ -83,17 +88,9 @@ def test_probing_needs_no_torch() -> None:
     assert hardware.detect_machine is detect_machine
 
 
-def test_what_a_container_holds_is_not_free(tmp_path, monkeypatch):
-    assert probe.memory_limit(tmp_path) is None
-    (tmp_path / "memory.max").write_text("max\n")
-    assert probe.memory_limit(tmp_path) is None
-    (tmp_path / "memory.max").write_text("32000\n")
-    (tmp_path / "memory.current").write_text("31000\n")
-    (tmp_path / "memory.stat").write_text("anon 20000\ninactive_file 4000\nactive_file 7000\n")
-    assert probe.memory_limit(tmp_path) == (32000, 5000)
-    (tmp_path / "memory.current").write_text("39000\n")
-    assert probe.memory_limit(tmp_path) == (32000, 0)
-    monkeypatch.setattr(probe, "memory_limit", lambda: (32000, 5000))
+def test_what_a_container_holds_is_not_free(monkeypatch):
+    limits = GroupLimits(Limit(32000, Path("/sys/fs/cgroup"), True), 5000, None, None)
+    monkeypatch.setattr(probe, "read_limits", lambda *_: limits)
     machine = probe.detect_machine()
     assert (machine.host_memory, machine.free_host_memory) == (32000, 5000)
 

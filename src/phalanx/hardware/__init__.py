@@ -4,6 +4,7 @@ No torch here.
 """
 
 from phalanx.hardware.fingerprint import Fingerprint, link_class
-from phalanx.hardware.probe import Gpu, Machine, detect_machine
+from phalanx.hardware.nvml import Gpu
+from phalanx.hardware.probe import Machine, detect_machine, usable_machine
 
-__all__ = ["Machine", "Gpu", "detect_machine", "Fingerprint", "link_class"]
+__all__ = ["Machine", "Gpu", "detect_machine", "usable_machine", "Fingerprint", "link_class"]

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import OptionError
-from phalanx.hardware.probe import Gpu
+from phalanx.hardware.nvml import Gpu
 
 _DATA = Path(__file__).parent / "data" / "gpus.json"
 
 DRIVER_BYTES = 645_000_000
 """What nvidia-smi reports beyond what CUDA offers, where no start of the project told: as much as on H200, the most of those that
 did."""
+
+MEANINGLESS = {"NVIDIA", "TESLA", "GEFORCE", "QUADRO", "SXM", "GENERATION", "BLACKWELL", "SERVER", "WORKSTATION", "EDITION"}
+"""Words of product names that do not tell a GPU from another one of the catalogue."""
 
 NEEDED = ("memory_bytes", "memory_bandwidth", "bf16_flops", "link_bandwidth", "link", "pcie_bandwidth")
 
@@ -123,9 +126,13 @@ def network(name: str) -> Network:
 
 
 def of_name(product: str) -> str | None:
-    """The catalogue's name of a GPU that NVML names so ("NVIDIA H100 80GB HBM3"); None for one that it does not hold."""
+    """The catalogue's name of a GPU that NVML names so ("NVIDIA H100 80GB HBM3"); None for one that it does not hold.
+
+    A word that is neither the entry's nor without meaning makes it another product: a laptop's GPU, a "D", a "Max-Q", a vGPU.
+    """
     words = set(product.upper().replace("-", " ").replace("SXM4", "SXM").replace("SXM5", "SXM").split())
-    fits = {name: entry["match"] for name, entry in _document()["gpus"].items() if {w.upper() for w in entry["match"]} <= words}
+    matches = {name: {word.upper() for word in entry["match"]} for name, entry in _document()["gpus"].items()}
+    fits = {name: match for name, match in matches.items() if match <= words and words - match <= MEANINGLESS}
     return max(fits, key=lambda name: len(fits[name]), default=None)
 
 

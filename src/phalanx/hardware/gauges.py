@@ -28,7 +28,7 @@ class GpuSampler:
         try:
             self._nvml: Any = importlib.import_module("pynvml") if nvml is None else nvml
             self._nvml.nvmlInit()
-            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
 

@@ -1,64 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether GPUs are connected by NVLink, from NVML or, without its Python bindings, from `nvidia-smi`. No torch here."""
+"""Whether GPUs are connected by NVLink, from NVML. No torch here."""
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
+from phalanx.log import get_logger
 
-def nvlink_everywhere(uuids: Sequence[str]) -> bool:
-    """Whether each pair of these GPUs is connected by NVLink; False where unknown. uuids: with or without "GPU-"."""
-    names = [uuid if uuid.startswith("GPU-") else f"GPU-{uuid}" for uuid in uuids]
+logger = get_logger(__name__)
+
+
+def nvlink_everywhere(uuids: Sequence[str], nvml: Any = None) -> bool:
+    """Whether each pair of these GPUs is connected by NVLink; False where unknown, and the log says why. uuids: with or without
+    "GPU-". nvml: the module pynvml, or one with the same functions."""
+    names = [uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}" for uuid in uuids]
     try:
-        return _by_nvml(names)
-    except Exception:
-        return _by_command(names)
-
-
-def _by_nvml(names: Sequence[str]) -> bool:
-    import pynvml
-
-    nvml: Any = pynvml
-    nvml.nvmlInit()
-    try:
-        handles = [nvml.nvmlDeviceGetHandleByUUID(name) for name in names]
-        return all(
-            nvml.nvmlDeviceGetP2PStatus(a, b, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK
-            for a, b in combinations(handles, 2)
-        )
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _by_command(names: Sequence[str]) -> bool:
-    indices = {}
-    for line in _lines(["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]):
-        index, _, uuid = line.partition(", ")
-        indices[uuid.strip()] = int(index)
-    if not all(name in indices for name in names):
+        nvml = importlib.import_module("pynvml") if nvml is None else nvml
+        nvml.nvmlInit()
+        try:
+            handles = [nvml.nvmlDeviceGetHandleByUUID(name) for name in names]
+            return all(nvml.nvmlDeviceGetP2PStatus(a, b, _NVLINK) == _OK for a, b in combinations(handles, 2))
+        finally:
+            nvml.nvmlShutdown()
+    except Exception as error:
+        logger.warning("GPUs are taken to have no NVLink: NVML does not say (%s: %s)", type(error).__name__, error)
         return False
-    return linked_in(_lines(["nvidia-smi", "topo", "-p2p", "n"]), [indices[name] for name in names])
 
 
-def linked_in(matrix: Sequence[str], indices: Sequence[int]) -> bool:
-    """Whether the output of `nvidia-smi topo -p2p n` says OK for each pair of these GPUs."""
-    rows = {}
-    for line in matrix:
-        cells = line.split()
-        if len(cells) > 1 and cells[0].startswith("GPU") and cells[1] in ("X", "OK", "NS", "CNS", "GNS", "TNS", "DR", "U"):
-            rows[int(cells[0].removeprefix("GPU"))] = cells[1:]
-    return all(
-        a in rows and b < len(rows[a]) and rows[a][b] == "OK" and b in rows and rows[b][a] == "OK"
-        for a, b in combinations(indices, 2)
-    )
-
-
-def _lines(command: list[str]) -> list[str]:
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return ran.stdout.splitlines() if ran.returncode == 0 else []
+_NVLINK, _OK = 2, 0
+"""NVML_P2P_CAPS_INDEX_NVLINK and NVML_P2P_STATUS_OK."""

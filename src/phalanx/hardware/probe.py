@@ -1,70 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resources of this host: GPUs through NVML, memory and cores. Failures are recorded, never raised.
-
-NVML needs no CUDA context: a probe takes no GPU memory and only milliseconds. No torch here.
-"""
+"""The resources of this host: GPUs through NVML, memory and cores. Failures are recorded; `usable_machine` raises. No torch."""
 
 from __future__ import annotations
 
+import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import psutil
 
+from phalanx.errors import OptionError
+from phalanx.hardware.cgroup import GroupLimits, read_limits
+from phalanx.hardware.nvml import Gpu, Listed, list_gpus
+from phalanx.hardware.visible import ENDS, ORDER, VISIBLE, choose, is_unknown
+from phalanx.log import get_logger
+
+logger = get_logger(__name__)
+
+NO_GPU = "this host has no GPU"
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One GPU as NVML sees it. `index` is NVML's, `sm` the compute capability x 10 (90 is Hopper); memory in bytes."""
-
-    index: int
-    uuid: str
-    name: str
-    sm: int
-    total_memory: int
-    free_memory: int
-
-
-@dataclass(frozen=True)
 class Machine:
-    """gpus: those this process may use. Memory in bytes; memory and cores within the container's limits. failures: what could not
-    be determined -> why."""
+    """What this process may use. Bytes and cores are within the limits of control groups.
+
+    gpus: GPUs, or MIG instances.
+    failures: what could not be determined -> why.
+    unusable: which GPUs are not in `gpus`, why, and what to do; or that there is none.
+    refusal: the error where no GPU can be used although there are some. None where the environment hides them on purpose.
+    """
 
     gpus: tuple[Gpu, ...]
     host_memory: int
     free_host_memory: int
     cores: int
     failures: dict[str, str] = field(default_factory=dict)
+    unusable: str = ""
+    refusal: OptionError | None = None
 
 
 def detect_machine(visible: str | None = None) -> Machine:
     """Probe this host. visible: the visible GPUs, in the format of CUDA_VISIBLE_DEVICES; None: the value of that variable, which
     CUDA obeys, too."""
     failures: dict[str, str] = {}
-    if visible is None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus: list[Gpu] = _recorded(failures, "gpus", _nvml_gpus, [])
+    visible = os.environ.get(VISIBLE) if visible is None else visible
+    gpus, unusable, refusal = choose_gpus(list_gpus(), visible, os.environ.get(ORDER))
+    if refusal is not None:
+        failures["gpus"] = str(refusal)
     total, free = _recorded(failures, "host memory", _memory, (0, 0))
-    limit = _recorded(failures, "container memory limit", memory_limit, None)
-    if limit is not None:
-        total, free = min(total, limit[0]), min(free, limit[1])
-    return Machine(tuple(choose(gpus, visible)), total, free, _recorded(failures, "cores", cores, 1), failures)
+    limits = _recorded(failures, "limits of control groups", read_limits, GroupLimits(None, None, None, None))
+    if limits.memory is not None and limits.free_memory is not None:
+        total, free = min(total, int(limits.memory.amount)), min(free, limits.free_memory)
+    return Machine(gpus, total, free, _recorded(failures, "cores", cores, 1), failures, unusable, refusal)
 
 
-def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """CPU cores that this process may use: its affinity, and the container's quota rounded up."""
+def usable_machine(device: str = "auto") -> Machine:
+    """The machine, for who places ranks on its GPUs. A GPU that ails beside sound ones is named in the log.
+
+    Raises OptionError where there are GPUs and none can be used: nothing runs on the CPU because a GPU ails or a variable is wrong.
+    Not for device "cpu".
+    """
+    machine = detect_machine()
+    for name in filter(is_unknown, os.environ):
+        _warn(f"{name} is no variable of CUDA and has no effect: {VISIBLE} chooses GPUs")
+    if device != "cpu" and machine.refusal is not None:
+        raise machine.refusal
+    if device != "cpu" and machine.gpus and machine.unusable:
+        _warn(machine.unusable)
+    return machine
+
+
+@cache
+def _warn(text: str) -> None:
+    logger.warning("%s", text)
+
+
+class GpuChoice(NamedTuple):
+    """`gpus`, `unusable` and `refusal` of Machine."""
+
+    gpus: tuple[Gpu, ...]
+    unusable: str = ""
+    refusal: OptionError | None = None
+
+
+def choose_gpus(listed: Listed, visible: str | None, order: str | None = None) -> GpuChoice:
+    """What the values of CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER leave of the GPUs that NVML lists."""
+    count = len(listed.gpus) + len(listed.ailing)
+    empty = [f"GPU {gpu.index} is in MIG mode and has no instance" for gpu in listed.gpus if gpu.instances == ()]
+    unusable = "; ".join([*map(str, listed.ailing.values()), *empty])
+    mend = "mend that, or run on the CPU on purpose (device='cpu')"
+    if visible is not None and visible.split(",")[0].strip() in ENDS:
+        hidden = f"{count} GPUs" if count else "GPUs"
+        return GpuChoice((), f"{VISIBLE}={visible!r} hides the {hidden} of this host" if count or listed.failure else NO_GPU)
+    if listed.failure:
+        return GpuChoice((), listed.failure, OptionError("the GPUs of this host cannot be reached", held=listed.failure, next=mend))
+    if not count:
+        return GpuChoice((), NO_GPU + (f", and {VISIBLE}={visible} names some" if visible is not None else ""))
+    try:
+        chosen = tuple(choose(listed.gpus, visible, order=order, ailing=listed.ailing))
+    except OptionError as error:
+        return GpuChoice((), str(error), error)
+    if chosen:
+        return GpuChoice(chosen, unusable)
+    return GpuChoice((), unusable, OptionError("no GPU of this host can be used", held=unusable, next=mend))
+
+
+def cores(root: Path = Path("/")) -> int:
+    """CPU cores that this process may use: its affinity, and the quota of its control groups rounded up. root: where /proc and
+    /sys are mounted."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = cgroup / "cpu.max"
-    if limit.is_file():
-        quota, _, period = limit.read_text().strip().partition(" ")
-        if quota != "max" and int(quota) > 0 and int(period) > 0:
-            allowed = min(allowed, max(-(-int(quota) // int(period)), 1))
-    return allowed
+    quota = read_limits(root).cores
+    return allowed if quota is None else min(allowed, max(math.ceil(quota.amount), 1))
 
 
 def free_cores(seconds: float = 0.1) -> int:
@@ -85,64 +137,9 @@ def address_towards(peer: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def choose(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
-    """The GPUs that a CUDA_VISIBLE_DEVICES of this value leaves, in its order; None leaves all.
-
-    As CUDA reads it: indices or unambiguous prefixes of UUIDs. The first entry that matches no GPU ends the list; a GPU that is
-    named twice leaves none.
-    """
-    if visible is None:
-        return list(gpus)
-    visible_gpus: list[Gpu] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        if entry.isdigit():
-            named = [gpu for gpu in gpus if gpu.index == int(entry)]
-        else:
-            named = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
-        if len(named) != 1:
-            break
-        if named[0] in visible_gpus:
-            return []
-        visible_gpus.append(named[0])
-    return visible_gpus
-
-
-def _nvml_gpus() -> list[Gpu]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        return [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _gpu(nvml: Any, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
-    return Gpu(index, _text(uuid), _text(name), 10 * major + minor, int(memory.total), int(memory.free))
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
 def _memory() -> tuple[int, int]:
     memory = psutil.virtual_memory()
     return int(memory.total), int(memory.available)
-
-
-def memory_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
-    """(limit, free) bytes of the container; None for no limit. Inactive pages of files count as free: the kernel reclaims them."""
-    limit = cgroup / "memory.max"
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    if text == "max":
-        return None
-    used = int((cgroup / "memory.current").read_text())
-    facts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    return int(text), max(int(text) - used + int(facts.get("inactive_file", 0)), 0)
 
 
 def _recorded(failures: dict[str, str], what: str, find: Callable[[], _T], otherwise: _T) -> _T:
