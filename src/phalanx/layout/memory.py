@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes per rank: the size of a KV block, and how many blocks fit a budget.
+
+The engine and the planner both size the KV cache with these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from phalanx.config.model import ModelShape
+from phalanx.errors import CapacityError
+from phalanx.layout.cache import Cache, request_bytes, token_bytes
+from phalanx.layout.families import layer_cache
+from phalanx.layout.layout import Layout
+from phalanx.layout.weights import stage_layers
+
+
+@cache
+def stage_caches(shape: ModelShape, kv: str, dtype: str, layout: Layout) -> tuple[tuple[Cache, ...], ...]:
+    """What the layers of each stage keep between steps on one rank. kv: the dtype of keys and values."""
+    return tuple(
+        tuple(layer_cache(shape, layer, kv, layout.tp) for layer in layers) for layers in stage_layers(shape, dtype, layout.pp)
+    )  # fmt: skip
+
+
+def block_bytes(caches: Sequence[Cache], block_size: int) -> int:
+    """Bytes of one KV block over the layers of one stage, on one rank. caches: one per layer."""
+    return block_size * token_bytes(caches)
+
+
+def blocks_in(budget: int, caches: Sequence[Cache], block_size: int, *, states: int, usable: int, what: str) -> int:
+    """How many KV blocks fit a rank's budget in bytes, beside so many states of requests and of prefixes.
+
+    usable: blocks that these requests can use at most; so many where no layer of the stage keeps tokens. what: the name of the
+    budget, for the error. Raises CapacityError when none fits, with the bytes of one block.
+    """
+    one, state = block_bytes(caches, block_size), states * request_bytes(caches)
+    count = (budget - state) // one if one else usable if budget >= state else 0
+    if count < 1:
+        beside = f", beside {state:,} bytes of {states} states of requests and prefixes" if state else ""
+        raise CapacityError(
+            "not a single KV block fits",
+            held=f"{what} gives the KV cache {budget:,} bytes; one block of {block_size} tokens takes {one:,} bytes{beside}",
+            next=f"give at least {one + state:,} bytes, a larger tensor_parallel_size, or a smaller "
+            f"{'max_batch_size' if state else 'kv_block_size'}",
+        )  # fmt: skip
+    return count
+
+
+GRAPH_BYTES = 8 << 20
+"""Reserved for each CUDA graph, beside the memory that all share, which a trial capture of the largest of each kind measures."""
+
+
+def kv_budget(fraction: float, free: int, activations: int, graphs: int) -> int:
+    """Bytes of the KV cache: the fraction of the memory that is free after loading weights, less what activations and graphs take.
+
+    The engine passes what it measured, the planner what `planner.footprint` predicts.
+    """
+    return int(fraction * (free - activations - graphs))

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator: committed throughput figures, an independent count of prefix hits, its speed, and what any queue must obey."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from benchmarks.planner import accuracy, served, traces
+from benchmarks.planner.throughput import batch_rows
+from phalanx.engine.limits import SchedulerOptions, depth_of
+from phalanx.errors import EngineError
+from phalanx.layout import Layout
+from phalanx.planner import arrivals, simulate, subject
+from phalanx.planner.arrivals import Arrival
+from phalanx.planner.cost import Costs, Work
+
+MACHINE, _ = subject.machine_for("H200")
+SHAPE = subject.shape_for("llama-3-70b")
+
+
+def costs(tp=4, pp=1):
+    return Costs(SHAPE, "fp8", "fp8", Layout(tp=tp, pp=pp), MACHINE)
+
+
+def options(**changes):
+    return SchedulerOptions(
+        **{"num_blocks": 20_000, "block_size": 16, "max_batch_size": 64, "max_num_tokens": 8192, "max_seq_len": 16384, **changes}
+    )
+
+
+def test_throughput_rows_are_predicted_within_the_gates():
+    """All that are committed, as `python -m benchmarks.planner.accuracy --write` kept them, which are those that there are."""
+    lines = accuracy.kept_throughput()
+    assert [(line.what, line.file, line.measured) for line in lines] == [
+        (row.name, row.file, row.measured) for row in batch_rows()
+    ], "run `python -m benchmarks.planner.accuracy --write`"  # fmt: skip
+    assert len(lines) >= 40
+    assert sum(abs(line.error) for line in lines) / len(lines) <= accuracy.GATES["throughput rows, mean"]
+    for line in lines:
+        assert abs(line.error) <= accuracy.GATES["throughput rows, worst"], line
+
+
+def test_kept_throughput_is_what_the_scheduler_makes_of_the_present_costs():
+    """One row of twenty: a change of the costs or of the scheduler changes all of them."""
+    kept = accuracy.kept_throughput()[::20]
+    for line, again in zip(kept, accuracy.throughput(every=20), strict=True):
+        assert again.predicted == pytest.approx(line.predicted, rel=1e-6), "run `python -m benchmarks.planner.accuracy --write`"
+
+
+@pytest.mark.parametrize("path", accuracy.served_traces(), ids=lambda path: path.stem)
+def test_a_served_trace_is_simulated_within_the_goals(path):
+    """p50 and p90 within 10 percent, p99 within 20, of what clients of the real server measured."""
+    document = served.again(path)
+    assert len(document["requests"].split()) >= 200
+    assert {row["what"] for row in document["figures"]} == {"ttft_ms", "tpot_ms"}
+    assert not served.missed(document["figures"]), document["figures"]
+
+
+def test_a_frontend_delays_first_tokens_and_spreads_the_events_of_a_step():
+    rows = arrivals.of("burst", isl=100, osl=20, requests=8)
+    bare = simulate.run(costs(), options(), rows).served
+    through = simulate.run(costs(), options(), rows, frontend=simulate.Frontend(path=0.004, event=0.0001)).served
+    later = [through[number].first - bare[number].first for number in range(8)]
+    assert later == pytest.approx([0.004 + 0.0001 * (number + 1) for number in range(8)])
+    assert [each.tpot for each in through] == pytest.approx([each.tpot for each in bare])
+
+
+def test_a_server_slower_than_its_engine_falls_behind():
+    rows = arrivals.of("burst", isl=100, osl=20, requests=8)
+    bare = simulate.run(costs(), options(), rows).served[0]
+    slow = simulate.run(costs(), options(), rows, frontend=simulate.Frontend(event=bare.tpot)).served
+    assert min(each.tpot for each in slow) > 7 * bare.tpot
+
+
+def test_prefix_hits_are_those_of_an_independent_count(tmp_path):
+    draw, rows, fresh = random.Random(3), [], 0
+    for number in range(60):
+        ids = list(draw.choice(rows)["hash_ids"][: draw.randint(0, 6)]) if rows and draw.random() < 0.7 else []
+        while len(ids) < 1 + draw.randint(0, 6):
+            ids.append(fresh)
+            fresh += 1
+        length = (len(ids) - 1) * 512 + (512 if draw.random() < 0.3 else draw.randint(1, 511))
+        if rows and length % 512 and any(ids[-1] in row["hash_ids"] for row in rows):
+            ids[-1], fresh = fresh, fresh + 1  # an id of a part of 512 tokens is of that part alone
+        rows.append({"timestamp": number, "input_length": length, "output_length": 1 + number % 4, "hash_ids": ids})
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    hits, prompt_tokens = traces.counted(path)
+    result = simulate.run(costs(), options(), arrivals.of(str(path), isl=0, osl=0, requests=0), concurrency=1)
+    assert hits > 5000
+    assert (result.hits, result.queries) == (hits, prompt_tokens)
+
+
+def test_it_is_fast():
+    result = simulate.run(costs(), options(prefix_caching=False), arrivals.of("burst", isl=500, osl=300, requests=128))
+    assert result.tokens_per_core_second >= 200_000
+
+
+def test_one_request_takes_its_steps_one_after_the_other():
+    step_costs = costs()
+    served = simulate.run(step_costs, options(), [Arrival(5.0, 100, 3)]).served[0]
+    prompt = step_costs.without_power_limit.seconds(Work(128, 1, 0.0, 100 * 50.0))  # in a graph of 128, on a GPU that rested
+    assert (served.arrival, served.queued) == (5.0, 0.0)
+    assert served.ttft == pytest.approx(prompt)
+    tokens = [step_costs.seconds(Work(1, 1, 100 + n)) for n in range(2)]
+    assert served.e2e == pytest.approx(prompt + sum(tokens))
+    assert served.tpot == pytest.approx(sum(tokens) / 2)
+
+
+def test_who_comes_while_steps_are_in_flight_waits():
+    rows = [Arrival(0.0, 8000, 50), Arrival(0.001, 100, 5)]
+    first, second = simulate.run(costs(), options(), rows).served
+    assert second.queued > 0
+    assert second.first > first.first
+    alone = simulate.run(costs(), options(), rows[1:]).served[0]
+    assert second.ttft > 5 * alone.ttft
+
+
+@pytest.mark.parametrize("replicas", [2, 7])
+def test_more_replicas_are_never_slower(replicas):
+    rows = arrivals.of("poisson:30", isl=800, osl=80, requests=200, seed=2)
+    one, many = (simulate.run(costs(), options(), rows, count) for count in (1, replicas))
+    mean = [sum(each.e2e for each in result.served) / len(rows) for result in (one, many)]
+    assert mean[1] < mean[0]
+    assert many.generated == one.generated == 200 * 80
+
+
+@pytest.mark.parametrize(("stages", "part"), [(2, 0.9), (4, 0.83)])
+def test_the_stages_of_a_pipeline_are_busy_all_the_time(stages, part):
+    """Also while prompts of two chunks and more keep coming, of which all last ones were in the steps of one stage."""
+    rows = arrivals.of("burst", isl=1000, osl=100, requests=128)
+    result = simulate.run(costs(1, stages), options(depth=stages, pipeline_stages=stages), rows)
+    assert result.generated == 128 * 100
+    assert result.busy > part * result.seconds
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("filled", [False, True])
+def test_tokens_that_return_on_the_device_are_awaited_by_the_first_stage(stages, filled):
+    """A step that takes tokens begins when the step that samples them has ended: one request passes all stages for each token, also
+    where its next steps are in flight. Nobody gains here, as a simulated engine knows each token at once."""
+    requests = stages if filled else 1
+    rows, known = arrivals.of("burst", isl=64, osl=100, requests=requests), costs(1, stages)
+    waits, returns = (
+        simulate.run(known, options(pipeline_stages=stages, depth=depth_of(stages, returns_tokens=each), returns_tokens=each), rows)
+        for each in (False, True)
+    )
+    assert waits.generated == returns.generated == requests * 100
+    assert returns.seconds == pytest.approx(waits.seconds, rel=1e-3)
+
+
+def test_a_closed_loop_keeps_as_many_open():
+    rows = arrivals.of("burst", isl=300, osl=30, requests=40)
+    served = simulate.run(costs(), options(), rows, concurrency=4).served
+    for each in served:
+        overlapping = sum(other.arrival < each.last and each.arrival < other.last for other in served)
+        assert overlapping <= 2 * 4
+    assert max(each.arrival for each in served) > 0
+
+
+def test_a_refused_request_is_told_and_the_others_go_on():
+    result = simulate.run(costs(), options(max_seq_len=512), [Arrival(0.0, 600, 5), Arrival(0.0, 100, 5)])
+    assert "a prompt of 600 tokens" in result.served[0].refused
+    assert result.served[1].last > 0
+
+
+def test_a_scheduler_that_stands_still_is_an_error(monkeypatch):
+    monkeypatch.setattr(simulate.SimulatedReplica, "submit", lambda self, now: None)
+    with pytest.raises(EngineError, match="stands still"):
+        simulate.run(costs(), options(), [Arrival(0.0, 10, 2)])
+
+
+def test_data_parallel_indices_take_as_long_as_the_fullest():
+    """Two groups of four ranks: two requests that come together run on one each, and a third one waits for no slot of the other."""
+    shape, split = subject.shape_for("mixtral-8x22b"), Layout(tp=4, dp=2)
+    both = Costs(shape, "fp8", "fp8", split, MACHINE)
+    limits = options(max_batch_size=2, num_blocks=400)
+    pair = [Arrival(0.0, 100, 50), Arrival(0.0, 100, 50)]
+    result = simulate.run(both, limits, pair)
+    assert [(served.output_len, served.refused) for served in result.served] == [(50, ""), (50, "")]
+    assert result.served[0].last == result.served[1].last
+    alone = simulate.run(both, limits, pair[:1])
+    assert alone.seconds == pytest.approx(result.seconds)  # an index without a request waits for the other
+    third = simulate.run(both, limits, [*pair, Arrival(0.0, 100, 50)])
+    assert third.served[2].queued == pytest.approx(result.seconds)
+    assert third.generated == 150
