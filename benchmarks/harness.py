@@ -20,7 +20,7 @@ from phalanx.bench import shapes
 from phalanx.config.model import ModelShape
 from phalanx.hardware import provenance
 from phalanx.hardware.probe import cores
-from phalanx.plan.shard import heads, in_runs
+from phalanx.layout.shard import heads, in_runs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of gpt-oss behind their router's GEMM on one GPU: choice, sort, both GEMMs and the weighted sum, in MXFP4 and bf16.
+"""Experts with biases or of 4 bits behind their router's GEMM on one GPU: choice, sort, both GEMMs and the weighted sum, of gpt-oss
+in MXFP4 and bf16, of any model in int4 (groups of 32, or of 128: int4-128) and NVFP4.
 
 Figures: [microseconds, TB/s of the weights of the experts that have tokens, TFLOP/s], by shape, weights and tokens. Timed in a CUDA
 graph over copies of the weights that no cache holds, with routing drawn on the device, uniform. --sweep: each GEMM alone, with
@@ -7,6 +8,7 @@ several tilings, then the fastest of both together with the sum: microseconds, t
 the rule's ends the run.
 
     python -m benchmarks.kernels.biased_gemm --out DIR [--only gpt-oss-120b] [--tokens 1,64,1024] [--weights mxfp4,bf16] [--sweep]
+    python -m benchmarks.kernels.biased_gemm --out DIR --only qwen3-30b,mixtral-8x7b --weights int4,int4-128,nvfp4
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.harness import BIASED_EXPERT_SHAPES, ExpertShape
+from benchmarks.harness import BIASED_EXPERT_SHAPES, EXPERT_SHAPES, ExpertShape
 from phalanx.config.experts import ClampedSwiGlu
 from phalanx.kernels.capabilities import gpu
-from phalanx.kernels.moe import biased_heuristics, dispatch
+from phalanx.kernels.gemm import int4_packing
+from phalanx.kernels.moe import biased_heuristics, dispatch, nvfp4_packing
 from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
-from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
+from phalanx.kernels.moe.tensors import ExpertChoice, ExpertTensors, Routing, TrafficPattern
 
 COLD = 256 << 20
 """Bytes of weights that are read before any is read again, at least: an H200's L2 cache has 60 MiB."""
@@ -42,17 +45,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--only", default="gpt-oss-120b,gpt-oss-120b-tp4")
     parser.add_argument("--tokens", default="1,8,64,512,4096")
-    parser.add_argument("--weights", default="mxfp4", help="of mxfp4, bf16")
+    parser.add_argument("--weights", default="mxfp4", help="of mxfp4, bf16, int4, int4-128, nvfp4")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--tile", type=int, default=0, help="tokens of a tile in a sweep, if not the rule's")
     arguments = parser.parse_args()
     names, counts = arguments.only.split(","), [int(count) for count in arguments.tokens.split(",")]
-    device, figures = torch.device("cuda"), dict[str, Any]()
+    device, figures, shapes = torch.device("cuda"), dict[str, Any](), BIASED_EXPERT_SHAPES | EXPERT_SHAPES
     for name, weights in itertools.product(names, arguments.weights.split(",")):
-        figures[f"{name} {weights}"] = layer_rows(BIASED_EXPERT_SHAPES[name], weights, counts, device)
+        figures[f"{name} {weights}"] = layer_rows(shapes[name], weights, counts, device)
         print(name, weights, figures[f"{name} {weights}"], flush=True)
         for count in counts if arguments.sweep else ():
-            layer = Layer(BIASED_EXPERT_SHAPES[name], weights, count, device, arguments.tile)
+            layer = Layer(shapes[name], weights, count, device, arguments.tile)
             both = [sweep(layer, weights, gated) for gated in (True, False)]
             rows = {"gate_up": both[0], "down": both[1], "both": sweep_pairs(layer, *both)}
             figures[f"{name} {weights} T={count} tile={layer.size}"] = rows
@@ -65,6 +68,9 @@ def main() -> int:
 
 def random_experts(shape: ExpertShape, weights: str, device: torch.device) -> ExpertTensors:
     sizes = (shape.experts * 2 * shape.inner, shape.hidden), (shape.experts * shape.hidden, shape.inner)
+    if weights not in ("mxfp4", "bf16"):
+        gate_up, down = (packed(shape.experts, rows // shape.experts, columns, weights, device) for rows, columns in sizes)
+        return ExpertTensors(shape.experts, 0, gate_up.words, down.words, packed=(gate_up, down))
     biases = [torch.randn(rows, device=device).bfloat16() for rows, _ in sizes]
     parts: list[Tensor] = []
     for rows, columns in sizes:
@@ -80,20 +86,37 @@ def random_experts(shape: ExpertShape, weights: str, device: torch.device) -> Ex
     )  # fmt: skip
 
 
+def packed(experts: int, outputs: int, inputs: int, weights: str, device: torch.device) -> Any:
+    """Random values, whose scales make outputs about as large as inputs, in the memory of an `Int4Weight` or `Nvfp4Weight`."""
+    if weights == "nvfp4":
+        words, scales, rows = nvfp4_packing.sizes(outputs, inputs)
+        codes = torch.randint(0, 256, (experts, *words), dtype=torch.uint8, device=device)
+        table = torch.full((experts, *scales), 0x38, dtype=torch.uint8, device=device)  # 1.0
+        of_rows = torch.full((experts, *rows), 0.3 / inputs**0.5, device=device)
+        return nvfp4_packing.Nvfp4Weight(codes, table, of_rows, outputs, inputs)
+    group = 128 if weights.endswith("-128") else 32
+    one = int4_packing.packed(
+        torch.randint(0, 16, (outputs, inputs), device=device),
+        torch.full((outputs, -(-inputs // group)), 0.2 / inputs**0.5, device=device), None, group, torch.bfloat16,
+    )  # fmt: skip
+    words, scales = (each.expand(experts, *each.shape).contiguous() for each in (one.words, one.scales))
+    return one._replace(words=words, scales=scales)
+
+
 def layer_rows(shape: ExpertShape, weights: str, counts: list[int], device: torch.device) -> dict[str, list[float]]:
     """Tokens -> [us, TB/s, TFLOP/s]."""
     pattern = TrafficPattern.power_law(shape.experts, 0.0, 0, device)
-    options: dict[str, Any] = {"top_k": shape.top_k, "num_experts": shape.experts, "renormalize": True, "pattern": pattern}
+    choice = ExpertChoice(shape.top_k, shape.experts, True, pattern=pattern)
     copies, rows = [random_experts(shape, weights, device)], dict[str, list[float]]()
     nbytes = sum(each.nbytes for each in tensors_of(copies[0]))
     for count in counts:
         xs = [torch.randn(count, shape.hidden, device=device).bfloat16() for _ in range(8)]
-        chosen = [dispatch.routed_experts(x, None, copies[0], **options)[1].ids.unique().numel() for x in xs]
+        chosen = [dispatch.routed_experts(x, None, copies[0], choice)[1].ids.unique().numel() for x in xs]
         touched = nbytes * sum(chosen) / len(chosen) / shape.experts
         while len(copies) < len(xs) and len(copies) * touched < COLD:
             copies.append(random_experts(shape, weights, device))
         calls = [
-            partial(dispatch.routed_experts, x, None, copies[i % len(copies)], **options) for i, x in enumerate(xs)
+            partial(dispatch.routed_experts, x, None, copies[i % len(copies)], choice) for i, x in enumerate(xs)
         ]  # fmt: skip
         us = harness.graph_us(calls, replays=REPLAYS, discarded=1)
         flops = 6.0 * count * shape.top_k * shape.hidden * shape.inner
@@ -103,6 +126,8 @@ def layer_rows(shape: ExpertShape, weights: str, counts: list[int], device: torc
 
 def tensors_of(experts: ExpertTensors) -> list[Tensor]:
     """Weights and scales."""
+    if experts.packed is not None:
+        return [tensor for weight in experts.packed for tensor in weight if isinstance(tensor, Tensor)]
     every = experts.gate_up, experts.down, experts.gate_up_scale, experts.down_scale
     return [each for each in every if each is not None]
 
@@ -111,7 +136,7 @@ def tensors_of(experts: ExpertTensors) -> list[Tensor]:
 
 
 def candidates(tokens: int, gated: bool, weights: str) -> Iterator[ExpertTiling]:
-    few = tokens <= 16 and weights == "mxfp4"
+    few = tokens <= 16 and weights != "bf16"
     for rows, warps, stages in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 6, 8)):
         if rows * (2 if gated else 1) < 16 * warps or (rows > 64 if few else rows < 32 or warps == 1):
             continue  # an instruction has 16 rows
@@ -128,8 +153,8 @@ class Layer:
     def __init__(self, shape: ExpertShape, weights: str, count: int, device: torch.device, tokens: int = 0) -> None:
         from phalanx.kernels.moe.sort_by_expert import sort_by_expert
 
-        self.shape, self.mxfp4, self.hardware = shape, weights == "mxfp4", gpu(device)
-        self.size = tokens or biased_heuristics.tile_pairs(count, shape.top_k, shape.experts, mxfp4=self.mxfp4)
+        self.shape, self.in_4_bits, self.hardware = shape, weights != "bf16", gpu(device)
+        self.size = tokens or biased_heuristics.tile_pairs(count, shape.top_k, shape.experts, in_4_bits=self.in_4_bits)
         self.busy, self.experts = min(shape.experts, count * shape.top_k), random_experts(shape, weights, device)
         calls = max(2, min(16, shape.experts // self.busy))
         order = torch.rand(count, shape.experts, device=device).argsort(1).to(torch.int32)
@@ -143,16 +168,16 @@ class Layer:
     def rule(self, gated: bool) -> ExpertTiling:
         outputs, inputs = (self.shape.inner, self.shape.hidden) if gated else (self.shape.hidden, self.shape.inner)
         return biased_heuristics.select(
-            self.busy, self.size, outputs, inputs, gated=gated, mxfp4=self.mxfp4, num_sms=self.hardware.num_sms, sm=self.hardware.sm
+            self.busy, self.size, outputs, inputs, gated=gated, in_4_bits=self.in_4_bits, num_sms=self.hardware.num_sms,
+            sm=self.hardware.sm,
         )  # fmt: skip
 
     def gemm(self, tiling: ExpertTiling, gated: bool, call: int, x: Tensor | None = None) -> Tensor:
         from phalanx.kernels.moe.biased_gemm import biased_gemm
 
         each, x = self.experts, x if x is not None else self.x if gated else self.inner
-        operands = (
-            (each.gate_up, each.gate_up_scale, each.gate_up_bias) if gated else (each.down, each.down_scale, each.down_bias)
-        )  # fmt: skip
+        gate_up, down = each.packed or (each.gate_up, each.down)
+        operands = (gate_up, each.gate_up_scale, each.gate_up_bias) if gated else (down, each.down_scale, each.down_bias)
         return biased_gemm(
             x, *operands, self.tiles[call], tiling, top_k=self.shape.top_k, experts=self.shape.experts, gated=gated,
             swiglu=each.swiglu,

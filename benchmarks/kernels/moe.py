@@ -29,7 +29,7 @@ from phalanx.kernels.moe import dispatch, heuristics
 from phalanx.kernels.moe.grouped_gemm import grouped_gemm
 from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling, TileSize
 from phalanx.kernels.moe.sort_by_expert import sort_by_expert
-from phalanx.kernels.moe.tensors import ExpertTensors, TrafficPattern
+from phalanx.kernels.moe.tensors import ExpertChoice, ExpertTensors, TrafficPattern
 from phalanx.kernels.scaled_tensors import FP8
 
 COLD = 256 << 20
@@ -82,20 +82,20 @@ def layer_rows(shape: ExpertShape, weights: str, routing: str, counts: list[int]
     first = random_experts(shape, weights)
     nbytes = first.gate_up.nbytes + first.down.nbytes
     pattern = TrafficPattern.power_law(shape.experts, POWER if routing == "power" else 0.0, 0, torch.device("cuda"))
+    choice = ExpertChoice(shape.top_k, shape.experts, True, pattern=pattern)
     rows: dict[str, list[float]] = {}
     copies = [first]
     for count in counts:
         xs = [torch.randn(count, shape.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
         chosen = [dispatch.routed_experts(
-            x, None, first, top_k=shape.top_k, num_experts=shape.experts, renormalize=True, pattern=pattern
+            x, None, first, choice
         )[1].ids.unique().numel() for x in xs]  # fmt: skip
         touched = nbytes * sum(chosen) / len(chosen) / shape.experts
         while len(copies) < len(xs) and len(copies) * touched < COLD:
             copies.append(random_experts(shape, weights))
         calls = [
             partial(
-                dispatch.routed_experts, x, None, copies[number % len(copies)], top_k=shape.top_k, num_experts=shape.experts,
-                renormalize=True, pattern=pattern,
+                dispatch.routed_experts, x, None, copies[number % len(copies)], choice
             )
             for number, x in enumerate(xs)
         ]  # fmt: skip

@@ -37,8 +37,8 @@ def has_triton() -> bool:
 
 @cache
 def has_gluon() -> bool:
-    """Whether the kernels in Gluon (`gemm.fp8_skinny`, `attention.prefill_hopper`, `attention.latent_decode_hopper`) were verified
-    with this Triton, which calls that language experimental."""
+    """Whether the kernels in Gluon (`gemm.fp8_skinny`, `gemm.int4_skinny`, `attention.prefill_hopper`,
+    `attention.latent_decode_hopper`) were verified with this Triton, which calls that language experimental."""
     if not has_triton():
         return False
     import triton

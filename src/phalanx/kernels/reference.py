@@ -64,10 +64,10 @@ def index_put_(table: Tensor, places: Tensor, values: Tensor) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] / rms(x) * weight [H]; arithmetic in fp32, rounded to x's dtype before the weight (as transformers does)."""
+    """x [..., H] / rms(x) * weight [H] (x's dtype or fp32); in fp32, rounded to x's dtype before the weight (as transformers)."""
     values = x.float()
     scaled = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * scaled.to(x.dtype)
+    return (weight * scaled.to(x.dtype)).to(x.dtype)
 
 
 def residual_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -389,17 +389,17 @@ def prefill_attention(
 # SiLU and all-reduce
 
 
-def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
-    """silu(gate) * up for gate_up [T, 2 * I], gate in the first half of the columns -> [T, I]; both in gate_up's dtype."""
+def silu_mul(gate_up: Tensor | Unscaled, *, gelu: bool = False) -> Tensor:
+    """act(gate) * up for gate_up [T, 2 * I], gate in the first half -> [T, I]; in gate_up's dtype. gelu: by tanh, not SiLU."""
     if isinstance(gate_up, Unscaled):
-        return silu_mul(gate_up.to_fp32()).to(gate_up.values.dtype)
+        return silu_mul(gate_up.to_fp32(), gelu=gelu).to(gate_up.values.dtype)
     gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return (torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)) * up
 
 
-def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None, *, gelu: bool = False) -> tuple[Tensor, Tensor]:
     """quantize_fp8 of silu_mul: e4m3 [T, I], and the scale, given or one per token [T, 1]."""
-    return quantize_fp8(silu_mul(gate_up), scale)
+    return quantize_fp8(silu_mul(gate_up, gelu=gelu), scale)
 
 
 def all_reduce(parts: Sequence[Tensor]) -> Tensor:
@@ -430,14 +430,22 @@ def packed_argmax_keys(logits: Tensor, begin: int, width: int) -> Tensor:
     return (order.long() << 32) | (0xFFFFFFFF - begin - column)
 
 
+NOT_FINITE = -2  # instead of a token of logits whose highest is NaN or infinite; its embedding is zero
+
+
+def _finite(keys: Tensor) -> Tensor:
+    """Whether the logits of these keys are neither NaN nor infinite."""
+    return ((keys >> 32) < 0x7F800000) & ((keys >> 32) > -0x7F800001)
+
+
 def decode_keys(keys: Tensor, tokens: Tensor, remember: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
     """From keys [ranks, S, parts] (see `packed_argmax_keys`) to tokens [S] int64, written there: the largest key's token of each
-    row.
+    row, NOT_FINITE where its logit is NaN or infinite.
 
     remember: (last_tokens [slots], slots [S], kv_slots [S]), all int64: the token is also written to last_tokens[slots[s]], except
     for padding, whose KV slot is negative.
     """
-    tokens.copy_(0xFFFFFFFF - (keys.amax((0, 2)) & 0xFFFFFFFF))
+    tokens.copy_(torch.where(_finite(best := keys.amax((0, 2))), 0xFFFFFFFF - (best & 0xFFFFFFFF), NOT_FINITE))
     if remember is not None:
         last_tokens, slots, kv_slots = remember
         valid = kv_slots >= 0
@@ -448,13 +456,14 @@ def gumbel_max(
     logits: Tensor, begin: int, width: int, max_keys: Tensor, temperature: Tensor, noise: Tensor, thresholds: Tensor | None = None
 ) -> Tensor:
     """As `packed_argmax_keys`, of a sample: the largest key's token has probability softmax(logits / temperature), as
-    `scale_logits` and `draw` give it for the whole vocabulary, to the bit where exp and log are the same.
+    `scale_logits` and `draw` give it for the whole vocabulary, to the bit where exp and log are the same. Where the highest logit
+    is not finite, the keys are those of NaN.
 
     max_keys [ranks, S, parts]: the keys of the logits, of all ranks. temperature [S] fp32: 0 takes the argmax. noise [2, S] int32:
     the rows' keys, as in `draw`. thresholds [S] fp32: tokens whose scaled logit is lower are dropped (see `filter_thresholds`);
     None: none is.
     """
-    order = (max_keys.amax((0, 2)) >> 32).to(torch.int32)
+    order, finite = ((highest := max_keys.amax((0, 2))) >> 32).to(torch.int32), _finite(highest)
     top = torch.where(order < 0, order ^ 0x7FFFFFFF, order).view(torch.float32).unsqueeze(1)
     keys = []
     step = max(1, _LOGITS_AT_ONCE // max(width, 1))
@@ -465,7 +474,8 @@ def gumbel_max(
         if thresholds is not None:
             scores = torch.where(scores >= thresholds[rows].unsqueeze(1), scores, _NEVER)
         scores = scores.sub_(_log_exponential(noise[:, rows], begin, begin + width))
-        keys.append(packed_argmax_keys(torch.where(sampled, scores, values), begin, width))
+        part = packed_argmax_keys(torch.where(sampled, scores, values), begin, width)
+        keys.append(torch.where(finite[rows].unsqueeze(1) | (width == 0), part, (0x7FFFFFFF << 32) | (part & 0xFFFFFFFF)))
     return torch.cat(keys) if keys else torch.empty(0, 1, dtype=torch.int64, device=logits.device)
 
 

@@ -66,12 +66,12 @@ def right_side(kernel: Any, begins: str) -> str:
 
 def test_counters_are_there_before_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of weights that no GEMM has met: a capture is preceded by a few layers alone."""
-    from phalanx.kernels.gemm.fp8_skinny import Counters
+    from phalanx.kernels.gemm.counters import Counters
 
     monkeypatch.setattr(Counters, "BLOCK", 1024)
     monkeypatch.setattr(Counters, "ROOM", 512)
     capturing = True
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(Counters, "_capturing", lambda _: capturing)
     counters = Counters(torch.device("cpu"))
     with pytest.raises(EngineError, match="while a CUDA graph is captured"):
         counters.of(0x1000, 8)

@@ -69,6 +69,7 @@ def test_a_cpu_has_no_fp8_gemm() -> None:
 
 def on_gpu(tokens: int, inputs: int, out: int, *, static: bool) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x, weight, its scales, the GEMM's output in fp32)."""
+    torch.manual_seed(0)
     device = torch.device("cuda")
     if not has_fp8_gemm(device):
         pytest.skip("this GPU has no FP8 GEMM")
@@ -94,7 +95,9 @@ def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out:
     x, weight, scale, expected = on_gpu(tokens, inputs, out, static=static)
     output = kernels.scaled_mm(x, weight, scale, dtype=dtype)
     assert output.dtype == dtype
-    torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2 * inputs**0.5)
+    # The tensor cores add FP8 products with 14 bits: a sum of 26,624 terms was off by 3.3 percent of such sums' standard deviation.
+    # A block of 64 terms that is left out would move it by 4.9 percent.
+    torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=4e-2 * inputs**0.5)
     assert (output.float() - expected).norm() < 5e-3 * expected.norm()
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts with biases, in 16 bit and in MXFP4: in Triton's interpreter against the reference, and compiled without a GPU."""
+"""Experts with biases, in 16 bit and in MXFP4, and experts in 4-bit integers: in Triton's interpreter against the reference, and
+compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from phalanx.config.experts import ClampedSwiGlu
-from phalanx.kernels.moe import biased_heuristics, dispatch, reference
+from phalanx.kernels.gemm.int4_packing import dequantized
+from phalanx.kernels.moe import biased_heuristics, dispatch, nvfp4_packing, reference
 from phalanx.kernels.moe.heuristics import ExpertTiling, TileSize
 from phalanx.kernels.moe.packing import SCALES_IN_WORD, packed, tiled
 from phalanx.kernels.moe.tensors import ExpertTensors
 from tests.support.kernels_compiled import compiled_as, spilled
+from tests.support.kernels_int4 import drawn
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 from tests.support.kernels_routing import routings
 
@@ -43,6 +46,96 @@ def experts_of(
         scale[:, : columns // 32] = torch.randint(120, 125, (rows, columns // 32))
         parts.append(tiled(scale, SCALES_IN_WORD))
     return ExpertTensors(count, first, parts[0], parts[2], parts[1], parts[3], **rest)  # type: ignore[arg-type]
+
+
+def int4_experts(
+    group: int, zeros: bool, *, count: int = 4, first: int = 0, hidden: int = 256, inner: int = 352,
+    dtype: torch.dtype = torch.bfloat16, device: str = "cpu",
+) -> tuple[ExpertTensors, ExpertTensors]:  # fmt: skip
+    """Experts in 4-bit integers, and the same in 16 bit by the formula alone."""
+    sizes, packs, plain = ((2 * inner, hidden), (hidden, inner)), [], []
+    for outputs, inputs in sizes:
+        every = [drawn(outputs, inputs, group, zeros, dtype, device) for _ in range(count)]
+        # Each expert has other values: `drawn` begins with one seed.
+        for number, (weight, elements) in enumerate(every):
+            every[number] = weight._replace(scales=weight.scales.roll(number, -1)), elements
+        weights = [weight for weight, _ in every]
+        packs.append(weights[0]._replace(
+            words=torch.stack([each.words for each in weights]), scales=torch.stack([each.scales for each in weights])
+        ))  # fmt: skip
+        plain.append(torch.cat([dequantized(each, dtype) for each in weights]))
+    return (
+        ExpertTensors(count, first, packs[0].words, packs[1].words, packed=(packs[0], packs[1])),
+        ExpertTensors(count, first, *plain),
+    )
+
+
+def check_int4() -> None:
+    """Few tokens and several tiles, groups within a k step and beyond, experts of other ranks, and both dtypes."""
+    torch.manual_seed(6)
+    cases = (
+        (32, True, 5, torch.bfloat16),
+        (64, False, 1, torch.float16),
+        (128, False, 20, torch.bfloat16),
+        (384, True, 3, torch.float16),
+    )
+    for number, (group, zeros, tokens, dtype) in enumerate(cases):
+        experts, plain = int4_experts(group, zeros, dtype=dtype)
+        assert (experts.hidden, experts.inner) == (256, 352)
+        routing, x = routings(tokens, experts.count, 2)[number], torch.randn(tokens, 256).to(dtype)
+        output = dispatch.launched(x, experts, routing)
+        for wanted in (reference.fused_experts(x, experts, routing), reference.fused_experts(x, plain, routing)):
+            assert (output.float() - wanted.float()).norm() <= 1e-2 * wanted.float().norm()
+
+
+def check_int4_values() -> None:
+    """Each widened element as the formula rounds it: an identity times each row, of an expert behind others."""
+    from phalanx.kernels.moe.biased_gemm import biased_gemm
+    from phalanx.kernels.moe.sort_by_expert import sort_by_expert
+
+    experts, plain = int4_experts(32, True, hidden=96, inner=64, dtype=torch.float16)
+    assert experts.packed is not None
+    tiles = sort_by_expert(torch.full((64, 1), 2, dtype=torch.int32), first=0, experts=4, pairs=64)
+    tiling, down = ExpertTiling(32, 64, 4, 2, 4), experts.packed[1]
+    x = torch.eye(64, dtype=torch.float16)
+    outputs = biased_gemm(x, down, None, None, tiles, tiling, top_k=1, experts=4, gated=False, swiglu=None)
+    assert torch.equal(outputs[0].t(), plain.down[2 * 96 : 3 * 96])
+
+
+def nvfp4_experts(*, count: int = 4, hidden: int = 176, inner: int = 96, device: str = "cpu") -> ExpertTensors:
+    """In NVFP4: hidden is one k step and a half, and no multiple of 32; rows have scales of their own, also subnormal ones."""
+    packs = []
+    for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
+        codes = torch.randint(0, 256, (count, outputs, inputs // 2), dtype=torch.uint8, device=device)
+        scales = torch.randint(0, 0x50, (count, outputs, inputs // 16), dtype=torch.uint8, device=device)
+        every = [nvfp4_packing.packed(*each) for each in zip(codes, scales.view(torch.float8_e4m3fn), strict=True)]
+        words, tables = (torch.stack(parts) for parts in zip(*every, strict=True))
+        of_rows = (torch.rand(count, words.shape[1], device=device) + 0.5) / 8 / inputs**0.5
+        packs.append(nvfp4_packing.Nvfp4Weight(words, tables, of_rows, outputs, inputs))
+    return ExpertTensors(count, 0, packs[0].words, packs[1].words, packed=(packs[0], packs[1]))
+
+
+def check_nvfp4() -> None:
+    torch.manual_seed(8)
+    for number, (tokens, dtype) in enumerate(((5, torch.float32), (1, torch.bfloat16), (20, torch.float16))):
+        experts = nvfp4_experts()
+        routing, x = routings(tokens, experts.count, 2)[number], torch.randn(tokens, 176).to(dtype)
+        output, wanted = dispatch.launched(x, experts, routing), reference.fused_experts(x, experts, routing)
+        assert (output.float() - wanted.float()).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * wanted.float().norm()
+
+
+def check_nvfp4_dense() -> None:
+    """One expert that all tokens reach: a linear layer, with a bias, and programs that share its columns."""
+    from phalanx.kernels.moe.nvfp4_mm import launched
+
+    torch.manual_seed(9)
+    packs = nvfp4_experts(count=1, hidden=512, inner=96).packed
+    assert packs is not None
+    weight = nvfp4_packing.Nvfp4Weight(*(each[0] for each in packs[0][:3]), *packs[0][3:])  # type: ignore[arg-type]
+    for tokens in (1, 9, 130):
+        x, bias = torch.randn(tokens, 512), torch.randn(192)
+        wanted = x @ nvfp4_packing.dequantized(weight, torch.float32).t() + bias
+        torch.testing.assert_close(launched(x, weight, bias), wanted, rtol=1e-4, atol=1e-4)
 
 
 def check_experts() -> None:
@@ -140,6 +233,7 @@ def check_values_of_mxfp4() -> None:
 
 CHECKS = [
     check_experts, check_every_part_changes_the_outcome, check_bf16, check_split_columns, check_one_token, check_values_of_mxfp4,
+    check_int4, check_int4_values, check_nvfp4, check_nvfp4_dense,
 ]  # fmt: skip
 
 
@@ -150,20 +244,24 @@ def test_in_the_interpreter() -> None:
 def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, full: bool) -> Any:
     from phalanx.kernels.moe.biased_gemm import _biased_gemm as kernel
 
-    mxfp4 = kind == "mxfp4"
+    form, *group = kind.split()
+    in_4_bits, int4 = form != "plain", form == "int4"
     constants: dict[str, Any] = {
-        "TOP_K": 4, "GATED": gated, "CLAMPED": True, "MXFP4": mxfp4, "FULL": full, "PARTS": tiling.parts > 1, "ROWS": tiling.rows,
+        "TOP_K": 4, "GATED": gated, "CLAMPED": form in ("plain", "mxfp4"), "FORM": form, "GROUP": int(group[0]) if int4 else 0,
+        "ZEROS": "zeros" in group, "FULL": full, "PARTS": tiling.parts > 1, "ROWS": tiling.rows,
         "TOKENS": tiling.tokens, "BESIDE": tiling.beside, "IN_ORDER": tiling.parts > 1, "FIELDS": 4, "SM": arch,
-        **({} if mxfp4 else {"scale": None}),
+        **({} if in_4_bits else {"scale": None}), **({"rows": None} if form in ("plain", "mxfp4") else {"bias": None}),
+        **({} if form == "mxfp4" else {"selector_table": None}), **({} if form == "nvfp4" else {"row_scale": None}),
     }  # fmt: skip
     pointers = {
-        "x": "bf16", "weight": "i16" if mxfp4 else "bf16", "scale": "i32", "selector_table": "i32", "bias": "bf16",
+        "x": "bf16", "weight": "i16" if in_4_bits else "bf16", "scale": "u8" if form == "nvfp4" else "i32",
+        "row_scale": "fp32", "selector_table": "i32", "bias": "bf16",
         "out": "fp32" if tiling.parts > 1 else "bf16", **dict.fromkeys(("pairs", "tiles", "num_tiles"), "i32"),
     }  # fmt: skip
     kinds = {name: "*" + kind for name, kind in pointers.items()}
-    integers = ("count", "tiles_most", "outputs", "inputs", "row_blocks", "row_scales", "blocks", "part_blocks")
+    integers = ("count", "tiles_most", "outputs", "inputs", "row_blocks", "row_scales", "rows", "blocks", "part_blocks")
     kinds |= dict.fromkeys(integers, "i32") | dict.fromkeys(("alpha", "limit"), "fp32")
-    aligned = [name for name in (*pointers, "outputs", "inputs") if name not in constants]
+    aligned = [name for name in (*pointers, "outputs", "inputs", "rows") if name not in constants]
     return compiled_as(kernel, kinds, constants, arch, aligned=aligned, num_warps=tiling.warps, num_stages=tiling.stages)
 
 
@@ -175,27 +273,69 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
     [
         (90, "mxfp4", 1), (90, "mxfp4", 16), (90, "mxfp4", 64), (90, "mxfp4", 512), (90, "mxfp4", 1024), (90, "mxfp4", 8192),
         (90, "plain", 64), (80, "mxfp4", 1), (80, "mxfp4", 8192), (100, "mxfp4", 64), (100, "mxfp4", 1024), (100, "mxfp4", 8192),
+        *((arch, form, tokens) for form in ("int4 32", "nvfp4") for arch, tokens in ((80, 64), (90, 1), (90, 4096), (100, 64))),
+        (90, "int4 128 zeros", 64),
     ],
 )  # fmt: skip
 def test_compiles(arch: int, kind: str, tokens: int) -> None:
     """As gpt-oss-120b launches it: on tensor cores, weights under way by 16 bytes, nothing spilled."""
-    size = biased_heuristics.tile_pairs(tokens, 4, 128, mxfp4=kind == "mxfp4")
+    size = biased_heuristics.tile_pairs(tokens, 4, 128, in_4_bits=kind != "plain")
     for gated, outputs, inputs in ((True, 2880, 2880), (False, 2880, 2880)):
         busy = min(128, 4 * tokens)
-        tiling = biased_heuristics.select(busy, size, outputs, inputs, gated=gated, mxfp4=kind == "mxfp4", num_sms=132, sm=arch)
+        tiling = biased_heuristics.select(busy, size, outputs, inputs, gated=gated, in_4_bits=kind != "plain", num_sms=132, sm=arch)
         kernel = compiled_kernel(tiling, arch, kind, gated=gated, full=False)
         assert kernel.metadata.shared <= SHARED_MEMORY[arch]
-        assert spilled(kernel) <= (
-            64 if tiling.rows == 256 else 0
-        )  # of the largest tile, a few registers before and behind the loop
+        # Of the largest tiles, a few registers before and behind the loop.
+        widest = tiling.rows == 256 or (kind.startswith(("int4", "nvfp4")) and gated and tiling.rows == 128)
+        of_nvfp4 = {80: 16}.get(arch, 0) + 32 * widest if kind == "nvfp4" else 0
+        assert spilled(kernel) <= 64 * widest + of_nvfp4
         ptx = kernel.asm["ptx"]
         own = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch]
         # Triton does not always take Blackwell's own instruction for products of 32 columns, nor Hopper's for tiles of 8 tokens.
-        others = {own, "mma.sync"} if kind == "mxfp4" and (arch == 100 or size <= 8) else {own}
+        others = {own, "mma.sync"} if kind != "plain" and (arch == 100 or size <= 8) else {own}
         assert any(instruction in ptx for instruction in others)
-        assert tiling.warps > 2 or (kind == "mxfp4" and size <= 8)
+        assert tiling.warps > 2 or (kind != "plain" and size <= 8)
         assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
         assert "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("tokens", [1, 5, 64, 1500])
+@pytest.mark.parametrize(("group", "zeros"), [(32, False), (128, False), (64, True)])
+def test_int4_on_a_gpu(group: int, zeros: bool, tokens: int) -> None:
+    """With the widths of Qwen3-30B-A3B, against the reference in fp32 of the widened weights; the same bits each time."""
+    torch.manual_seed(7)
+    experts, plain = int4_experts(group, zeros, count=8, hidden=2048, inner=768, device="cuda")
+    x = torch.randn(tokens, 2048, device="cuda").bfloat16()
+    for routing in routings(tokens, 8, 4):
+        routing = type(routing)(*(each.cuda() for each in routing))
+        outputs = [dispatch.launched(x, experts, routing) for _ in range(3)]
+        in_fp32 = replace(plain, gate_up=plain.gate_up.float(), down=plain.down.float())
+        wanted = reference.fused_experts(x.float(), in_fp32, routing)
+        assert (outputs[0].float() - wanted).norm() <= 1e-2 * wanted.norm()
+        assert torch.equal(outputs[0], outputs[1])
+        assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("tokens", [1, 5, 64, 1500])
+def test_nvfp4_on_a_gpu(tokens: int) -> None:
+    """Experts, and a dense layer, against the reference in fp32; the same bits each time."""
+    from phalanx.kernels.moe.nvfp4_mm import nvfp4_mm
+
+    torch.manual_seed(10)
+    experts, x = nvfp4_experts(count=8, hidden=2048, inner=768, device="cuda"), torch.randn(tokens, 2048, device="cuda").bfloat16()
+    for routing in routings(tokens, 8, 4):
+        routing = type(routing)(*(each.cuda() for each in routing))
+        outputs = [dispatch.launched(x, experts, routing) for _ in range(2)]
+        wanted = reference.fused_experts(x.float(), experts, routing)
+        assert (outputs[0].float() - wanted).norm() <= 1e-2 * wanted.norm()
+        assert torch.equal(*outputs)
+    weight = experts.packed[0]  # type: ignore[index]
+    weight = nvfp4_packing.Nvfp4Weight(weight.words[1], weight.scales[1], weight.row_scale[1], 1536, 2048)  # type: ignore[union-attr]
+    outputs, wanted = [nvfp4_mm(x, weight) for _ in range(2)], x.float() @ nvfp4_packing.dequantized(weight, torch.float32).t()
+    assert (outputs[0].float() - wanted).norm() <= 5e-3 * wanted.norm()
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.gpu1
@@ -220,10 +360,10 @@ def test_on_a_gpu(kind: str, tokens: int, inner: int) -> None:
 
 def test_tilings_fill_the_gpu_and_fit_it() -> None:
     for busy, tokens, mxfp4, sm in itertools.product((1, 4, 32, 128), (16, 32, 64, 128), (False, True), (80, 90)):
-        down = biased_heuristics.select(busy, tokens, 2880, 2880, gated=False, mxfp4=mxfp4, num_sms=132, sm=sm)
+        down = biased_heuristics.select(busy, tokens, 2880, 2880, gated=False, in_4_bits=mxfp4, num_sms=132, sm=sm)
         assert down.parts == 1 or busy * -(-2880 // down.rows) * down.parts <= 6 * 132
         assert 2 <= down.stages <= 6
-    assert biased_heuristics.select(4, 16, 2880, 2880, gated=False, mxfp4=True, num_sms=132, sm=90).parts > 1
+    assert biased_heuristics.select(4, 16, 2880, 2880, gated=False, in_4_bits=True, num_sms=132, sm=90).parts > 1
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from phalanx.config.experts import Scoring
 from phalanx.kernels import reference as ops
 from phalanx.kernels.moe import dispatch, heuristics, reference
 from phalanx.kernels.moe.heuristics import ExpertTiling, TileSize
-from phalanx.kernels.moe.tensors import ExpertTensors, RouterLogits, Routing, TrafficPattern
+from phalanx.kernels.moe.tensors import ExpertChoice, ExpertTensors, RouterLogits, Routing, TrafficPattern
 from tests.support.kernels_compiled import compiled_as, spilled
 from tests.support.kernels_interpreted import FILLED, filled_memory, interpreted, let_loops_begin_anywhere
 from tests.support.kernels_routing import routings
@@ -427,7 +427,7 @@ def test_ranks_with_some_of_the_experts_on_gpu(kind: str, tokens: int) -> None:
 
     total = torch.zeros(tokens, hidden, device="cuda")
     for first, count in ((0, 2), (2, 4), (6, 2)):
-        output, routing = dispatch.routed_experts(x, logits, part(first, count), top_k=2, num_experts=8, renormalize=True)
+        output, routing = dispatch.routed_experts(x, logits, part(first, count), ExpertChoice(2, 8, True))
         total += output.float()
     wanted = reference.fused_experts(x, layer, routing).float()
     assert (total - wanted).norm() < (3e-2 if kind != "plain" else 1e-2) * wanted.norm()

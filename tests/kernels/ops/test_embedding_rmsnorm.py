@@ -65,8 +65,8 @@ def check_rms_norm() -> None:
     from phalanx.kernels import reference
     from phalanx.kernels.ops import embedding_rmsnorm
 
-    for dtype in DTYPES:
-        heads, weight = torch.randn(3, 7, 16).to(dtype), torch.randn(16).to(dtype)
+    for dtype, of_weight in [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, torch.float32), (torch.float16, torch.float32)]:
+        heads, weight = torch.randn(3, 7, 16).to(dtype), torch.randn(16).to(of_weight)
         for x in (heads[:, 1:5], heads[:, 5], heads[0], heads[:0, 0]):
             assert embedding_rmsnorm.runs_of_rows(x) != (0, 0)
             step = 2 * torch.finfo(dtype).eps
@@ -93,7 +93,7 @@ def test_on_gpu(check: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("kernel", ["embed", "embed_norm", "embed_norm_fp8", "rms_norm"])
+@pytest.mark.parametrize("kernel", ["embed", "embed_norm", "embed_norm_fp8", "rms_norm", "rms_norm_fp32_weight"])
 def test_compiles(kernel: str, arch: int) -> None:
     """Down to machine code. The launch's own choices (PDL from Hopper on) compile with it."""
     from phalanx.kernels.ops import embedding_rmsnorm
@@ -113,8 +113,9 @@ def test_compiles(kernel: str, arch: int) -> None:
             "weight": words, "pointers": pointers, "scale": "*fp32" if fp8 else words, "begin": "i32", "table_rows": "i32", 
             "inner": "i32", "outer": "i32", "hidden": "i32", "eps": "fp32",
         }  # fmt: skip
-        with_ids = kernel != "rms_norm"
+        with_ids = not kernel.startswith("rms_norm")
         constants = {"IDS": with_ids, "LAST": with_ids, "KIND": "bf16", "QUANT": "fp8_token" if fp8 else "none", "BLOCK": 512}
+        constants["FP32_WEIGHT"] = kernel == "rms_norm_fp32_weight"
     compiled(function, signature, constants, arch)
 
 

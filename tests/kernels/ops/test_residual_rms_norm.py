@@ -26,6 +26,10 @@ SHAPES = ((1, 16), (3, 1008), (2, 2048))
 QUANTS = (("none", None, False), ("fp8", 0.01, True), ("fp8", None, False), ("nvfp4", 0.003, True))
 
 
+IN_FP32 = (False, True)
+"""Whether the weight is in fp32."""
+
+
 def inputs(tokens: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     maker = torch.Generator().manual_seed(hidden)
     x, residual = (torch.randn(tokens, hidden, generator=maker).to(dtype) for _ in range(2))
@@ -39,8 +43,11 @@ def differences() -> dict[str, list[int]]:
     from phalanx.kernels.ops.residual_rms_norm import residual_rms_norm
 
     results = {}
-    for (name, dtype), (tokens, hidden), (quant, scale, keep) in itertools.product(DTYPES.items(), SHAPES, QUANTS):
+    for (name, dtype), (tokens, hidden), (quant, scale, keep), in_fp32 in itertools.product(
+        DTYPES.items(), SHAPES, QUANTS, IN_FP32
+    ):
         x, residual, weight = inputs(tokens, hidden, dtype)
+        weight = weight.float() * 1.0001 if in_fp32 else weight
         scale_tensor = None if scale is None else torch.tensor(scale)
         ours = residual_rms_norm(x, residual, weight, 1e-5, quant=quant, scale=scale_tensor, keep_norm=keep)
         wanted = reference.residual_rms_norm_quant(x, residual, weight, 1e-5, quant=quant, scale=scale_tensor, keep_norm=keep)
@@ -48,7 +55,7 @@ def differences() -> dict[str, list[int]]:
         apart = [_bytes_apart(a, b) for a, b in zip(ours, wanted, strict=True)]
         if dtype == torch.float32:
             apart = [0 if _a_few_last_bits(a, b) else n for a, b, n in zip(ours, wanted, apart, strict=True)]
-        results[f"{name} {tokens}x{hidden} {quant} {scale} {keep}"] = apart
+        results[f"{name} {tokens}x{hidden} {quant} {scale} {keep} {in_fp32}"] = apart
     return results
 
 
@@ -67,7 +74,7 @@ def _a_few_last_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def test_equals_the_oracle_in_the_interpreter() -> None:
     results = json.loads(interpreted("tests.kernels.ops.test_residual_rms_norm"))
-    assert len(results) == len(DTYPES) * len(SHAPES) * len(QUANTS)
+    assert len(results) == len(DTYPES) * len(SHAPES) * len(QUANTS) * len(IN_FP32)
     assert not {case: apart for case, apart in results.items() if any(apart)}
 
 

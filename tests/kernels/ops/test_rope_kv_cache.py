@@ -143,8 +143,9 @@ def test_compiles(kv: str, unscaled: bool, arch: int) -> None:
 
     cache = {"model": "*bf16", "fp8": "*u8", "int8": "*i8"}[kv]
     signature = {
-        "qkv": "*bf16", "cos": "*fp32", "sin": "*fp32", "query": "*bf16", "key_cache": cache, "value_cache": cache, "slots": "*i64",
-        "q_heads": "i32", "kv_heads": "i32", "half": "i32", "eps": "fp32", "key_inverse": "fp32", "value_inverse": "fp32",
+        "qkv": "*bf16", "pitch": "i32", "cos": "*fp32", "sin": "*fp32", "query": "*bf16", "key_cache": cache,
+        "value_cache": cache, "slots": "*i64", "q_heads": "i32", "kv_heads": "i32", "half": "i32",
+        "eps": "fp32", "key_inverse": "fp32", "value_inverse": "fp32",
         "token_scales": "*bf16",
     }  # fmt: skip
     constants = {"BLOCK": rope_heads(1000), "HALF": 64, "FP8": kv == "fp8", "BLOCK_SIZE": 16}

@@ -64,6 +64,23 @@ def check_silu_mul_of_an_unscaled_output() -> None:
             assert (quantized.float() == wanted.float()).float().mean() > 0.98 if tokens else True
 
 
+def check_gelu() -> None:
+    from phalanx.kernels import reference
+    from phalanx.kernels.ops import silu_and_mul
+
+    for dtype, (tokens, width) in itertools.product(DTYPES, [(3, 100), (2, 2100)]):
+        gate_up, step = (torch.randn(tokens, 2 * width) * 3).to(dtype), 2 * torch.finfo(dtype).eps
+        wanted = reference.silu_mul(gate_up, gelu=True)
+        torch.testing.assert_close(silu_and_mul.silu_mul(gate_up, gelu=True), wanted, rtol=max(step, 1e-5), atol=2e-6)
+        quantized, scales = silu_and_mul.silu_mul_quant_fp8(gate_up, gelu=True)
+        torch.testing.assert_close(scales, reference.silu_mul_quant_fp8(gate_up, gelu=True)[1], rtol=max(step, 1e-5), atol=0)
+        assert ((quantized.float() * scales - wanted.float()).abs() <= wanted.float().abs() / 8 + scales).all()
+    output = unscaled(torch.randn(3, 200) * 3)
+    wanted = reference.silu_mul(output, gelu=True)
+    torch.testing.assert_close(silu_and_mul.silu_mul(output, gelu=True), wanted, rtol=1e-5, atol=2e-6)
+    assert (silu_and_mul.silu_mul(torch.tensor([[-1e30, -40.0, 1.0, 1.0]]), gelu=True) == 0).all()
+
+
 def check_where_exp_overflows() -> None:
     from phalanx.kernels.ops import silu_and_mul
 
@@ -80,14 +97,16 @@ def check_a_row_of_zeros_quantizes() -> None:
     assert (scales > 0).all()
 
 
-CHECKS = [check_silu_mul, check_silu_mul_of_an_unscaled_output, check_where_exp_overflows, check_a_row_of_zeros_quantizes]
+CHECKS = [
+    check_silu_mul, check_silu_mul_of_an_unscaled_output, check_gelu, check_where_exp_overflows, check_a_row_of_zeros_quantizes,
+]  # fmt: skip
 
 
 def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.ops.test_silu_and_mul").split() == [check.__name__ for check in CHECKS]
 
 
-VARIANTS = list(itertools.product(("silu_mul", "silu_mul_quant_fp8", "silu_mul_static_fp8"), (False, True)))
+VARIANTS = [*itertools.product(("silu_mul", "silu_mul_quant_fp8", "silu_mul_static_fp8"), (False, True)), ("gelu_mul", True)]
 """Function, and whether it applies scales."""
 WAYS = {("silu_mul", True), ("silu_mul_quant_fp8", True), ("silu_mul_static_fp8", False)}
 
@@ -98,8 +117,8 @@ def test_compiles(variant: tuple[str, bool], arch: int) -> None:
     from phalanx.kernels.ops import silu_and_mul
 
     kernel, unscaled = variant
-    signature, constants = {"gate_up": "*bf16", "width": "i32"}, {}
-    if kernel == "silu_mul":
+    signature, constants = {"gate_up": "*bf16", "width": "i32"}, {"GELU": kernel == "gelu_mul"}
+    if kernel in ("silu_mul", "gelu_mul"):
         function = silu_and_mul._silu_mul
         signature["out"], constants["BLOCK"] = "*bf16", 2048
     else:

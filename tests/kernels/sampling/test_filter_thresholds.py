@@ -31,6 +31,11 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 TOO_CLOSE = 5e-6
 
 
+def between(first: float, last: float, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """torch.linspace, on the default device: torch 2.11's own stays on the CPU."""
+    return torch.linspace(first, last, count, dtype=dtype, device=torch.get_default_device())
+
+
 def thresholds_of(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
     from phalanx.kernels.sampling import filter_thresholds, gumbel_argmax
 
@@ -112,7 +117,7 @@ def check_edges() -> None:
 def check_near_edges() -> None:
     """p hardly more and hardly less than what lies above a token; and k in the midst of tokens that division makes equal, all of
     which then count for p."""
-    logits, temperature = torch.randn(12, 301) * 4, torch.linspace(0.5, 2.0, 12)
+    logits, temperature = torch.randn(12, 301) * 4, between(0.5, 2.0, 12)
     order, _ = reference.scale_logits(logits, temperature).double().sort(descending=True)
     mass = order.exp() / order.exp().sum(1, keepdim=True)
     edges = (mass.cumsum(1) - mass)[torch.arange(12), torch.arange(12) * 3 + 1]
@@ -155,9 +160,9 @@ def check_vocabulary() -> None:
 
     width = 20_001
     logits = torch.randn(4, width) * 2
-    logits[:, :40] += torch.linspace(14, 4, 40)
+    logits[:, :40] += between(14, 4, 40)
     logits[3], logits[3, :8] = -9.0, 1.0
-    logits[3, 8192:8200], logits[3, 16384:16392] = torch.linspace(0, 1, 8), torch.linspace(-1, 0, 8)
+    logits[3, 8192:8200], logits[3, 16384:16392] = between(0, 1, 8), between(-1, 0, 8)
     options = rows_of((0.8, width, 0.95, 0), (0.8, 50, 1, 0), (1.0, 50, 0.95, 0.05), (1.0, 20, 0.9, 0))
     with mock.patch.multiple(filter_thresholds, LANES=1024, EACH=4):
         check(logits.bfloat16(), *options)
@@ -172,7 +177,7 @@ def check_draws() -> None:
     temperature = torch.rand(20) + 0.3
     temperature[[0, 10]] = 0.0
     k = torch.where(torch.arange(20) % 3 > 0, 500, torch.arange(20) + 1)
-    filters = torch.stack([k.double(), torch.linspace(0.2, 1.1, 20, dtype=torch.float64), torch.rand(20).double() * 0.1])
+    filters = torch.stack([k.double(), between(0.2, 1.1, 20, dtype=torch.float64), torch.rand(20).double() * 0.1])
     noise = torch.randint(-(2**31), 2**31 - 1, (2, 20)).to(torch.int32)
     for dtype in (torch.bfloat16, torch.float32):
         rows = logits.to(dtype)

@@ -25,7 +25,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_argmax() -> None:
-    """Ties, NaN, infinities and both zeros; vocabularies on one rank, and split over ranks, the last of them with padding."""
+    """Ties, both zeros, NaN and infinities, which give no token; vocabularies on one rank, and split over ranks, the last of them
+    with padding."""
+    from phalanx.kernels.reference import NOT_FINITE
     from phalanx.kernels.sampling import gumbel_argmax, sampling
 
     usual = gumbel_argmax.PROGRAMS
@@ -43,6 +45,7 @@ def check_argmax() -> None:
         rows = logits.to(dtype)
         wanted = rows.argmax(-1)
         assert wanted.tolist()[1:6] == [0, 4100, 4999, 70, 0]
+        wanted[1:4] = NOT_FINITE
         tokens = torch.empty(9, dtype=torch.int64)
         for cut in ((0, 5000), (0, 2500, 5000), (0, 2112, 4224, 5000, 5000)):
             parts = []
@@ -61,11 +64,12 @@ def check_argmax() -> None:
     for decode_keys in (gumbel_argmax.decode_keys, sampling.decode_keys):
         last_tokens = torch.full((7,), -7)
         decode_keys(torch.stack(parts), tokens, (last_tokens, slots, kv_slots))
-        assert last_tokens.tolist() == [0, 4999, -7, int(wanted[0]), -7, 4100, -7]
+        assert last_tokens.tolist() == [NOT_FINITE, NOT_FINITE, -7, int(wanted[0]), -7, NOT_FINITE, -7]
 
 
 def check_gumbel_max() -> None:
-    """Samples over ranks are the samples from the entire vocabulary; a row of temperature 0 takes its argmax."""
+    """Samples over ranks are the samples from the entire vocabulary; a row of temperature 0 takes its argmax. A row whose highest
+    logit is NaN or infinite has no token, with a temperature and without."""
     from phalanx.kernels import reference
     from phalanx.kernels.sampling import gumbel_argmax, sampling
 
@@ -74,13 +78,15 @@ def check_gumbel_max() -> None:
     logits[4, 7:] = -math.inf
     logits[5, 9], logits[6, 11] = math.inf, math.nan
     temperature = torch.rand(40) + 0.3
-    temperature[[0, 20]], temperature[21] = 0.0, 1e-30
+    logits[20, 7], logits[22, 8] = math.inf, math.nan
+    temperature[[0, 20, 22]], temperature[21] = 0.0, 1e-30
     noise = torch.randint(-(2**31), 2**31 - 1, (2, 40)).to(torch.int32)
     for dtype in DTYPES:
         rows, tokens = logits.to(dtype), torch.empty(40, dtype=torch.int64)
         divisor = torch.where(temperature > 0, temperature, 1.0)
         wanted = reference.draw(reference.scale_logits(rows.float(), divisor), noise)
         wanted = torch.where(temperature > 0, wanted, rows.argmax(-1))
+        wanted[[3, 5, 6, 20, 22]] = reference.NOT_FINITE
         for cut in ((0, 3000), (0, 1024, 2048, 3000)):
             spans = list(itertools.pairwise(cut))
             shares = [torch.nn.functional.pad(rows[:, a:b], (0, spans[0][1] - b + a), value=math.inf) for a, b in spans]

@@ -29,9 +29,6 @@ from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
 
-MERGED_HEADS = 2
-"""Heads of a program of `split_reduce.split_merge`."""
-
 
 @triton.jit
 def _token_places(block, at, WIDTH: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr):

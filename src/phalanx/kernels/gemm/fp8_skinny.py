@@ -33,9 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.errors import EngineError
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.gemm import heuristics
+from phalanx.kernels.gemm.counters import counters
 from phalanx.kernels.gemm.heuristics import SkinnyTiling
 
 ALIGNMENT = 16
@@ -230,7 +230,7 @@ def fp8_skinny_gemm(
     parts, arrivals = out, out
     if shared:
         parts = torch.empty(2 * tiling.programs * tiling.rows * columns, dtype=torch.float32, device=x.device)
-        arrivals = _counters(x.device).of(weight.data_ptr(), tile_rows)
+        arrivals = counters(x.device).of(weight.data_ptr(), tile_rows)
     by_token, by_row = scales or (None, None)
     each = tiling.rows * columns // (32 * tiling.warps)
     _fp8_skinny[(tiling.programs,)](
@@ -240,37 +240,3 @@ def fp8_skinny_gemm(
         SUMS=sums, STORED=stored, AT_ONCE=max(1, min(4, 128 // each)), SHARED=shared, num_warps=tiling.warps, launch_pdl=True,
     )  # fmt: skip
     return out
-
-
-class Counters:
-    """Zeros on one device, some for each weight: how many programs have left their sums of each row of its tiles. The kernel leaves
-    zeros again. They are cut from a block that holds many weights', since a CUDA graph that has a weight's first GEMM may not
-    create any: they would be zero only after the graph ran. Outside of captures there is always room for `ROOM` more."""
-
-    BLOCK, ROOM, LINE = 1 << 20, 1 << 19, 32
-    """In counters; LINE of them are a line of the L2 cache, which no two weights share."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._block, self._taken = device, torch.empty(0, dtype=torch.int32), 0
-        self._of: dict[tuple[int, int], Tensor] = {}
-
-    def of(self, weight: int, places: int) -> Tensor:
-        """int32 [places], always the same for the weight at that address. Raises EngineError where a capture finds too little room:
-        more than a model's layers take."""
-        if len(self._block) - self._taken < self.ROOM + places and not torch.cuda.is_current_stream_capturing():
-            self._block, self._taken = torch.zeros(self.BLOCK + places, dtype=torch.int32, device=self._device), 0
-        counters = self._of.get((weight, places))
-        if counters is None:
-            if places > len(self._block) - self._taken:
-                raise EngineError(
-                    "the first FP8 GEMM with a weight runs while a CUDA graph is captured",
-                    why="it needs counters, and new ones would be zero only after the graph ran",
-                    next="run the GEMM once before the capture",
-                )
-            counters = self._block[self._taken : self._taken + places]
-            self._of[weight, places] = counters
-            self._taken += -(-places // self.LINE) * self.LINE
-        return counters
-
-
-_counters = cache(Counters)

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from phalanx import kernels
-from phalanx.config.experts import Scoring
 from phalanx.kernels.capabilities import gpu, has_triton
 from phalanx.kernels.gemm.block_gemm import per_token_group_quant_fp8
 from phalanx.kernels.moe import biased_heuristics, heuristics, reference
 from phalanx.kernels.moe.heuristics import TileSize
-from phalanx.kernels.moe.tensors import ExpertTensors, RouterLogits, Routing, TrafficPattern
+from phalanx.kernels.moe.tensors import ExpertChoice, ExpertTensors, RouterLogits, Routing
 from phalanx.kernels.scaled_tensors import Quantized
 
 
@@ -32,27 +31,20 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, in_f
 
 
 def routed_experts(
-    x: Tensor, logits: Tensor | RouterLogits | None, experts: ExpertTensors, *, top_k: int, num_experts: int, renormalize: bool,
-    pattern: TrafficPattern | None = None, load: Tensor | None = None, out: Tensor | None = None,
-    quantized: Quantized | None = None, kv_slots: Tensor | None = None, physical: Tensor | None = None,
-    scoring: Scoring | None = None, bias: Tensor | None = None, plus: Tensor | None = None,
+    x: Tensor, logits: Tensor | RouterLogits | None, experts: ExpertTensors, choice: ExpertChoice, *, load: Tensor | None = None,
+    out: Tensor | None = None, quantized: Quantized | None = None, kv_slots: Tensor | None = None, physical: Tensor | None = None,
+    plus: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:  # fmt: skip
-    """x [T, H] in 16 or 32 bit, logits [T, num_experts] by `router_logits` -> ([T, H], the routing): each token's `top_k` experts,
-    as far as they are in `experts`, weighted by the softmax over all experts (see `reference.topk_softmax`) and added up in fp32.
+    """x [T, H] in 16 or 32 bit, logits [T, experts of the layer] by `router_logits` -> ([T, H], the routing): each token's experts,
+    as far as they are in `experts`, weighted by the choice and added up in fp32.
 
-    scoring, bias [num_experts] fp32: how logits choose instead (see `reference.grouped_topk`).
-    quantized: x in e4m3, for experts with a scale per row, where the op before has quantized it. pattern: draw the experts instead.
+    quantized: x in e4m3, for experts with a scale per row, where the op before has quantized it.
     load [experts of this rank] int64: tokens are counted in it. out: where the sum goes. plus [T, H]: what is added to it.
-    kv_slots [T] int64: a token with a negative one is padding: it reaches no expert. physical [num_experts, 1 + copies] int32:
-    where experts are, see `reference.physical_ids`; the numbers in `experts` and in the routing are then of physical experts.
-    None: where their numbers say. The host reads no value, and the same input gives the same bits."""
+    kv_slots [T] int64: a token with a negative one is padding: it reaches no expert. physical [experts, 1 + copies] int32: where
+    experts are, see `reference.physical_ids`; the numbers in `experts` and in the routing are then of physical experts. None: where
+    their numbers say. The host reads no value, and the same input gives the same bits."""
     if not (x.is_cuda and has_triton()):
-        if pattern is not None:
-            routing = reference.drawn_topk(x, pattern, top_k)
-        else:
-            assert isinstance(logits, Tensor)
-            routing = _chosen(logits, top_k, renormalize, scoring, bias)
-        routing = Routing(routing.weights, reference.physical_ids(routing.ids, physical, kv_slots))
+        routing = _routing(x, logits, choice, physical, kv_slots)
         if load is not None:
             reference.count_load(load, routing, experts.first)
         total = reference.fused_experts(x, experts, routing)
@@ -63,44 +55,44 @@ def routed_experts(
 
     x = x.contiguous()
     routing, tiles = topk_softmax(
-        logits, x, top_k, experts=num_experts, renormalize=renormalize,
-        first=experts.first, local_experts=experts.count, pattern=pattern, load=load if len(x) == 1 else None,
-        kv_slots=kv_slots, physical=physical, scoring=scoring, bias=bias,
+        logits, x, first=experts.first, local_experts=experts.count, load=load if len(x) == 1 else None, kv_slots=kv_slots,
+        physical=physical, **choice._asdict(),
     )  # fmt: skip
-    size = _tile_size(experts, x, top_k, num_experts)
+    size = _tile_size(experts, x, choice.top_k, choice.experts)
     if tiles is None and len(x):
         tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, **size._asdict(), load=load)
     out = x.new_empty(x.shape) if out is None else out
     if tiles is None:
         return out, routing
-    return run(x, experts, routing, tiles, size, num_experts, out, quantized, plus), routing
+    return run(x, experts, routing, tiles, size, choice.experts, out, quantized, plus), routing
 
 
 def route(
-    x: Tensor, logits: Tensor | RouterLogits | None, experts: ExpertTensors, *, top_k: int, num_experts: int, renormalize: bool,
-    pattern: TrafficPattern | None = None, scoring: Scoring | None = None, bias: Tensor | None = None,
-    kv_slots: Tensor | None = None,
+    x: Tensor, logits: Tensor | RouterLogits | None, experts: ExpertTensors, choice: ExpertChoice, kv_slots: Tensor | None = None
 ) -> Routing:  # fmt: skip
     """The routing of `routed_experts` alone."""
     if not (x.is_cuda and has_triton()):
-        if pattern is not None:
-            routing = reference.drawn_topk(x, pattern, top_k)
-        else:
-            assert isinstance(logits, Tensor)
-            routing = _chosen(logits, top_k, renormalize, scoring, bias)
-        return Routing(routing.weights, reference.physical_ids(routing.ids, None, kv_slots))
+        return _routing(x, logits, choice, None, kv_slots)
     from phalanx.kernels.moe.topk_softmax import topk_softmax
 
     return topk_softmax(
-        logits, x.contiguous(), top_k, experts=num_experts, renormalize=renormalize, first=experts.first,
-        local_experts=experts.count, pattern=pattern, scoring=scoring, bias=bias, kv_slots=kv_slots,
+        logits, x.contiguous(), first=experts.first, local_experts=experts.count, kv_slots=kv_slots, **choice._asdict()
     )[0]  # fmt: skip
 
 
-def _chosen(logits: Tensor, top_k: int, renormalize: bool, scoring: Scoring | None, bias: Tensor | None) -> Routing:
-    if scoring is None:
-        return reference.topk_softmax(logits, top_k, renormalize)
-    return reference.grouped_topk(logits, bias, scoring, top_k, renormalize)
+def _routing(
+    x: Tensor, logits: Tensor | RouterLogits | None, choice: ExpertChoice, physical: Tensor | None, kv_slots: Tensor | None
+) -> Routing:  # fmt: skip
+    """By `reference`."""
+    if choice.pattern is not None:
+        weights, ids = reference.drawn_topk(x, choice.pattern, choice.top_k)
+    else:
+        assert isinstance(logits, Tensor)
+        if choice.scoring is None:
+            weights, ids = reference.topk_softmax(logits, choice.top_k, choice.renormalize)
+        else:
+            weights, ids = reference.grouped_topk(logits, choice.bias, choice.scoring, choice.top_k, choice.renormalize)
+    return Routing(weights, reference.physical_ids(ids, physical, kv_slots))
 
 
 def quantized_input(x: Tensor, experts: ExpertTensors) -> Tensor | Quantized:
@@ -155,7 +147,7 @@ def run(
     from phalanx.kernels.moe.sort_by_expert import Tiles
 
     assert isinstance(tiles, Tiles)
-    if experts.gate_up_bias is not None:
+    if experts.in_4_bits or experts.gate_up_bias is not None:
         from phalanx.kernels.moe.biased_gemm import biased_experts
 
         sums = biased_experts(x, experts, tiles, size.pairs, routing.top_k, num_experts)
@@ -177,8 +169,8 @@ def run(
 
 
 def _tile_size(experts: ExpertTensors, x: Tensor, top_k: int, num_experts: int) -> TileSize:
-    if experts.gate_up_bias is not None:
-        return TileSize(biased_heuristics.tile_pairs(len(x), top_k, num_experts, mxfp4=experts.mxfp4))
+    if experts.in_4_bits or experts.gate_up_bias is not None:
+        return TileSize(biased_heuristics.tile_pairs(len(x), top_k, num_experts, in_4_bits=experts.in_4_bits))
     return heuristics.tile_size(len(x), top_k, num_experts, gpu(x.device).sm)
 
 

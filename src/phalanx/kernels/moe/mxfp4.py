@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.moe.packing import MAGNITUDES, SIGNS
+from phalanx.kernels.quantize import widened
 
 _TEMPLATE = """
 {{
@@ -97,6 +98,17 @@ def dequantized(words, scales, selectors, shift, SM: tl.constexpr):
         c = tl.inline_asm_elementwise(_WIDEN_2, "=r,r,r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
         d = tl.inline_asm_elementwise(_WIDEN_3, "=r,r,r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
     return a, b, c, d
+
+
+@triton.jit
+def widened_nvfp4(words, low, high, DTYPE: tl.constexpr, SM: tl.constexpr):
+    """words as above; low, high [R, 32] uint8: the e4m3 scales of the first and the last 16 of the 32 columns of each word -> four
+    tensors [R, 32] in DTYPE, exactly: a product has six bits."""
+    bits, like = words.to(tl.int32), tl.zeros([1], tl.float32)
+    first, last = widened(low, like, SM), widened(high, like, SM)
+    a, b = _plain(bits, SIGN_0, MAGNITUDE_0) * first, _plain(bits, SIGN_1, MAGNITUDE_1) * first
+    c, d = _plain(bits, SIGN_2, MAGNITUDE_2) * last, _plain(bits, SIGN_3, MAGNITUDE_3) * last
+    return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
 
 
 SIGN_0, SIGN_1, SIGN_2, SIGN_3 = (tl.constexpr(bit) for bit in SIGNS)

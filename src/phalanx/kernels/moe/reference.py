@@ -9,13 +9,14 @@ from torch import Tensor
 
 from phalanx.config.experts import ClampedSwiGlu, Scoring
 from phalanx.kernels import reference
-from phalanx.kernels.moe import packing
+from phalanx.kernels.gemm import int4_packing
+from phalanx.kernels.gemm.int4_packing import Int4Weight
+from phalanx.kernels.moe import nvfp4_packing, packing
+from phalanx.kernels.moe.nvfp4_packing import E2M1, Nvfp4Weight
 from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
 
 BLOCK_K = 128
 MXFP4_BLOCK = 32
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The values of e2m1 by their four bits."""
 
 
 def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
@@ -80,6 +81,8 @@ def fused_experts(x: Tensor, experts: ExpertTensors, routing: Routing) -> Tensor
 
 def _expert(x: Tensor, experts: ExpertTensors, expert: int) -> Tensor:
     """One expert's block, of tokens x [M, H]."""
+    if experts.packed is not None:
+        return _packed_linear(silu_mul(_packed_linear(x, experts.packed[0], expert)), experts.packed[1], expert)
     rows = slice(expert * 2 * experts.inner, (expert + 1) * 2 * experts.inner)
     gate_up = _linear(x, experts.gate_up[rows], _rows(experts.gate_up_scale, rows), experts.input_scale, experts, 0)
     if experts.gate_up_bias is not None:
@@ -88,6 +91,17 @@ def _expert(x: Tensor, experts: ExpertTensors, expert: int) -> Tensor:
     inner = silu_mul(gate_up) if experts.swiglu is None else clamped_swiglu(gate_up, experts.swiglu)
     out = _linear(inner, experts.down[rows], _rows(experts.down_scale, rows), experts.inner_scale, experts, experts.begin)
     return out if experts.down_bias is None else out + experts.down_bias[rows]
+
+
+def _packed_linear(x: Tensor, weight: Int4Weight | Nvfp4Weight, expert: int) -> Tensor:
+    """x [M, inputs] times the weight of one of the experts."""
+    words, scales = weight.words[expert], weight.scales[expert]
+    if isinstance(weight, Nvfp4Weight):
+        one = weight._replace(words=words, scales=scales, row_scale=weight.row_scale[expert])
+        values = nvfp4_packing.dequantized(one, torch.float32)
+    else:
+        values = int4_packing.dequantized(weight._replace(words=words, scales=scales), x.dtype).float()
+    return F.linear(x.float(), values).to(x.dtype)
 
 
 def count_load(load: Tensor, routing: Routing, first: int) -> None:

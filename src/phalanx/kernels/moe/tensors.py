@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.config.experts import ClampedSwiGlu
+from phalanx.config.experts import ClampedSwiGlu, Scoring
+from phalanx.kernels.gemm.int4_packing import Int4Weight
+from phalanx.kernels.moe.nvfp4_packing import Nvfp4Weight
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class ExpertTensors:
 
     Or in MXFP4 (OCP Microscaling formats 1.0): uint8 with two e2m1 values each, [rows, columns / 2], arranged by `packing.packed`
     and `packing.tiled`; and a scale 2^(n - 127) for 32 columns, n in uint8 [rows, columns / 32], 128 at most, padded with zeros to
-    a multiple of 4, and tiled.
+    a multiple of 4, and tiled. Or in 4-bit integers or NVFP4: `packed` has gate and up, and down, each with a dim of experts
+    before the others of its tensors; gate_up and down are its words.
     gate_up_bias [E * 2 * I], down_bias [E * H]: added to what the GEMMs give; None for none. swiglu: the activation where it is not
     silu(gate) * up.
     """
@@ -41,19 +44,25 @@ class ExpertTensors:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     swiglu: ClampedSwiGlu | None = None
+    packed: tuple[Int4Weight, Int4Weight] | tuple[Nvfp4Weight, Nvfp4Weight] | None = None
 
     @property
     def hidden(self) -> int:
-        return self.gate_up.shape[1] * (2 if self.mxfp4 else 1)
+        return self.gate_up.shape[1] * (2 if self.mxfp4 else 1) if self.packed is None else self.packed[0].inputs
 
     @property
     def inner(self) -> int:
-        return self.down.shape[1] * (2 if self.mxfp4 else 1)
+        return self.down.shape[1] * (2 if self.mxfp4 else 1) if self.packed is None else self.packed[1].inputs
 
     @property
     def mxfp4(self) -> bool:
-        """Whether weights have 4 bits."""
+        """Whether weights are in MXFP4."""
         return self.gate_up.dtype == torch.uint8
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether weights have 4 bits, and are widened in registers."""
+        return self.mxfp4 or self.packed is not None
 
     @property
     def by_block(self) -> bool:
@@ -95,3 +104,15 @@ class TrafficPattern(NamedTuple):
         """Shares that fall with the power `exponent` of an expert's rank (0: uniform). Each layer has its own order of experts."""
         order = torch.randperm(experts, generator=torch.Generator().manual_seed(layer))
         return cls((-exponent * torch.log(1.0 + order.double())).float().to(device))
+
+
+class ExpertChoice(NamedTuple):
+    """How logits choose `top_k` of a layer's `experts` for each token: by their softmax, or as `scoring` says, where bias [experts]
+    fp32 is added to scores. renormalize: the chosen weights are divided by their sum. pattern: experts are drawn instead."""
+
+    top_k: int
+    experts: int
+    renormalize: bool
+    scoring: Scoring | None = None
+    bias: Tensor | None = None
+    pattern: TrafficPattern | None = None

@@ -17,16 +17,17 @@ from phalanx.kernels.scaled_tensors import Quantized, Unscaled
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _kernel_takes(output: Tensor | Unscaled) -> bool:
+def _kernel_takes(output: Tensor | Unscaled, *, of_tokens: bool = False) -> bool:
+    """of_tokens: what each token has is contiguous, and tokens may be apart."""
     x = output.values if isinstance(output, Unscaled) else output
-    return x.is_cuda and x.is_contiguous() and x.dtype in _FLOATS and has_triton()
+    return x.is_cuda and (x[:1] if of_tokens else x).is_contiguous() and x.dtype in _FLOATS and has_triton()
 
 
 def _rows_are_vectors(x: Tensor, weight: Tensor | None = None) -> bool:
     """Whether rows, and a norm's weight, are made of vectors of 16 bytes that begin on multiples of 16 bytes."""
     aligned = x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0 and (weight is None or weight.data_ptr() % 16 == 0)
-    same_dtype = weight is None or weight.dtype == x.dtype
-    return x.is_cuda and x.dtype in _FLOATS and aligned and same_dtype and has_triton()
+    readable = weight is None or weight.dtype in (x.dtype, torch.float32)
+    return x.is_cuda and x.dtype in _FLOATS and aligned and readable and has_triton()
 
 
 def embed(
@@ -100,22 +101,22 @@ def index_put_(table: Tensor, places: Tensor, values: Tensor) -> None:
     reference.index_put_(table, places, values)
 
 
-def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
+def silu_mul(gate_up: Tensor | Unscaled, *, gelu: bool = False) -> Tensor:
     """See `reference.silu_mul`."""
     if _kernel_takes(gate_up):
         from phalanx.kernels.ops.silu_and_mul import silu_mul as kernel
 
-        return kernel(gate_up)
-    return reference.silu_mul(gate_up)
+        return kernel(gate_up, gelu=gelu)
+    return reference.silu_mul(gate_up, gelu=gelu)
 
 
-def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) -> Quantized:
+def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None, *, gelu: bool = False) -> Quantized:
     """See `reference.silu_mul_quant_fp8`."""
     if _kernel_takes(gate_up):
         from phalanx.kernels.ops.silu_and_mul import silu_mul_quant_fp8 as kernel
 
-        return Quantized(*kernel(gate_up, scale))
-    return Quantized(*reference.silu_mul_quant_fp8(gate_up, scale))
+        return Quantized(*kernel(gate_up, scale, gelu=gelu))
+    return Quantized(*reference.silu_mul_quant_fp8(gate_up, scale, gelu=gelu))
 
 
 def quantize_fp8(x: Tensor, scale: Tensor | None = None, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -147,7 +148,7 @@ def rope_store(
     kv_scales: tuple[float, float] | None = None, head_norm: HeadNorm | None = None, token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.rope_store`."""
-    if _kernel_takes(qkv) and key_cache.is_contiguous() and value_cache.is_contiguous():
+    if _kernel_takes(qkv, of_tokens=True) and key_cache.is_contiguous() and value_cache.is_contiguous():
         from phalanx.kernels.ops.rope_kv_cache import rope_store as kernel
 
         return kernel(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales, head_norm, token_scales)

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.ops.heuristics import row_warps
-from phalanx.kernels.ops.residual_rms_norm import NormOutputs, normalize, quant_mode, square_sum
+from phalanx.kernels.ops.residual_rms_norm import NormOutputs, load_weight, normalize, quant_mode, square_sum
 from phalanx.kernels.vectors import load, store, unpack
 
 Last = tuple[Tensor, Tensor]
@@ -66,7 +66,8 @@ def _embed(
 )
 def _embed_norm(
     ids, last_tokens, slots, table, weight, pointers, scale, begin, table_rows, inner, outer, hidden, eps,
-    IDS: tl.constexpr, LAST: tl.constexpr, KIND: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
+    IDS: tl.constexpr, LAST: tl.constexpr, KIND: tl.constexpr, QUANT: tl.constexpr, FP32_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    SM: tl.constexpr,
 ):  # fmt: skip
     """Without IDS, a norm alone: its row r is row r // inner * outer + r % inner of the table, and no residual is stored."""
     LANES: tl.constexpr = 4 if KIND == "fp32" else 8
@@ -76,7 +77,7 @@ def _embed_norm(
     row = tl.program_id(0)
     if SM >= 90:
         gdc_launch_dependents()
-    weight_words = load(weight, column, mask, SM)  # no kernel before this one writes weights
+    factors = load_weight(weight, column, mask, FP32_WEIGHT, SM)  # no kernel before this one writes weights
     if SM >= 90:
         gdc_wait()
     if IDS:
@@ -85,9 +86,7 @@ def _embed_norm(
         source = (row // inner).to(tl.int64) * outer + row % inner
         words = load(table, source * vectors + column, mask, SM)
     lanes = unpack(words, KIND)
-    normalize(
-        lanes, square_sum(lanes), weight_words, row, column, mask, pointers, scale, hidden, eps, KIND, QUANT, False, BLOCK, SM
-    )
+    normalize(lanes, square_sum(lanes), factors, row, column, mask, pointers, scale, hidden, eps, KIND, QUANT, False, BLOCK, SM)
 
 
 def embed(ids: Tensor, table: Tensor, begin: int, last: Last | None) -> tuple[Tensor, Tensor]:
@@ -118,7 +117,8 @@ def embed_norm(
         _embed_norm[(tokens,)](
             ids, *(last or (ids, ids)), table.view(torch.int32), weight.view(torch.int32), norm_outputs.pointers(0, tokens),
             norm_outputs.residual if scale is None else scale, 0, len(table), 1, 1, hidden, eps, IDS=True, LAST=last is not None,
-            KIND=DTYPE_NAMES[table.dtype], QUANT=mode, BLOCK=block, SM=sm, num_warps=row_warps(block, tokens), launch_pdl=sm >= 90,
+            KIND=DTYPE_NAMES[table.dtype], QUANT=mode, FP32_WEIGHT=weight.dtype != table.dtype, BLOCK=block, SM=sm,
+            num_warps=row_warps(block, tokens), launch_pdl=sm >= 90,
         )  # fmt: skip
     return norm_outputs.outputs()
 
@@ -134,7 +134,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         words, into = x.view(torch.int32), out.view(torch.int32)
         _embed_norm[(rows,)](
             words, words, words, words, weight.view(torch.int32), (into, into, into, into), words, 0, 0, inner, outer,
-            x.shape[-1], eps, IDS=False, LAST=False, KIND=DTYPE_NAMES[x.dtype], QUANT="none", BLOCK=block, SM=sm,
+            x.shape[-1], eps, IDS=False, LAST=False, KIND=DTYPE_NAMES[x.dtype], QUANT="none",
+            FP32_WEIGHT=weight.dtype != x.dtype, BLOCK=block, SM=sm,
             num_warps=row_warps(block, rows), launch_pdl=sm >= 90,
         )  # fmt: skip
     return out

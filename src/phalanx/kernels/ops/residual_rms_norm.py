@@ -49,11 +49,25 @@ def square_sum(lanes):
 
 
 @triton.jit
+def load_weight(weight, column, mask, FP32_WEIGHT: tl.constexpr, SM: tl.constexpr):
+    """The weight of a norm, as `normed` takes it: words, or the lanes of two vectors where it is in fp32 and values in 16 bit."""
+    if FP32_WEIGHT:
+        low, high = load(weight, 2 * column, mask, SM), load(weight, 2 * column + 1, mask, SM)
+        factors = unpack(low, "fp32") + unpack(high, "fp32")
+    else:
+        factors = load(weight, column, mask, SM)
+    return factors
+
+
+@triton.jit
 def normed(lanes, squares, weight, hidden, eps, KIND: tl.constexpr, SM: tl.constexpr):
     """The norm of a row, or of a part of one, in words [BLOCK]; arguments as in `normalize`."""
     mean = tl.div_rn(squares.to(tl.float32), hidden.to(tl.float32))
     scaled = rounded(multiply(lanes, tl.div_rn(1.0, tl.sqrt_rn(mean + eps))), KIND, SM)
-    factors = unpack(weight, KIND)
+    if len(weight) > 4:
+        factors = weight
+    else:
+        factors = unpack(weight, KIND)
     weighted = ()
     for k in tl.static_range(len(scaled)):
         weighted = weighted + (scaled[k] * factors[k],)
@@ -67,7 +81,7 @@ def normalize(
 ):  # fmt: skip
     """Norm and quantization of a row, or of a part of one that is whole blocks of 16 elements ("fp8_token": of a whole row).
 
-    lanes [BLOCK]: of the new residual; squares: the whole row's; weight: words [BLOCK]; column: the vector's place in the row;
+    lanes [BLOCK]: of the new residual; squares: the whole row's; weight: see `load_weight`; column: the vector's place in the row;
     pointers: of (norm, new residual, quantized, scales); scale: fp32 pointer, read for "fp8" and "nvfp4".
     """
     norm_out, _, quantized, scales = pointers
@@ -103,7 +117,8 @@ def finish_row(
 @triton.jit(do_not_specialize=["hidden"])
 def _residual_rms_norm(
     x, residual, weight, pointers, scale, hidden, eps,
-    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, FP32_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    SM: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
     LANES: tl.constexpr = 4 if KIND == "fp32" else 8
@@ -112,14 +127,14 @@ def _residual_rms_norm(
     row = tl.program_id(0)
     if SM >= 90:
         gdc_launch_dependents()
-    weight_words = load(weight, column, mask, SM)  # no kernel before this one writes weights
+    factors = load_weight(weight, column, mask, FP32_WEIGHT, SM)  # no kernel before this one writes weights
     if SM >= 90:
         gdc_wait()
     place = row.to(tl.int64) * (hidden // LANES) + column
     words = load(x, place, mask, SM)
     old = load(residual, place, mask, SM)
     finish_row(
-        unpack(words, KIND), old, weight_words, row, column, mask, pointers, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, SM
+        unpack(words, KIND), old, factors, row, column, mask, pointers, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, SM
     )  # fmt: skip
 
 
@@ -178,7 +193,7 @@ def residual_rms_norm(
     keep_norm: bool = False,
 ) -> tuple[Tensor, ...]:
     """The kernel of `reference.residual_rms_norm`, for x and residual [T, H] (bf16, fp16, fp32; H a multiple of 8, for nvfp4 of
-    16), weight [H]. Returns new tensors."""
+    16), weight [H] in their dtype or in fp32. Returns new tensors."""
     mode = quant_mode(quant, scale)
     x, residual = x.contiguous(), residual.contiguous()
     norm_outputs = NormOutputs(x, mode, keep_norm)
@@ -189,7 +204,7 @@ def residual_rms_norm(
         _residual_rms_norm[(tokens,)](
             x.view(torch.int32), residual.view(torch.int32), weight.view(torch.int32), norm_outputs.pointers(0, tokens),
             norm_outputs.residual if scale is None else scale, hidden, eps,
-            KIND=DTYPE_NAMES[x.dtype], QUANT=mode, KEEP_NORM=keep_norm, BLOCK=block, SM=sm,
+            KIND=DTYPE_NAMES[x.dtype], QUANT=mode, KEEP_NORM=keep_norm, FP32_WEIGHT=weight.dtype != x.dtype, BLOCK=block, SM=sm,
             num_warps=row_warps(block, tokens), launch_pdl=sm >= 90,
         )  # fmt: skip
     return norm_outputs.outputs()

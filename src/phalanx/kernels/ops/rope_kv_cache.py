@@ -118,11 +118,12 @@ def _normed(first, second, head, pair, q_norm, k_norm, eps, q_heads, kv_heads, h
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rope_store(
-    qkv, rows, columns, q_norm, k_norm, cos, sin, query, key_cache, value_cache, token_scales, slots, q_heads, kv_heads, half, eps,
-    key_inverse, value_inverse, BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+    qkv, pitch, rows, columns, q_norm, k_norm, cos, sin, query, key_cache, value_cache, token_scales, slots, q_heads, kv_heads,
+    half, eps, key_inverse, value_inverse, BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
     SM: tl.constexpr,
 ):  # fmt: skip
-    """rows, columns: the scales of an unscaled GEMM output, or None. q_norm, k_norm: the weights of a head norm, or None.
+    """pitch: from token to token of qkv. rows, columns: the scales of an unscaled GEMM output, or None. q_norm, k_norm: the weights
+    of a head norm, or None.
     token_scales: of caches in int8, whose BLOCK_SIZE counts; or None."""
     if SM >= 90:
         gdc_launch_dependents()
@@ -136,7 +137,7 @@ def _rope_store(
         first_scale, second_scale = tl.load(columns + column, inside, 0.0), tl.load(columns + column + half, inside, 0.0)
     if SM >= 90:
         gdc_wait()
-    place = token * (heads * 2 * half) + column
+    place = token * pitch + column
     first = tl.load(qkv + place, inside, 0.0)
     second = tl.load(qkv + place + half, inside, 0.0)
     c = tl.load(cos + token * half + pair, pair < half, 0.0)
@@ -160,8 +161,8 @@ def rope_store(
     qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
     kv_scales: tuple[float, float] | None = None, head_norm: HeadNorm | None = None, token_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel of `reference.rope_store`, for contiguous tensors; qkv in bf16, fp16 or fp32, caches in its dtype, e4m3 or
-    int8."""
+    """The kernel of `reference.rope_store`, for contiguous tensors, of qkv contiguous tokens; qkv in bf16, fp16 or fp32, caches in
+    its dtype, e4m3 or int8."""
     values, rows, columns = Unscaled.parts(qkv)
     tokens, heads, head_dim = values.shape
     query = torch.empty((tokens, q_heads, head_dim), dtype=values.dtype, device=values.device)
@@ -173,8 +174,8 @@ def rope_store(
         block = rope_heads(tokens)
         norm = head_norm or (None, None, 0.0)
         _rope_store[(tokens, triton.cdiv(heads, block))](
-            values, rows, columns, *norm[:2], cos, sin, query, *caches, token_scales, slots, q_heads, (heads - q_heads) // 2,
-            head_dim // 2, norm[2], 1.0 / key_scale, 1.0 / value_scale,
+            values, values.stride(0), rows, columns, *norm[:2], cos, sin, query, *caches, token_scales, slots, q_heads,
+            (heads - q_heads) // 2, head_dim // 2, norm[2], 1.0 / key_scale, 1.0 / value_scale,
             BLOCK=block, HALF=triton.next_power_of_2(head_dim // 2), BLOCK_SIZE=0 if token_scales is None else key_cache.shape[1],
             FP8=fp8, SM=sm, num_warps=4, launch_pdl=sm >= 90,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""silu(gate) * up in one pass, and the same in e4m3.
+"""silu(gate) * up in one pass, and the same in e4m3; or gelu(gate) * up.
 
     out = round(round(silu(gate)) * up)                    rounded to the dtype twice, as plain torch does
     out = round(silu(gate) * up)                           of an unscaled GEMM output: its scales are applied first, all in fp32
@@ -30,10 +30,16 @@ MAX_BLOCK = 2048
 
 
 @triton.jit
-def _silu(value, SM: tl.constexpr):
-    """In fp32. With an exact quotient this, and not memory, would bound the time of a long row; the fast quotient is wrong in at
-    most the last two of 24 bits. Where exp() overflows fp32 it gives the limit, 0."""
-    one_more = 1.0 + tl.exp2(value * -1.4426950408889634)
+def _activated(value, GELU: tl.constexpr, SM: tl.constexpr):
+    """SiLU, or GELU by tanh, in fp32: value / (1 + exp(-t)), where t is the value, or 2 sqrt(2 / pi) (value + 0.044715 value^3).
+
+    With an exact quotient this, and not memory, would bound the time of a long row; the fast quotient is wrong in at most the last
+    two of 24 bits. Where exp() overflows fp32 it gives the limit, 0."""
+    if GELU:
+        exponent = value * (1.0 + 0.044715 * value * value) * -2.302208198
+    else:
+        exponent = value * -1.4426950408889634
+    one_more = 1.0 + tl.exp2(exponent)
     if SM == 0:
         activated = value / one_more
     else:
@@ -52,29 +58,29 @@ def _column_scales(columns, column, mask, width):
 
 
 @triton.jit
-def silu_mul_rounded(gate, up, SM: tl.constexpr):
+def silu_mul_rounded(gate, up, SM: tl.constexpr, GELU: tl.constexpr = False):
     """silu(gate) * up of a finished GEMM output, in its dtype."""
-    activated = nearest(_silu(gate.to(tl.float32), SM), gate, SM)
+    activated = nearest(_activated(gate.to(tl.float32), GELU, SM), gate, SM)
     return nearest(activated.to(tl.float32) * up.to(tl.float32), gate, SM)
 
 
 @triton.jit
-def _silu_mul_block(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM: tl.constexpr):
+def _silu_mul_block(gate_up, rows, gate_scale, up_scale, row, column, mask, width, GELU: tl.constexpr, SM: tl.constexpr):
     """silu(gate) * up of a block of one row, in the dtype of gate_up."""
     first = gate_up + row.to(tl.int64) * (2 * width) + column
     gate = tl.load(first, mask, 0.0)
     up = tl.load(first + width, mask, 0.0)
     if rows is not None:
         unit = tl.load(rows + row)
-        activated = _silu(gate.to(tl.float32) * unit * gate_scale, SM)
+        activated = _activated(gate.to(tl.float32) * unit * gate_scale, GELU, SM)
         out = nearest(activated * (up.to(tl.float32) * unit * up_scale), gate, SM)
     else:
-        out = silu_mul_rounded(gate, up, SM)
+        out = silu_mul_rounded(gate, up, SM, GELU)
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, rows, columns, out, width, BLOCK: tl.constexpr, SM: tl.constexpr):
+def _silu_mul(gate_up, rows, columns, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr):
     """rows, columns: the scales of an unscaled GEMM output, or None."""
     if SM >= 90:
         gdc_launch_dependents()
@@ -84,13 +90,13 @@ def _silu_mul(gate_up, rows, columns, out, width, BLOCK: tl.constexpr, SM: tl.co
     gate_scale, up_scale = _column_scales(columns, column, mask, width)
     if SM >= 90:
         gdc_wait()
-    value = _silu_mul_block(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM)
+    value = _silu_mul_block(gate_up, rows, gate_scale, up_scale, row, column, mask, width, GELU, SM)
     tl.store(out + row.to(tl.int64) * width + column, value, mask)
 
 
 @triton.jit
 def _silu_mul_quant_fp8(
-    gate_up, rows, columns, out, scales, width, STATIC: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr
+    gate_up, rows, columns, out, scales, width, STATIC: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr
 ):  # fmt: skip
     """scales: with STATIC one scale for all, which is read; else one per token, which is written. rows, columns: as for
     `_silu_mul`."""
@@ -102,7 +108,7 @@ def _silu_mul_quant_fp8(
     gate_scale, up_scale = _column_scales(columns, column, mask, width)
     if SM >= 90:
         gdc_wait()
-    value = _silu_mul_block(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM).to(tl.float32)
+    value = _silu_mul_block(gate_up, rows, gate_scale, up_scale, row, column, mask, width, GELU, SM).to(tl.float32)
     if STATIC:
         scale = tl.load(scales)
     else:
@@ -115,7 +121,7 @@ def _silu_mul_quant_fp8(
     tl.store(place, e4m3_byte(scaled, SM), mask)
 
 
-def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
+def silu_mul(gate_up: Tensor | Unscaled, *, gelu: bool = False) -> Tensor:
     """The kernel of `reference.silu_mul`, for gate_up [T, 2 * I] contiguous (bf16, fp16, fp32)."""
     values, rows, columns = Unscaled.parts(gate_up)
     tokens, doubled = values.shape
@@ -125,12 +131,15 @@ def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
         sm = sm_arch(values.device)
         block = min(MAX_BLOCK, triton.next_power_of_2(width))
         _silu_mul[(tokens, triton.cdiv(width, block))](
-            values, rows, columns, out, width, BLOCK=block, SM=sm, num_warps=8 if block >= 2048 else 4, launch_pdl=sm >= 90
-        )
+            values, rows, columns, out, width, GELU=gelu, BLOCK=block, SM=sm, num_warps=8 if block >= 2048 else 4,
+            launch_pdl=sm >= 90,
+        )  # fmt: skip
     return out
 
 
-def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def silu_mul_quant_fp8(
+    gate_up: Tensor | Unscaled, scale: Tensor | None = None, *, gelu: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The kernel of `reference.silu_mul_quant_fp8`, for gate_up [T, 2 * I] contiguous (bf16, fp16, fp32)."""
     values, rows, columns = Unscaled.parts(gate_up)
     tokens, doubled = values.shape
@@ -141,7 +150,7 @@ def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) 
         sm = sm_arch(values.device)
         block = triton.next_power_of_2(width)
         _silu_mul_quant_fp8[(tokens,)](
-            values, rows, columns, out.view(torch.uint8), scales, width, STATIC=scale is not None, BLOCK=block, SM=sm,
+            values, rows, columns, out.view(torch.uint8), scales, width, STATIC=scale is not None, GELU=gelu, BLOCK=block, SM=sm,
             num_warps=column_warps(block, tokens), launch_pdl=sm >= 90,
         )  # fmt: skip
     return out, scales

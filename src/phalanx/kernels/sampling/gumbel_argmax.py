@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
 from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.reference import NOT_FINITE
 
 BLOCK = 2048
 """Logits that a program loads at a time."""
@@ -25,6 +26,8 @@ PROGRAMS = 512
 """About so many programs compute keys, however many rows there are: a few per multiprocessor of a large GPU."""
 
 LOWEST = tl.constexpr(-(2**63))
+NAN = tl.constexpr(0x7FFFFFFF << 32)  # the high half of the key of a NaN
+NO_TOKEN = tl.constexpr(NOT_FINITE)
 
 
 @triton.jit
@@ -37,6 +40,12 @@ def _better(value, column, width, best, place):
     order = tl.where(column < width, order, -(2**31))
     better = order > best
     return tl.where(better, order, best), tl.where(better, column, place)
+
+
+@triton.jit
+def _finite(order):
+    """Whether the logit of this order, the high half of its key, is neither NaN nor infinite."""
+    return (order < 0x7F800000) & (order > -0x7F800001)
 
 
 @triton.jit
@@ -140,15 +149,17 @@ def _gumbel_max(
     lane = tl.arange(0, BLOCK)
     start = logits + row.to(tl.int64) * stride
     order = (_largest(max_keys, row, rows, parts, RANKS, PARTS) >> 32).to(tl.int32)
-    top = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    finite = _finite(order)
+    top = tl.where(finite, tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True), 0.0)
     row_temperature = tl.load(temperature + row)
     sampling = (top, row_temperature, tl.load(noise + row), tl.load(noise + rows + row))
     if thresholds is None:
         best, place = _best_of_part(start, lane, part, width, begin, span, sampling, None, BLOCK, SM)
     else:
         best, place = _best_of_part(start, lane, part, width, begin, span, sampling, tl.load(thresholds + row), BLOCK, SM)
-    tl.store(keys + row * parts + part, _key(best, place, begin))
+    key = _key(best, place, begin)
+    key = tl.where(finite | (key == LOWEST), key, NAN | (key & 0xFFFFFFFF))
+    tl.store(keys + row * parts + part, key)
 
 
 @triton.jit(
@@ -164,7 +175,8 @@ def _decode_keys(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    token = 0xFFFFFFFF - (_largest(keys, row, rows, parts, RANKS, BLOCK) & 0xFFFFFFFF)
+    key = _largest(keys, row, rows, parts, RANKS, BLOCK)
+    token = tl.where(_finite(key >> 32), 0xFFFFFFFF - (key & 0xFFFFFFFF), NO_TOKEN)
     tl.store(tokens + row, token)
     if REMEMBER:
         tl.store(last_tokens + tl.load(slots + row), token, tl.load(kv_slots + row) >= 0)

@@ -26,12 +26,14 @@ def allow(logits: Tensor, words: Tensor) -> Tensor:
     return torch.where(allowed.bool(), logits, _NEVER)
 
 
-def forbid(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """Put -inf into logits [S, V] at each (rows[i], tokens[i]), except in a row that would then have no token left."""
+def forbid(logits: Tensor, rows: Tensor, tokens: Tensor, where: Tensor | None = None) -> Tensor:
+    """Put -inf into logits [S, V] at each (rows[i], tokens[i]) where it is true, except in a row that would then have no token
+    left."""
     before = logits[rows, tokens]
-    logits[rows, tokens] = _NEVER
+    after = _NEVER if where is None else torch.where(where, _NEVER, before)
+    logits[rows, tokens] = after
     dead = logits.amax(-1) == _NEVER
-    logits[rows, tokens] = torch.where(dead[rows], before, _NEVER)
+    logits[rows, tokens] = torch.where(dead[rows], before, after)
     return logits
 
 
@@ -50,9 +52,8 @@ def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, repetition: Tens
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """argmax of each row of logits [S, V]: [S] int64, the lowest id among equals, and the first NaN where there is one."""
-    if not _kernel_takes(logits):
-        return logits.argmax(-1)
+    """argmax of each row of logits [S, V]: [S] int64, the lowest id among equals; `reference.NOT_FINITE` where the highest is NaN
+    or infinite."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     decode_keys(packed_argmax_keys(logits, 0, logits.shape[1]).unsqueeze(0), tokens)
     return tokens
@@ -95,7 +96,7 @@ def filter_thresholds(logits: Tensor, max_keys: Tensor, temperature: Tensor, fil
 
 def sample(logits: Tensor, temperature: Tensor, noise: Tensor, filters: Tensor | None = None) -> Tensor:
     """One token per row of logits [S, V]: [S] int64, the argmax where temperature [S] is 0, else a sample of what the filters
-    [3, S] keep. See `reference.gumbel_max` and `reference.filter_thresholds`."""
+    [3, S] keep; `reference.NOT_FINITE` as in `argmax`. See `reference.gumbel_max` and `reference.filter_thresholds`."""
     tokens, width = torch.empty(len(logits), dtype=torch.int64, device=logits.device), logits.shape[1]
     max_keys = packed_argmax_keys(logits, 0, width).unsqueeze(0)
     thresholds = None if filters is None else filter_thresholds(logits, max_keys, temperature, filters)

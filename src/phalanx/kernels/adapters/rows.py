@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a batch have an adapter (`AdapterRows`, `AdapterBatch`), and the factors of one layer's adapters
+(`AdapterFactors`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FEW_ROWS, FEW, MANY = 512, 16, 64
+"""Tiles have FEW tokens, or MANY where more than FEW_ROWS have an adapter: a tile reads all factors of its adapter."""
+
+
+class Run(NamedTuple):
+    """Tokens order[begin:end] have the adapter in `slot`."""
+
+    slot: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class AdapterRows:
+    """The N tokens of a batch of `total` that have an adapter, grouped by adapter.
+
+    order [N] int64: their places in the batch. runs: of each adapter. tiles [M, 3] int32: slot, begin and end of tiles of at most
+    `tile` tokens, each of one adapter.
+    """
+
+    total: int
+    order: Tensor
+    runs: Sequence[Run]
+    tiles: Tensor
+    tile: int
+
+    @classmethod
+    def of(cls, slots: np.ndarray[Any, Any], device: torch.device) -> AdapterRows | None:
+        """slots [T]: of each token's adapter, -1 for none. None where all have none."""
+        order = np.argsort(slots, kind="stable")
+        order = order[np.searchsorted(slots[order], 0) :]
+        if not len(order):
+            return None
+        numbers = slots[order]
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
+        runs = [Run(int(numbers[begin]), begin, end) for begin, end in zip(firsts, [*firsts[1:], len(order)], strict=True)]
+        tile = FEW if len(order) <= FEW_ROWS else MANY
+        tiles = [(slot, at, min(at + tile, end)) for slot, begin, end in runs for at in range(begin, end, tile)]
+        arrays = torch.from_numpy(order.astype(np.int64)), torch.tensor(tiles, dtype=torch.int32)
+        placed, numbered = (array.to(device, non_blocking=True) for array in arrays)
+        return cls(len(slots), placed, runs, numbered, tile)
+
+
+class AdapterBatch:
+    """What the adapted layers of a rank share: how many slots there are, the largest rank, and which tokens of the forward that is
+    being run have an adapter; None: none has."""
+
+    def __init__(self, slots: int, max_rank: int) -> None:
+        self.slots, self.max_rank = slots, max_rank
+        self.rows: AdapterRows | None = None
+
+
+class AdapterFactors(NamedTuple):
+    """The factors of one linear layer, of as many parts as have an A of their own (q, k and v), in S slots with room for rank R.
+
+    a [S, parts * R, in]; b [S, out, R], times the scale; ranks [S, parts] int32: 0 where an adapter leaves the part alone.
+    columns: of the output, (part, begin, end), in order; tiles [M, 3] int32: the same in tiles of at most COLUMNS.
+    ranks_cpu: the same as `ranks`.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    columns: Sequence[tuple[int, int, int]]
+    tiles: Tensor
+    ranks_cpu: list[list[int]]
+
+
+COLUMNS = 64
+"""Of the output, that one program of a kernel computes."""
+
+
+def column_tiles(columns: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
+    """See `AdapterFactors.tiles`."""
+    tiles = [(part, at, min(at + COLUMNS, end)) for part, begin, end in columns for at in range(begin, end, COLUMNS)]
+    return torch.tensor(tiles, dtype=torch.int32, device=device)

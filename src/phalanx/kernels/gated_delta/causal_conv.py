@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""The causal convolution before the gated delta rule: each channel over the last tokens of its row, then SiLU.
+
+    out[t] = silu(sum over taps j of weight[j] * x[t - taps + 1 + j])        see `reference.causal_conv`
+
+A decode row's program reads what the convolution covers of earlier steps and moves it by one token. Of prefill rows, programs for
+chunks of tokens read it, and a second kernel behind them writes what the next step needs. Their slots, starts and lengths begin
+anywhere in those of the batch: kernels have no variants for that.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.gated_delta.chunks import chunk_at, sigmoid
+from phalanx.kernels.gated_delta.reference import CHUNK, StateRows, max_chunk_rows
+from phalanx.kernels.vectors import nearest
+
+BLOCK, TOKENS = 256, 16
+"""Channels of a program; tokens of one of a prefill row."""
+
+
+@triton.jit
+def _conv_decode(
+    x, weight, tails, out, slots, starts, lengths, kv_slots, channels, pitch,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    if SM >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.load(starts + row).to(tl.int64)
+    count = tl.load(starts + row + 1) - token
+    if tl.load(kv_slots + token, count > 0, -1) >= 0:
+        tail = tails + tl.load(slots + row).to(tl.int64) * ((TAPS - 1) * channels) + channel
+        going = inside & (tl.load(lengths + row) > count)
+        new = tl.load(x + token * pitch + channel, inside, 0.0)
+        total = new.to(tl.float32) * tl.load(weight + channel * TAPS + TAPS - 1, inside, 0.0).to(tl.float32)
+        for tap in tl.static_range(TAPS - 1):
+            old = tl.load(tail + tap * channels, going, 0.0)
+            total += old * tl.load(weight + channel * TAPS + tap, inside, 0.0).to(tl.float32)
+            if tap > 0:
+                tl.store(tail + (tap - 1) * channels, old, inside)
+        tl.store(tail + (TAPS - 2) * channels, new.to(tl.float32), inside)
+        tl.store(out + token * channels + channel, nearest(total * sigmoid(total), new, SM), inside)
+
+
+@triton.jit
+def _before(x, tails, place, j, channel, channels, pitch, begin, going, mask, TAPS: tl.constexpr):
+    """Inputs j of a row, in fp32: those of this step, or, where j < 0, those before it."""
+    now = tl.load(x + (begin + j) * pitch + channel, mask & (j >= 0), 0.0).to(tl.float32)
+    earlier = tl.load(tails + place + (TAPS - 1 + j) * channels + channel, mask & (j < 0) & going, 0.0)
+    return tl.where(j >= 0, now, earlier)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "starts", "lengths"])
+def _conv_prefill(
+    x, weight, tails, out, slots, starts, lengths, rows, channels, pitch,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """The arguments of rows are those of prefill rows."""
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if SM >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    first, row, begin, count = chunk_at(starts, rows, tl.program_id(0), TOKENS, MOST)
+    if first >= 0:
+        i, going = first + tl.arange(0, TOKENS)[:, None], tl.load(lengths + row) > count
+        place, start = tl.load(slots + row).to(tl.int64) * ((TAPS - 1) * channels), begin.to(tl.int64)
+        mask = (i < count) & (channel < channels)
+        total = tl.zeros([TOKENS, BLOCK], tl.float32)
+        for tap in tl.static_range(TAPS):
+            taken = _before(x, tails, place, i - (TAPS - 1) + tap, channel, channels, pitch, start, going, mask, TAPS)
+            total += taken * tl.load(weight + channel * TAPS + tap, channel < channels, 0.0).to(tl.float32)
+        like = tl.load(x + channel, channel < channels, 0.0)
+        tl.store(out + (start + i) * channels + channel, nearest(total * sigmoid(total), like, SM), mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "lengths"])
+def _keep_tails(
+    x, tails, slots, starts, lengths, channels, pitch, TAPS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr
+):  # fmt: skip
+    """What the next step needs of a prefill row, in the place of what this one needed."""
+    row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if SM >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    begin = tl.load(starts + row).to(tl.int64)
+    count = tl.load(starts + row + 1) - begin
+    if count > 0:
+        inside, going = channel < channels, tl.load(lengths + row) > count
+        place = tl.load(slots + row).to(tl.int64) * ((TAPS - 1) * channels)
+        for tap in tl.static_range(TAPS - 1):
+            taken = _before(x, tails, place, count - (TAPS - 1) + tap, channel, channels, pitch, begin, going, inside, TAPS)
+            tl.store(tails + place + tap * channels + channel, taken, inside)
+
+
+def causal_conv(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows) -> Tensor:
+    """The kernels of `reference.causal_conv`, for x whose rows are contiguous. Tokens of no row have no output."""
+    tokens, channels = x.shape
+    taps, decodes = weight.shape[2], rows.decodes
+    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
+    blocks, sm = triton.cdiv(channels, BLOCK), sm_arch(x.device)
+    common = {"TAPS": taps, "BLOCK": BLOCK, "SM": sm, "num_warps": 4, "launch_pdl": sm >= 90}
+    if decodes:
+        _conv_decode[(decodes, blocks)](
+            x, weight, tails, out, rows.slots, rows.starts, rows.lengths, rows.kv_slots, channels, x.stride(0), **common
+        )
+    prefills = len(rows.lengths) - decodes
+    if prefills and rows.chunks:
+        slots, starts, lengths = (each[decodes:] for each in (rows.slots, rows.starts, rows.lengths))
+        _conv_prefill[(rows.chunks * (CHUNK // TOKENS), blocks)](
+            x, weight, tails, out, slots, starts, lengths, prefills, channels, x.stride(0),
+            TOKENS=TOKENS, MOST=max_chunk_rows(prefills), **common,
+        )  # fmt: skip
+        _keep_tails[(prefills, blocks)](x, tails, slots, starts, lengths, channels, x.stride(0), **common)
+    return out

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""What the kernels of the gated delta rule share: where a chunk of tokens is, normed heads, gates."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chunk_at(starts, rows, index, TOKENS: tl.constexpr, MOST: tl.constexpr):
+    """Chunk `index` of rows of any number of tokens -> (its first token among its row's, less than 0 where there is no such chunk;
+    the row; the row's first token; its number of tokens). MOST: a power of two that is at least `rows`."""
+    each = tl.arange(0, MOST)
+    begin = tl.load(starts + each, each < rows, 0)
+    count = tl.load(starts + each + 1, each < rows, 0) - begin
+    chunks = (count + TOKENS - 1) // TOKENS
+    ends = tl.cumsum(chunks, 0)
+    here = (index < ends) & (index >= ends - chunks)
+    first = tl.sum(tl.where(here, (index - ends + chunks) * TOKENS, 0), 0)
+    exists = tl.sum(here.to(tl.int32), 0) > 0
+    return (
+        tl.where(exists, first, -1), tl.sum(tl.where(here, each, 0), 0), tl.sum(tl.where(here, begin, 0), 0),
+        tl.sum(tl.where(here, count, 0), 0),
+    )  # fmt: skip
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def log_decay(a, a_log, dt_bias):
+    """-exp(a_log) * softplus(a + dt_bias), in fp32."""
+    x = a + dt_bias
+    return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def load_normed(qkv, place, mask, EPS: tl.constexpr):
+    """Heads [tokens, dims] divided by their lengths, in fp32."""
+    values = tl.load(qkv + place, mask, 0.0).to(tl.float32)
+    return values * tl.rsqrt(tl.sum(values * values, 1) + EPS)[:, None]
+
+
+@triton.jit
+def dot(left, right, like, total, SM: tl.constexpr):
+    """left @ right + total in fp32, the operands rounded to the dtype of `like`; those in fp32 as three numbers in TF32. Triton's
+    interpreter multiplies no bf16."""
+    left, right = left.to(like.dtype), right.to(like.dtype)
+    if SM == 0:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="tf32x3")

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the kernels have weights in NVFP4: e2m1 values in the words of MXFP4 (`packing`), an e4m3 scale for 16 columns, and a scale
+in fp32 for each row, which is that of its checkpoint tensor: layers that run as one GEMM may differ in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.kernels.moe import packing
+
+GROUP = 16
+"""Columns that share an e4m3 scale."""
+BLOCK, TILE_COLUMNS = 32, 128
+SCALES_OF_TILE = TILE_COLUMNS // GROUP
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of e2m1 by their four bits."""
+
+
+class Nvfp4Weight(NamedTuple):
+    """A weight [outputs, inputs]: e2m1 * e4m3 scale * the row's scale.
+
+    words: uint8 [rows, columns / 2], rows and columns padded with zeros to multiples of 32, packed and tiled.
+    scales: uint8 [rows, 8 * k steps], e4m3, those of 32 rows and 128 columns one run.
+    row_scale: fp32 [rows].
+    """
+
+    words: Tensor
+    scales: Tensor
+    row_scale: Tensor
+    outputs: int
+    inputs: int
+
+    @property
+    def rows(self) -> int:
+        """Padded outputs."""
+        return self.row_scale.shape[-1]
+
+
+def sizes(outputs: int, inputs: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int]]:
+    """The shapes of words, scales and row_scale."""
+    rows, columns = -(-outputs // packing.TILE_ROWS) * packing.TILE_ROWS, -(-inputs // BLOCK) * BLOCK
+    return (rows, columns // 2), (rows, -(-columns // TILE_COLUMNS) * SCALES_OF_TILE), (rows,)
+
+
+def packed(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """codes [outputs, inputs / 2] uint8 as on disk, the first of two values in the low nibble; scales [outputs, inputs / 16] e4m3
+    -> words and scales of an `Nvfp4Weight`."""
+    words, table, (rows,) = sizes(len(codes), 2 * codes.shape[1])
+    more = rows - len(codes)
+    nibbles = F.pad(codes, (0, words[1] - codes.shape[1], 0, more))
+    by_tile = F.pad(scales.view(torch.uint8), (0, table[1] - scales.shape[1], 0, more))
+    return packing.tiled(packing.packed(nibbles)), packing.tiled(by_tile, SCALES_OF_TILE)
+
+
+def reorder_rows(words: Tensor, scales: Tensor, row_scale: Tensor, rows: list[int]) -> None:
+    """Put the outputs of an `Nvfp4Weight` into this order, in place."""
+    order = [*rows, *range(len(rows), len(row_scale))]
+    words.copy_(packing.tiled(packing.untiled(words)[order]))
+    scales.copy_(packing.tiled(packing.untiled(scales, SCALES_OF_TILE)[order], SCALES_OF_TILE))
+    row_scale.copy_(row_scale[order])
+
+
+def dequantized(weight: Nvfp4Weight, dtype: torch.dtype) -> Tensor:
+    """[outputs, inputs] in `dtype`, each product rounded once."""
+    values = torch.tensor(E2M1, device=weight.words.device)[packing.codes(packing.untiled(weight.words))]
+    scales = packing.untiled(weight.scales, SCALES_OF_TILE).view(torch.float8_e4m3fn).float()
+    by_column = scales.repeat_interleave(GROUP, 1)[:, : values.shape[1]]
+    return (values * by_column * weight.row_scale.unsqueeze(1))[: weight.outputs, : weight.inputs].to(dtype)
+
+
+def quantized(values: Tensor, row_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """values [rows, columns] of a multiple of 16 columns, row_scale [rows] -> codes and scales as on disk: rounded to nearest, with
+    6 for the largest magnitude of each group."""
+    groups = values.float().view(len(values), -1, GROUP)
+    scales = (groups.abs().amax(-1) / 6 / row_scale.unsqueeze(1)).to(torch.float8_e4m3fn)
+    unit = scales.float() * row_scale.unsqueeze(1)
+    each = (groups / torch.where(unit == 0, 1.0, unit).unsqueeze(-1)).flatten(1)
+    magnitudes = torch.tensor(E2M1[:8], device=values.device)
+    code = torch.bucketize(each.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2).to(torch.uint8) | (each < 0).to(torch.uint8) << 3
+    return code[:, 0::2] | code[:, 1::2] << 4, scales
