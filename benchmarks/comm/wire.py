@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from benchmarks import harness
-from phalanx.kernels.allreduce.signals import at, dependents
+from phalanx.comm.signals import at, dependents
 from phalanx.kernels.vectors import load
 
 _STORES = {"weak": "st.global.v4.b32", "relaxed": "st.relaxed.sys.global.v4.b32"}

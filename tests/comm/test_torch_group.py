@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.comm import launch, torch_group
+from phalanx import launch
+from phalanx.comm import torch_group
 from phalanx.comm.group import Solo
 from phalanx.comm.torch_group import GATHER_BYTES, SENDS_IN_FLIGHT
 from phalanx.errors import LayoutError
-from phalanx.plan.layout import Layout
+from phalanx.layout.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -24,9 +25,9 @@ LARGE = GATHER_BYTES // 4 + 3
 RANK = """
 import torch
 from phalanx.comm.group import ResidualRmsNorm, Solo, Splits
-from phalanx.comm.launch import read_config
+from phalanx.launch import read_config
 from phalanx.comm.torch_group import connect, form, listen
-from phalanx.plan.layout import Layout
+from phalanx.layout.layout import Layout
 import os, pathlib, time
 config = read_config()
 torch.set_num_threads(1)

@@ -140,10 +140,28 @@ def test_unfused_exports_as_the_best_that_can_be_said():
 
     place = LOOKUP_FUSIONS.index(norm)
     by_seed = cpp_lookup.sample(90, {2: table(unfused)})
-    assert by_seed.values[0][place][0][0] == 5
+    assert by_seed.values[0][place][0][:2] == (4, 5)  # TWOSHOT needs a token for each of the two ranks
     by_measure = cpp_lookup.sample(90, {2: table(unfused)}, expressible={2: table(Choice(Strategy.NCCL))})
     assert by_measure.values[0][place][0][0] == 0
     assert cpp_lookup.sample(90, {2: table(Choice(Strategy.ONESHOT))}).values[0][place][0][0] == 4
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize(
+    "strategy", ["MNNVL", "SYMM_MEM", "UB", "MIN_LATENCY", "LOWPRECISION", "AUTO", "TWOSHOT", "NCCL_SYMMETRIC", "ONESHOT", "NCCL"]
+)
+def test_only_what_its_generator_writes(strategy, world):
+    """TensorRT-LLM's generator considers four strategies, and its benchmark leaves TWOSHOT out below a token for each rank."""
+    here, norm = Fingerprint(90, "nvlink", world), Fusion.RESIDUAL_RMS_NORM
+    rows = (HiddenRange(128, 8192, (Span(1, 16384, Choice(Strategy[strategy])),)),)
+    table = Table(here, (Section("bf16", norm, rows),), default(here))
+    values = cpp_lookup.sample(90, {world: table}).values[TP_SIZES.index(world)][LOOKUP_FUSIONS.index(norm)]
+    for row in values:
+        for tokens, value in zip(TOKENS, row, strict=True):
+            assert value in (0, 4, 5, 8)
+            assert value != 5 or tokens >= world
+            if strategy in ("TWOSHOT", "NCCL_SYMMETRIC", "ONESHOT", "NCCL") and tokens >= world:
+                assert value == Strategy[strategy]
 
 
 @given(tables(Fingerprint(90, "nvlink", 4)))
@@ -154,7 +172,10 @@ def test_samples_are_lookups(table):
     assert read.values == lookup.values
     for h, hidden in enumerate(HIDDEN):
         for t, tokens in enumerate(TOKENS):
-            assert lookup.values[1][0][h][t] == table.lookup("bf16", Fusion.NONE, tokens, hidden).strategy
+            choice = Choice(table.lookup("bf16", Fusion.NONE, tokens, hidden).strategy)
+            value = lookup.values[1][0][h][t]
+            assert cpp_lookup.holds(Choice(Strategy(value)), tokens, 4)
+            assert value == choice.strategy or not cpp_lookup.holds(choice, tokens, 4)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="not run: needs g++")

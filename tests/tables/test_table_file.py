@@ -46,6 +46,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
 
 
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(table_file.os, "fsync", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/table.json'"):
+        table_file.save(TABLE, tmp_path / "table.json")
+    assert not list(tmp_path.iterdir())
+
+
 def _changed(change) -> str:
     data = json.loads(table_file.dumps(TABLE))
     change(data)

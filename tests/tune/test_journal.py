@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from phalanx.errors import OptionError, TableError
@@ -49,14 +47,14 @@ def test_what_was_there_is_there_again(tmp_path):
     journal = Journal(path, HEAD)
     assert journal.samples == {ONE: [1.5, 2.0]}
     assert journal.skips == {TWO: "it hangs"}
-    journal.finish()
+    journal.remove()
     assert not path.exists()
 
 
 def test_another_runs_journal_is_refused_unless_dropped(tmp_path):
     path = tmp_path / "j"
     written(path)
-    with pytest.raises(OptionError, match=r"differs in torch.*--restart"):
+    with pytest.raises(OptionError, match=r"differs in torch \(2\.11, not 2\.12\); give --restart"):
         Journal(path, HEAD | {"torch": "2.12"})
     journal = Journal(path, HEAD | {"torch": "2.12"}, restart=True)
     assert journal.resumed == 0
@@ -86,6 +84,7 @@ def test_what_is_measured_again_stands_until_then_and_is_not_asked_for_twice(tmp
     journal.close()
     journal = Journal(path, HEAD)
     assert (journal.pending, journal.samples, journal.skips) == (set(), {TWO: [4.0]}, {ONE: "it hangs now"})
+    assert journal.remeasure([ONE]) == 1  # all that were marked are measured: this is another day
     journal.close()
 
 
@@ -101,22 +100,6 @@ def test_what_a_head_does_not_tell_is_no_difference(tmp_path):
             Journal(path, head)
 
 
-def test_what_is_to_be_replaced_is_kept(tmp_path):
-    path = tmp_path / "j"
-    written(path)
-    journal = Journal(path, HEAD)
-    assert not journal.replaces_csv
-    journal.mark_csv_replaced()
-    journal.close()
-    journal = Journal(path, HEAD)
-    assert journal.replaces_csv
-    assert journal.resumed == 2
-    journal.close()
-    journal = Journal(path, HEAD, restart=True)
-    assert not journal.replaces_csv
-    journal.close()
-
-
 def test_sessions_are_kept(tmp_path):
     path = tmp_path / "j"
     written(path)
@@ -127,14 +110,4 @@ def test_sessions_are_kept(tmp_path):
     journal = Journal(path, HEAD)
     assert [session["commit"] for session in journal.sessions] == ["one", "two"]
     assert journal.resumed == 2
-    journal.close()
-
-
-def test_sessions_of_older_journals_are_read(tmp_path):
-    path = tmp_path / "j"
-    written(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"sitting": {"date": "today", "commit": "one"}}) + "\n")
-    journal = Journal(path, HEAD)
-    assert [session["commit"] for session in journal.sessions] == ["one"]
     journal.close()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pandas
 import pytest
 from matplotlib.colors import LogNorm
 
@@ -94,6 +95,18 @@ def test_accepted_spellings_and_a_small_grid(frame):
         assert picture(small, NORM) is not None
     one = small[(small["num_tokens"] == 1) & (small["strategy"] == "NCCL")]
     assert len(texts(panels(plots.visualize_2d_heatmap(one))[0])) == 1
+
+
+def test_a_frame_of_two_operations(frame):
+    """The rows of TensorRT-LLM's --profile_gemm_allreduce have the same names, and times that contain the GEMM."""
+    small = frame[frame["num_tokens"].isin([1, 16]) & (frame["hidden_size"] == 128)].drop(columns="op")
+    gemm = small.assign(**{"time (us)": small["time (us)"] + 100})
+    both = pandas.concat([small.assign(op="allreduce"), gemm.assign(op="gemm_allreduce")])
+    for op, alone in (("all_reduce", small), ("gemm_all_reduce", gemm)):
+        drawn = plots.visualize_2d_heatmap(both, op=op)
+        assert texts(panels(drawn)[0]) == texts(panels(plots.visualize_2d_heatmap(alone))[0])
+    with pytest.raises(OptionError, match="op 'all_gather' is unknown"):
+        plots.visualize_2d_heatmap(small.assign(op="all_gather"))
 
 
 def test_missing_cells_stay_empty(frame):

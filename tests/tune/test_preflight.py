@@ -7,9 +7,8 @@ import pytest
 
 from phalanx.errors import OptionError
 from phalanx.tune import preflight
-from phalanx.tune.records import csv_path
 from phalanx.tune.sweep import Sweep
-from tests.support.tune_benchmarks import NVLINK2, SMALL, bench, folder_of
+from tests.support.tune_benchmarks import NVLINK2
 
 
 def test_each_reason_once():
@@ -20,21 +19,6 @@ def test_each_reason_once():
         "bf16 NONE 1x1004 TWOSHOT: TWOSHOT moves 8 elements at a time, and hidden size 1004 is not a multiple of 8",
     ]
     assert preflight.summarize_skips({}) == []
-
-
-def test_only_what_would_be_lost_is_refused(tmp_path):
-    path = csv_path(tmp_path, NVLINK2.world, NVLINK2.sm)
-    preflight.require_no_lost_times(path)
-    folder_of(tmp_path, NVLINK2, **SMALL)
-    kept = list(bench(NVLINK2, **SMALL).times)
-    preflight.require_no_lost_times(path, kept)
-    with pytest.raises(
-        OptionError, match=rf"holds {len(kept)} times \(bf16, tokens 1 to 256, hidden 128 to 8192, 2 fusions, NCCL, ONE.*drop 3 of"
-    ):
-        preflight.require_no_lost_times(path, kept[3:])
-    path.with_suffix(".json").unlink()  # TensorRT-LLM's have none
-    with pytest.raises(OptionError, match="drop all of"):
-        preflight.require_no_lost_times(path)
 
 
 def test_a_folder_that_takes_no_files(tmp_path):

@@ -12,6 +12,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tune import records
+from phalanx.tune.decide import decide
 from phalanx.tune.sweep import Task
 from tests.support.tune_benchmarks import LAYERS, NVLINK2, SMALL, bench
 
@@ -71,6 +72,30 @@ def test_accepted_spellings(text, us, tmp_path):
     assert read(tmp_path, text).times == {Task("bf16", Fusion.NONE, 1, 8192, Choice(Strategy.ONESHOT)): us}
 
 
+@pytest.mark.parametrize(
+    ("op", "name", "kind"),
+    [
+        ("all_reduce", "TWOSHOT", "all_reduce"), ("allreduce", "TWOSHOT", "all_reduce"), ("", "TWOSHOT", "all_reduce"),
+        ("gemm_allreduce", "TWOSHOT", "gemm_all_reduce"), (" gemm_all_reduce ", "GEMM+TWOSHOT", "gemm_all_reduce"),
+        ("", "GEMM+TWOSHOT", "gemm_all_reduce"), ("gemm_allreduce", "GEMM_RS", "gemm_all_reduce"),
+    ],
+)  # fmt: skip
+def test_the_operation_of_a_row(op, name, kind, tmp_path):
+    """As in files of TensorRT-LLM's --profile_gemm_allreduce, whose times contain the GEMM before."""
+    (task,) = read(tmp_path, f"{HEADER}\n{ROW.replace('ONESHOT', name).replace('all_reduce', op)}\n").times
+    assert (task.op, task.choice.strategy.name) == (kind, name.removeprefix("GEMM+"))
+
+
+def test_layers_with_their_gemm_decide_no_all_reduce(tmp_path):
+    """Both operations in one file: the all-reduce alone decides, and the other time, which is shorter here, is none of its own."""
+    slow = ROW.replace("ONESHOT", "TWOSHOT").replace("all_reduce", "gemm_allreduce").replace("2.5", "1.0")
+    measured = read(tmp_path, f"{HEADER}\n{ROW.replace('all_reduce', 'allreduce')}\n{slow}\n")
+    assert len(measured.times) == 2
+    assert decide(measured.times, NVLINK2).lookup("bf16", Fusion.NONE, 1, 8192).strategy is Strategy.ONESHOT
+    with pytest.raises(TableError, match="no times of sm90"):
+        decide(read(tmp_path, f"{HEADER}\n{slow}\n").times, NVLINK2)
+
+
 FAULTS = {
     "": "is empty",
     f"{HEADER}\n": "has a header and no rows",
@@ -78,6 +103,9 @@ FAULTS = {
     f"{HEADER},colour\n{ROW},red": r"line 1: the column 'colour' is unknown",
     f"{HEADER},fusion_op\n{ROW},NONE": r"line 1: the column 'fusion' appears twice",
     f"{HEADER}\n{ROW.replace('ONESHOT', 'RING')}": r"line 2: strategy 'RING' is unknown",
+    f"{HEADER}\n{ROW.replace('all_reduce', 'all_gather')}": r"line 2: op 'all_gather' is unknown",
+    f"{HEADER}\n{ROW.replace('ONESHOT', 'GEMM+ONESHOT')}": r"line 2: op 'all_reduce' is not of strategy 'GEMM\+ONESHOT'",
+    f"{HEADER}\n{ROW}\n{ROW.replace('all_reduce', '')}": r"line 3: .* appears in the file twice",
     f"{HEADER}\n{ROW.replace('NONE', 'RMS')}": r"line 2: fusion 'RMS' is unknown",
     f"{HEADER}\n{ROW.replace('bfloat16', 'int4')}": r"line 2: dtype 'int4' is unknown",
     f"{HEADER}\n{ROW}\n{ROW}": r"line 3: .* appears in the file twice",

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from phalanx.errors import EngineError, OptionError
+from phalanx.errors import EngineError, OptionError, TableError
 from phalanx.tables.strategy import Strategy
 from phalanx.tune import records
 from phalanx.tune.options import TuneOptions
@@ -50,6 +50,9 @@ def run(tmp_path, monkeypatch):
     return go
 
 
+ALL_FILES = ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.journal", "benchmark.tp2.sm0.json"]
+
+
 def files(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -68,7 +71,7 @@ def test_times_of_real_ranks_and_wrong_candidates(run):
     assert all(len(samples) == 3 for samples in result.samples.values())
     assert result.facts["complete"] == "yes"
     assert {"torch", "cpu", "date", "command"} <= set(result.facts)
-    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
+    assert files(run.folder) == ALL_FILES
     assert records.read(run.folder / "benchmark.tp2.sm0.csv").skips == result.skips
 
 
@@ -100,46 +103,54 @@ def test_a_broken_run_resumes_and_a_finished_one_extends(run):
     part, measured = run({ONESHOT.format(16): "hang"}, time_limit=1.5)
     assert len(measured) == 1
     assert part.facts["complete"].startswith("no: 1 of 4 are left")
-    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.journal", "benchmark.tp2.sm0.json"]
+    assert files(run.folder) == ALL_FILES
     assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 3
     complete, measured = run()
     assert [str(task) for task in measured] == [ONESHOT.format(16)]
     assert complete.facts["complete"] == "yes"
-    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
-    more, measured = run(extend=True, tokens="16,32", strategies="GLOO,ONESHOT,TWOSHOT")
+    more, measured = run(tokens="16,32", strategies="GLOO,ONESHOT,TWOSHOT")
     assert len(measured) == 4
     assert more.times.items() >= complete.times.items()
     assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 8
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_a_finished_csv_is_not_replaced_unasked(run):
-    """Neither by a narrower run nor by the same one nor by one after a broken extension; nothing is measured or touched."""
-    run()
+def test_a_finished_record_loses_nothing(run):
+    """The same command measures nothing, and prints the same times; narrower and wider ones add to them."""
+    complete, measured = run()
+    assert len(measured) == 4
     path = run.folder / "benchmark.tp2.sm0.csv"
-    before = contents(run.folder)
-    for fields in ({}, {"tokens": "1"}, {"tokens": "32"}, {"tokens": "1,16,32"}):
-        with pytest.raises(
-            OptionError, match=r"holds 4 times \(bf16, tokens 1 to 16, .*--extend .*--remeasure .*--restart"
-        ) as error:
-            run(**fields)
-        assert str(path) in str(error.value)
-        assert "drop all of them" in str(error.value)
-        assert contents(run.folder) == before
+    text = path.read_bytes()
+    for fields in ({}, {"tokens": "1"}, {"strategies": "ONESHOT"}):
+        result, measured = run(**fields, samples=[8.0, 9.0, 10.0])
+        assert (measured, result.times, result.facts["complete"]) == ([], complete.times, "yes")
+        assert path.read_bytes() == text
+    path.unlink()
+    path.with_suffix(".json").unlink()
+    run()
+    assert path.read_bytes() == text  # the CSV is printed from the journal
     with pytest.raises(KeyboardInterrupt):
-        run(extend=True, tokens="1,16,32", stop_after=1)
-    before = contents(run.folder)
-    with pytest.raises(OptionError, match="drop all of them"):
-        run(tokens="1,16,32")
-    assert contents(run.folder) == before
-    result, measured = run(extend=True, tokens="1,16,32")
+        run(tokens="1,16,32", stop_after=1)
+    assert path.read_bytes() == text
+    result, measured = run(tokens="1,16,32")
     assert (len(result.times), len(measured)) == (6, 1)
+    assert records.read(path).times == result.times
 
 
-def test_a_csv_is_replaced_on_demand_and_a_broken_replacement_goes_on(run):
+@pytest.mark.parametrize("sidecar", [True, False])
+def test_a_csv_without_a_journal_is_the_beginning_of_one(run, sidecar):
+    """As one of TensorRT-LLM's tools, or one that was copied here alone."""
+    complete, _ = run()
+    (run.folder / "benchmark.tp2.sm0.journal").unlink()
+    if not sidecar:
+        (run.folder / "benchmark.tp2.sm0.json").unlink()
+    result, measured = run(tokens="1,16,32", samples=[8.0, 9.0, 10.0])
+    assert len(measured) == 2
+    assert result.times.items() >= complete.times.items()
+    samples = [result.samples[task] for task in complete.times]
+    assert samples == ([complete.samples[task] for task in complete.times] if sidecar else [[6.0]] * 4)
+
+
+def test_a_record_is_replaced_on_demand_and_a_broken_replacement_goes_on(run):
     run(tokens="1,16,32")
     with pytest.raises(KeyboardInterrupt):
         run(restart=True, stop_after=2, samples=[8.0, 9.0, 10.0])
@@ -154,23 +165,10 @@ def test_a_csv_is_replaced_on_demand_and_a_broken_replacement_goes_on(run):
     assert part.facts["complete"].endswith("run the same command again, without --restart")
 
 
-def test_a_csv_that_was_extended_after_all_is_not_replaced_unasked(run):
-    """A run that was to replace it broke, and one that was to extend it went on and broke, too."""
-    run(tokens="1,16,32")
-    with pytest.raises(KeyboardInterrupt):
-        run(restart=True, stop_after=1)
-    run({ONESHOT.format(16): "hang"}, time_limit=1.5, extend=True, strategies="ONESHOT")
-    before = contents(run.folder)
-    with pytest.raises(OptionError, match=r"this run would drop \d of them"):
-        run()
-    assert contents(run.folder) == before
-    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 6
-
-
 def test_an_unreadable_csv_is_not_replaced_unasked(run):
     run.folder.mkdir()
     (run.folder / "benchmark.tp2.sm0.csv").write_text("something,else\n", encoding="utf-8")
-    with pytest.raises(OptionError, match="the column 'something' is unknown; give --restart to replace it"):
+    with pytest.raises(TableError, match="the column 'something' is unknown"):
         run()
     assert files(run.folder) == ["benchmark.tp2.sm0.csv"]
     result, _ = run(restart=True)
@@ -227,21 +225,18 @@ def test_one_strategy_is_measured_again(run):
     assert [str(task) for task in measured] == ["bf16 NONE 16x128 NCCL"]
     assert result.times == complete.times | dict.fromkeys(old, 9.0)
     assert result.facts["complete"] == "yes"
-    assert result.facts["extends"]
-    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
+    assert result.facts["earlier"]
     _, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="16")
     assert [str(task) for task in measured] == ["bf16 NONE 16x128 NCCL"]
     assert records.read(run.folder / "benchmark.tp2.sm0.csv").times.keys() == complete.times.keys()
 
 
-def test_a_narrow_run_leaves_the_journal_of_a_wider_one(run):
+def test_a_narrow_run_beside_a_wider_one_that_broke(run):
     with pytest.raises(KeyboardInterrupt):
         run(stop_after=3)
     result, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="1")
     assert [str(task) for task in measured] == ["bf16 NONE 1x128 NCCL"]
-    assert result.facts["complete"].startswith("no: a wider run, with 2 more results here, has not ended")
-    assert "benchmark.tp2.sm0.journal" in files(run.folder)
-    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 3
+    assert len(result.times) == 3
     complete, measured = run()
     assert [str(task) for task in measured] == [ONESHOT.format(16)]
     assert complete.facts["complete"] == "yes"
@@ -253,10 +248,13 @@ def test_a_narrow_run_leaves_what_a_wider_one_still_has_to_measure_again(run):
     with pytest.raises(KeyboardInterrupt):
         run(remeasured=frozenset({Strategy.NCCL}), stop_after=1)
     lines = [json.loads(line) for line in (run.folder / "benchmark.tp2.sm0.journal").read_text().splitlines()]
-    (done,) = [Task.parse(line["task"]).tokens for line in lines if "samples" in line]
-    result, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens=str(done))
+    (done,) = [
+        Task.parse(line["task"]).tokens
+        for line in lines[lines.index(next(one for one in lines if "again" in one)) :]
+        if "samples" in line
+    ]
+    _, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens=str(done))
     assert measured == []
-    assert result.facts["complete"].startswith("no: a wider run, with 1 more results here, has not ended")
     complete, measured = run(remeasured=frozenset({Strategy.NCCL}))
     assert [task.tokens for task in measured] == [17 - done]
     assert complete.facts["complete"] == "yes"
@@ -264,8 +262,13 @@ def test_a_narrow_run_leaves_what_a_wider_one_still_has_to_measure_again(run):
 
 def test_other_versions_do_not_extend(run):
     run()
-    path = run.folder / "benchmark.tp2.sm0.json"
+    journal, path = run.folder / "benchmark.tp2.sm0.journal", run.folder / "benchmark.tp2.sm0.json"
+    journal.write_text(journal.read_text().replace("a fake one", "another one"))
+    with pytest.raises(OptionError, match=r"differs in cpu \(another one, not a fake one\); give --restart"):
+        run()
+    journal.unlink()
     path.write_text(path.read_text().replace("a fake one", "another one"))
-    for fields in ({"extend": True}, {"remeasured": frozenset({Strategy.NCCL})}):
+    for fields in ({}, {"remeasured": frozenset({Strategy.NCCL})}):
         with pytest.raises(OptionError, match=r"measured with another cpu \(another one, not a fake one\)"):
             run(**fields)
+        assert not journal.exists()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication between ranks: the `Group` protocol, its implementations, and the all-reduce strategies.
 
-Names load on first use: `comm.launch` starts processes for packages that must not wait for torch.
+Names load on first use, since they import torch.
 """
 
 from __future__ import annotations

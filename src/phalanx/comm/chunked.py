@@ -19,6 +19,11 @@ SumNorm = Callable[[tuple[Any, ...], int, dict[str, Any]], None]
 """Launch one chunk: (the kernel's arguments up to `epoch`, rows, the kernel's scales and constants)."""
 
 
+def row_block(pitch: int) -> int:
+    """The least power of two that holds a row of `pitch` vectors and feeds a warp."""
+    return max(32, 1 << (pitch - 1).bit_length())
+
+
 def all_reduce(x: Tensor | Unscaled, workspace: SymmetricWorkspace, chunk_vectors: int, launch: Sum) -> Tensor:
     """x (contiguous, a multiple of 16 bytes, 16-byte aligned) summed into a new tensor, `chunk_vectors` vectors at a time; of a
     GEMM output with scales, whose rows are such multiples, as many rows as these hold (a workspace holds more than one)."""

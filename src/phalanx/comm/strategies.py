@@ -7,7 +7,7 @@ The runtime (`comm.tuned_group`) and the tuner (`tune.ranks.candidates`) both ta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import nccl
-from phalanx.comm.group import Group, ResidualRmsNorm
+from phalanx.comm.group import Group, ResidualRmsNorm, finish
+from phalanx.comm.sequence_parallel import ShardedResidual
 from phalanx.comm.shared_memory import share_text
 from phalanx.comm.symmetric import ReduceScatterBuffer, SymmetricWorkspace, form_reduce_scatter_buffer, form_workspace
 from phalanx.comm.torch_group import TorchGroup
@@ -26,6 +27,7 @@ from phalanx.log import get_logger
 from phalanx.tables.strategy import SUPPORTED, Strategy
 
 T = TypeVar("T")
+Part = TypeVar("Part", Tensor, Unscaled, Tensor | Unscaled)
 _log = get_logger(__name__)
 
 
@@ -60,6 +62,36 @@ class AllReduce:
     sum_norm: Callable[[Tensor | Unscaled, ResidualRmsNorm], tuple[Tensor, ...]] | None = None
     rs_norm_ag: ReduceScatterNormAllGather | None = None
     gemm_rs: GemmReduceScatter | None = None
+
+    def run(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm, *, fused: bool) -> tuple[Tensor, ...]:
+        """The sum over ranks of x [T, H] and its fusion, in the collective's kernel if `fused` and where it can be.
+
+        fusion.residual: a tensor, or sharded as `rs_norm_ag` shards it.
+        """
+        x = aligned(x)
+        if self.rs_norm_ag is not None:
+            return self.rs_norm_ag.all_reduce_norm(x, aligned_residual(fusion))
+        if fused and self.sum_norm is not None and one_dtype(x, fusion):
+            return self.sum_norm(x, aligned_residual(fusion))
+        return finish(self.sum(x), fusion)
+
+
+def one_dtype(x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> bool:
+    """Whether one kernel can run sum and fusion: a matrix, and tensors of one dtype."""
+    values = x.values if isinstance(x, Unscaled) else x
+    return values.dim() == 2 and fusion.weight.dtype == values.dtype == fusion.residual.dtype
+
+
+def aligned(x: Part) -> Part:
+    """x where kernels may read it in vectors of 16 bytes: contiguous, and starting on one."""
+    if isinstance(x, Unscaled):
+        return Unscaled(*map(aligned, x))
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def aligned_residual(fusion: ResidualRmsNorm) -> ResidualRmsNorm:
+    residual = fusion.residual
+    return fusion if isinstance(residual, ShardedResidual) else replace(fusion, residual=aligned(residual))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from phalanx.comm.listeners import listening, refuse_connections
 from phalanx.errors import EngineError, LayoutError
 from phalanx.hardware.probe import address_towards
 from phalanx.kernels.scaled_tensors import Unscaled
-from phalanx.plan.layout import Layout
+from phalanx.layout.layout import Layout
 
 GATHER_BYTES = 256 << 10
 """Over gloo: up to so many bytes every rank gathers all tensors and sums them; above, each rank sums a part and all gather the

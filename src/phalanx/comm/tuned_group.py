@@ -15,10 +15,10 @@ from torch import Tensor
 from phalanx.comm.agreement import difference
 from phalanx.comm.choose import Rules, decider
 from phalanx.comm.detect import detect_fingerprint
-from phalanx.comm.group import Group, ResidualRmsNorm, ScatterTargets, Splits, finish
+from phalanx.comm.group import Group, ResidualRmsNorm, ScatterTargets, Splits
 from phalanx.comm.sequence_parallel import ShardedResidual, same_sharding, unshard
 from phalanx.comm.shared_memory import share_text
-from phalanx.comm.strategies import AllReduce, GemmReduceScatter, available
+from phalanx.comm.strategies import AllReduce, GemmReduceScatter, aligned, aligned_residual, available, one_dtype
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.scaled_tensors import Unscaled
@@ -63,28 +63,17 @@ class TunedGroup:
             return self.base.all_reduce(x) if fusion is None else self.base.all_reduce(x, self._unsharded(fusion))
         hidden = values.shape[-1]
         tokens = values.numel() // hidden
-        # One kernel runs sum and fusion for tensors of one dtype only.
-        fusable = fusion is not None and values.dim() == 2 and fusion.weight.dtype == values.dtype == fusion.residual.dtype
+        fusable = fusion is not None and one_dtype(x, fusion)
         caller = Caller.SHARDED if fusable and fusion is not None and fusion.accepts_sharded else Caller.REPLICATED
         sharded = fusion is not None and self._stays(fusion.residual, values.dtype)
         decision = self.decide(tokens, hidden, dtype, _NONE if fusion is None else _fusion_of(fusion), caller, sharded)
         self._count(decision.name)
         strategy = self.strategies[decision.strategy]
-        x = Unscaled(*map(_aligned, x)) if isinstance(x, Unscaled) else _aligned(x)
         if fusion is None:
-            return strategy.sum(x)
-        if (rs_norm_ag := strategy.rs_norm_ag) is not None:
-            residual = fusion.residual
-            if isinstance(residual, ShardedResidual):
-                if not same_sharding(tokens, residual.chunk_rows, rs_norm_ag.chunk_rows(hidden, values.dtype)):
-                    fusion = self._unsharded(fusion)
-            else:
-                fusion = replace(fusion, residual=_aligned(residual))
-            return rs_norm_ag.all_reduce_norm(x, fusion)
-        fusion = self._unsharded(fusion)
-        if decision.fused and fusable and strategy.sum_norm is not None:
-            return strategy.sum_norm(x, replace(fusion, residual=_aligned(fusion.residual)))
-        return finish(strategy.sum(x), fusion)
+            return strategy.sum(aligned(x))
+        if strategy.rs_norm_ag is None or not sharded:
+            fusion = self._unsharded(fusion)
+        return strategy.run(x, fusion, fused=decision.fused)
 
     def gemm_reduce_scatter_targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> ScatterTargets | None:
         """As Group."""
@@ -104,10 +93,7 @@ class TunedGroup:
 
     def _finish_gemm_rs(self, gemm_rs: GemmReduceScatter, fusion: ResidualRmsNorm, kind: Fusion) -> tuple[Tensor, ...]:
         self._count(f"GEMM_RS/{kind.name}")
-        residual = fusion.residual
-        return gemm_rs.all_reduce_norm(
-            fusion if isinstance(residual, ShardedResidual) else replace(fusion, residual=_aligned(residual))
-        )  # fmt: skip
+        return gemm_rs.all_reduce_norm(aligned_residual(fusion))
 
     def _stays(self, residual: Tensor, dtype: torch.dtype) -> bool:
         """Whether a residual is sharded as RS_NORM_AG of a tensor of this dtype shards it."""
@@ -149,11 +135,6 @@ class TunedGroup:
         """Any tensor will do: our strategies push straight from where the producer wrote, in stream order, and stage nothing. So
         it may be rewritten as soon as the stream has passed the all-reduce."""
         return torch.empty(*shape, dtype=dtype, device=device)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """x where kernels may read it in vectors of 16 bytes: contiguous, and starting on one."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _fusion_of(fusion: ResidualRmsNorm) -> Fusion:

@@ -2,7 +2,7 @@
 """TensorRT-LLM's look-up table as C++ text: written from tables of Phalanx, and read into them.
 
 [tp][fusion][hidden][tokens] = strategy number. It has powers of two only, no unfused strategies, and no sequence parallelism: its
-callers need the whole residual. The header of Phalanx (`cpp_ranges`) holds complete tables.
+callers need the whole residual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import seed as seeds
 from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS, TP_SIZES
 from phalanx.tables.message import Fusion
-from phalanx.tables.strategy import INCUMBENT, TENSORRT_LLM, Choice, Strategy
+from phalanx.tables.strategy import GENERATED, INCUMBENT, TENSORRT_LLM, Choice, Strategy
 from phalanx.tables.table import HiddenRange, Section, Span, Table
 
 _TYPE = "AllReduceBestStrategyTableType"
@@ -48,8 +48,8 @@ def sample(
 ) -> CppLookupTable:
     """The tables of one SM version (by TP size, at least one) at the points of the grid.
 
-    A missing TP size is filled from the seed of the nearest one. An unfused choice cannot be expressed: there the `expressible`
-    table answers, which was decided without such choices, or, if there is none, the seed among expressible choices.
+    A missing TP size is filled from the seed of the nearest one. Where the table's choice is none that a look-up table `holds`, the
+    `expressible` table answers, which was decided without such choices; then the seed among those that it holds.
     """
     if not tables:
         raise TableError(f"no table of sm{sm} to write", next="measure one with `phalanx allreduce tune`")
@@ -72,15 +72,23 @@ def sample(
     return CppLookupTable(sm, tuple(values), tuple(notes))
 
 
+def holds(choice: Choice, tokens: int, world: int) -> bool:
+    """Whether a cell of TensorRT-LLM's table can hold a choice: its dispatcher takes the strategies of its generator, runs every
+    fusion of ONESHOT and TWOSHOT in the same kernel, and TWOSHOT with a token for each rank."""
+    enough = choice.strategy is not Strategy.TWOSHOT or tokens >= world
+    return choice.strategy in GENERATED and not choice.unfused and enough
+
+
 def _value(table: Table, substitute: Table | None, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> int:
-    entry = table.lookup(dtype, fusion, tokens, hidden)
-    # In both projects, NCCL's number means the collective and then a kernel. In TensorRT-LLM, ONESHOT and TWOSHOT mean one kernel.
-    if fusion is Fusion.NONE or entry.fused or not Choice(entry.strategy).fuses(fusion):
-        return int(entry.strategy)
-    if substitute is not None:
-        return int(substitute.lookup(dtype, fusion, tokens, hidden).strategy)
+    world = table.fingerprint.world
+    for one in (table, substitute) if substitute is not None else (table,):
+        entry = one.lookup(dtype, fusion, tokens, hidden)
+        # In both projects, NCCL's number means the collective and then a kernel.
+        choice = Choice(entry.strategy, unfused=not entry.fused and Choice(entry.strategy).fuses(fusion))
+        if holds(choice, tokens, world):
+            return int(choice.strategy)
     nbytes = tokens * hidden * DTYPES[dtype].itemsize
-    models = {choice: model for choice, model in table.seed.models[fusion].items() if not choice.unfused}
+    models = {choice: model for choice, model in table.seed.models[fusion].items() if holds(choice, tokens, world)}
     return int(min(models, key=lambda choice: models[choice].fs(tokens, nbytes), default=INCUMBENT).strategy)
 
 

@@ -162,7 +162,7 @@ def load(path: Path) -> ExchangeTable:
     except (OSError, UnicodeDecodeError) as error:
         raise TableError(f"table {path} cannot be read", why=str(error), next="check the path") from None
     except (TableError, OptionError) as error:
-        cure = "restore the file, or measure again with `benchmarks.comm.expert_exchange`"
+        cure = "restore the file, or measure again, in a checkout of the sources: python -m benchmarks.comm.expert_exchange"
         raise TableError(f"table {path} is faulty", why=str(error), next=cure) from None
 
 

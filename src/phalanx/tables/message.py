@@ -91,7 +91,7 @@ _STANDS_IN_SHARDED = _STANDS_IN | {
 
 
 class Caller(IntEnum):
-    """What the caller of an all-reduce allows. Each allows all that those before it do. Numbers are part of the C++ header.
+    """What the caller of an all-reduce allows. Each allows all that those before it do.
 
     REPLICATED: every rank gets the whole residual, as behind a layer with a bias and at the end of a pipeline stage. SHARDED: the
     new residual may stay sharded over the ranks, as between the layers of a decoder. GEMM: and the sum is of a GEMM's output, which

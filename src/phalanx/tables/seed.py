@@ -180,7 +180,7 @@ def default(fingerprint: Fingerprint) -> Seed:
 # The thresholds of sequence parallelism that were measured on H200 over NVLink with 2 and 4 ranks: below so many tokens, a message
 # waits for its two hops longer than for what they carry; below so many bytes, the GEMM of one rank's rows is too small to fill a
 # GPU (benchmarks/results/comm_rs_norm_ag.tp*.sm90.csv and models_long_steps.tp*.json).
-_SP_TOKENS_OF_TWO, _SP_TOKENS_OF_MORE, _GEMM_RS_BYTES = 128, 64, 32 << 20
+_SP_TOKENS_OF_TWO, _SP_TOKENS_OF_MORE, GEMM_RS_BYTES = 128, 64, 32 << 20
 _SP_MEASURED = [(90, "nvlink", 2), (90, "nvlink", 4)]
 
 
@@ -191,4 +191,4 @@ def sequence_parallel(fingerprint: Fingerprint) -> SequenceParallelSeed:
     measured = (fingerprint.sm, fingerprint.link, fingerprint.world) in _SP_MEASURED
     origin = "measured on H200" if measured else "as on H200 over NVLink"
     tokens = _SP_TOKENS_OF_TWO if fingerprint.world == 2 else _SP_TOKENS_OF_MORE
-    return SequenceParallelSeed(tokens, _GEMM_RS_BYTES, origin, not measured)
+    return SequenceParallelSeed(tokens, GEMM_RS_BYTES, origin, not measured)

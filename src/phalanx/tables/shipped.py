@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import phalanx.tables.seed as seeds
+from phalanx.config.home import cache_folder
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.seed import Seed
@@ -19,7 +20,7 @@ _SHIPPED = Path(__file__).parent / "data"
 
 def user_folder() -> Path:
     """The folder where `phalanx allreduce tune` installs tables on this host."""
-    return Path("~/.cache/phalanx/tables").expanduser()
+    return cache_folder("tables")
 
 
 def file_name(fingerprint: Fingerprint) -> str:

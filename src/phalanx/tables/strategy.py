@@ -42,7 +42,9 @@ SEQUENCE_PARALLEL = (Strategy.RS_NORM_AG, Strategy.GEMM_RS)
 SUPPORTED = (Strategy.NCCL, Strategy.ONESHOT, Strategy.TWOSHOT, *SEQUENCE_PARALLEL)
 """The strategies that Phalanx runs. The other numbers are read, kept and written."""
 TENSORRT_LLM = tuple(strategy for strategy in Strategy if strategy not in SEQUENCE_PARALLEL)
-"""The strategies that TensorRT-LLM's look-up table can name."""
+"""The strategies that a look-up table of TensorRT-LLM may name, when it is read."""
+GENERATED = (Strategy.NCCL, Strategy.ONESHOT, Strategy.TWOSHOT, Strategy.NCCL_SYMMETRIC)
+"""Those that TensorRT-LLM's generator writes into it: its dispatcher refuses others that win in a CSV, such as MNNVL."""
 
 # Tuning compares only strategies of one class: a strategy with other arithmetic is never chosen for its speed.
 _OTHER_CLASS = {Strategy.LOWPRECISION: "quantized wire", Strategy.AUTO: "none of its own"}

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import OptionError, TableError
+from phalanx.errors import OptionError, TableError, file_named
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.seed import Latency, Seed, SequenceParallelSeed, sequence_parallel
@@ -34,7 +34,7 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+        with file_named(path), os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

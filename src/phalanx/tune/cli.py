@@ -119,7 +119,8 @@ def tune(
     from phalanx.tune import commands
 
     folder = options.save_csv_dir
-    for path in [*commands.measure(tp_size, options, None), *commands.codegen(folder), *commands.plot(folder)]:
+    commands.require_packages()
+    for path in [*commands.measure(tp_size, options, None), *commands.codegen(folder), *commands.plot_where_possible(folder)]:
         print(path)
     if install:
         for path in commands.install(folder):
@@ -137,7 +138,7 @@ def codegen(
         list[Path] | None, typer.Option("--table", help="Read this table instead of CSVs; repeat for several tables.")
     ] = None,
 ) -> None:
-    """Decide from CSVs; write tables/*.json, the C++ table of TensorRT-LLM and the C++ header of Phalanx."""
+    """Decide from CSVs; write tables/*.json and the C++ table of TensorRT-LLM."""
     from phalanx.tune import commands
 
     for path in commands.codegen(data_dir, sm_version=sm_version, link=link, tables=table):
@@ -186,7 +187,8 @@ def import_(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="CSVs (benchmark.tp*.sm*.csv), C++ tables of TensorRT-LLM, or JSON of benchmarks.comm.expert_exchange."
+            help="CSVs (benchmark.tp*.sm*.csv), C++ tables of TensorRT-LLM, or JSON of benchmarks.comm.expert_exchange, which a "
+            "checkout of the sources has."
         ),
     ],
     link: Annotated[str, typer.Option("--link", help="Link class of the machine that they were measured on.")] = "nvlink",

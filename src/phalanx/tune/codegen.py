@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
-from phalanx.tables import cpp_lookup, cpp_ranges
+from phalanx.tables import cpp_lookup
 from phalanx.tables.message import Caller
 from phalanx.tables.shipped import file_name
 from phalanx.tables.table import Table
@@ -19,7 +19,6 @@ from phalanx.tune.fit import fit_seed, regret
 from phalanx.tune.records import Benchmark
 
 LOOKUP = Path("gen_heuristic_code") / "generated_lookup_table.cpp"
-HEADER = Path("gen_heuristic_code") / "allreduce_tables.hpp"
 TABLES = Path("tables")
 
 
@@ -62,7 +61,7 @@ def write_tables(results: list[DecidedBenchmark], folder: Path) -> list[Path]:
 
 
 def write_code(tables: list[Table], folder: Path, expressible: list[Table] | None = None) -> list[Path]:
-    """Write TensorRT-LLM's look-up table, one for each SM version, and the header of Phalanx with every table, under `folder`.
+    """Write TensorRT-LLM's look-up table, one for each SM version, under `folder`.
 
     Raises TableError for no tables, and for two of one SM version and TP size over different links, as the look-up table cannot
     hold both.
@@ -83,10 +82,8 @@ def write_code(tables: list[Table], folder: Path, expressible: list[Table] | Non
     for table in expressible or []:
         by_sm_expressible[table.fingerprint.sm][table.fingerprint.world] = table
     lookups = [cpp_lookup.sample(sm, own, _dtype(own), by_sm_expressible[sm]) for sm, own in by_sm.items()]
-    texts = {folder / LOOKUP: cpp_lookup.emit(lookups), folder / HEADER: cpp_ranges.emit(tables)}
-    for path, text in texts.items():
-        write_whole(path, text)
-    return list(texts)
+    write_whole(folder / LOOKUP, cpp_lookup.emit(lookups))
+    return [folder / LOOKUP]
 
 
 def _dtype(tables: dict[int, Table]) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,8 +23,9 @@ from phalanx.tune import preflight
 from phalanx.tune.options import TuneOptions
 from phalanx.tune.ranks.external_launcher import LaunchedRank
 from phalanx.tune.records import Benchmark, csv_path, read, read_folder
-from phalanx.tune.runner import BenchmarkRun, OnProgress, require_no_lost_times
+from phalanx.tune.runner import BenchmarkRun, OnProgress
 from phalanx.tune.sweep import Sweep, parse_strategies
+from phalanx.version import install_extra
 
 _log = get_logger(__name__)
 
@@ -71,7 +71,7 @@ def measure(tp_size: str, options: TuneOptions, launched: LaunchedRank | None) -
     from phalanx.tune import runner
 
     runs = [benchmark_run(options, world, device) for world in _tp_sizes(tp_size, device, count)]
-    _require_writable(runs)
+    preflight.require_writable_folder(options.save_csv_dir)
     paths = []
     for run in runs:
         with _progress(f"tp {run.world}") as progress:
@@ -79,13 +79,10 @@ def measure(tp_size: str, options: TuneOptions, launched: LaunchedRank | None) -
     return paths
 
 
-def _require_writable(runs: list[BenchmarkRun]) -> None:
-    """Refuse a folder that takes no results, and runs that would drop what it holds, before any rank starts."""
-    preflight.require_writable_folder(runs[0].options.save_csv_dir)
-    for run in runs:
-        sm = 0 if run.device == "cpu" else _sm()
-        if sm is not None:
-            require_no_lost_times(run, sm)
+def require_packages() -> None:
+    """Raise OptionError, before a rank starts, where what decides from the times is not installed."""
+    with _extra():
+        import scipy.optimize  # noqa: F401
 
 
 def _log_summary(bench: Benchmark, folder: Path) -> Path:
@@ -110,7 +107,7 @@ def _measure_as_rank(tp_size: str, options: TuneOptions, device: str, launched: 
         )
     run = benchmark_run(options, launched.world, device)
     if launched.rank == 0:  # only rank 0 writes
-        _require_writable([run])
+        preflight.require_writable_folder(options.save_csv_dir)
     return [_log_summary(external_launcher.run_benchmark(run, launched), options.save_csv_dir)]
 
 
@@ -131,6 +128,15 @@ def plot(folder: Path) -> list[Path]:
         from phalanx.tune import html_report
 
         return html_report.draw(folder)
+
+
+def plot_where_possible(folder: Path) -> list[Path]:
+    """The pictures, or a line that says how to get them: tables do not need them."""
+    try:
+        return plot(folder)
+    except OptionError as error:
+        _log.warning("no pictures: %s, then `phalanx allreduce plot --data_dir %s`", error, folder)
+        return []
 
 
 def install(folder: Path, into: Path | None = None) -> list[Path]:
@@ -270,15 +276,9 @@ def _device(name: str) -> tuple[str, int]:
 
 def _gpu_count() -> int:
     """The number of GPUs that ranks would see. Makes no CUDA context here."""
-    try:
-        from phalanx.hardware.probe import detect_machine
+    from phalanx.hardware.probe import usable_machine
 
-        return len(detect_machine().gpus)
-    except ImportError:  # no bindings of NVML, as on a machine that has torch only
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-            return sum(line.startswith("GPU ") for line in ran.stdout.splitlines())
-        return 0
+    return len(usable_machine().gpus)
 
 
 def _tp_sizes(text: str, device: str, count: int) -> list[int]:
@@ -314,16 +314,6 @@ def _parse_tp_sizes(text: str, device: str, count: int) -> list[int]:
     return sizes
 
 
-def _sm() -> int | None:
-    """The SM version of this machine's GPUs by NVML, which makes no CUDA context; None where unknown."""
-    try:
-        from phalanx.hardware.probe import detect_machine
-
-        return next((gpu.sm for gpu in detect_machine().gpus), None)
-    except ImportError:
-        return None
-
-
 def _here(tp_size: int, device: str) -> Fingerprint:
     """The fingerprint of the first `tp_size` devices of this machine."""
     kind = _device(device)[0]
@@ -342,9 +332,10 @@ def _extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in ("scipy", "pandas", "matplotlib", "seaborn"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("scipy", "pandas", "matplotlib"):
             raise
-        raise OptionError(f"{error.name} is not installed", next="install the extra: pip install 'phalanx[tune]'") from None
+        raise OptionError(f"{package} is not installed", next=f"run: {install_extra('tune')}") from None
 
 
 @contextlib.contextmanager

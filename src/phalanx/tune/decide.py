@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables import cpp_lookup
 from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.seed import Seed
 from phalanx.tables.strategy import INCUMBENT, Choice, Strategy
@@ -52,8 +53,7 @@ def decide(
     seed: Seed | None = None,
     provenance: dict[str, str] | None = None,
 ) -> Table:
-    """The table of one machine. expressible: only choices that TensorRT-LLM's table can express (none unfused, no sequence
-    parallelism).
+    """The table of one machine. expressible: only choices that TensorRT-LLM's table `holds`.
 
     Each kind of caller has its cells. For REPLICATED and SHARDED, the fastest choice must beat NCCL. For GEMM, GEMM_RS must beat a
     GEMM and then what SHARDED decided for that cell; both times contain the GEMM. AUTO and strategies of another numeric class are
@@ -64,9 +64,11 @@ def decide(
     """
     samples = samples or {}
     errors = {task: noise(samples.get(task), us) for task, us in times.items()}
-    cells = {cell: _plain(measured, expressible) for cell, measured in by_cell(times).items()}
+    cells: dict[Cell, Times] = dict(by_cell(times))
+    if expressible:
+        cells = {cell: _expressible(cell, measured, fingerprint.world) for cell, measured in cells.items()}
     cells = {cell: measured for cell, measured in cells.items() if measured}
-    if not cells:
+    if not cells and not expressible:
         raise TableError(f"no times of {fingerprint} to decide by", next="measure with `phalanx allreduce bench`")
 
     def own_error(cell: Cell, choice: Choice) -> float:
@@ -93,8 +95,8 @@ def _with(strategy: Strategy, op: str, cells: Mapping[Cell, Times], tried: Colle
     return {cell: measured for cell, measured in cells.items() if Task(*cell, Choice(strategy), op) in tried}
 
 
-def _plain(measured: Times, expressible: bool) -> Times:
-    return {choice: us for choice, us in measured.items() if not (expressible and choice.unfused)}
+def _expressible(cell: Cell, measured: Times, world: int) -> Times:
+    return {choice: us for choice, us in measured.items() if cpp_lookup.holds(choice, cell[2], world)}
 
 
 def _gemm_cells(cells: Mapping[Cell, Times], table: Table) -> tuple[dict[Cell, Times], dict[Cell, Choice]]:

@@ -61,7 +61,7 @@ def read(path: Path) -> tuple[Fingerprint, dict[MeasuredSize, Times], dict[str, 
     except OSError as error:
         raise TableError(f"{path} cannot be read", why=str(error), next="check the path") from None
     except (KeyError, TypeError, ValueError, OptionError) as error:
-        cure = "give a file that `benchmarks.comm.expert_exchange --out` wrote"
+        cure = "give a file that `python -m benchmarks.comm.expert_exchange --out FILE` wrote, in a checkout of the sources"
         raise TableError(f"{path} holds no times of exchanges", why=f"{type(error).__name__}: {error}", next=cure) from None
     return fingerprint, {size: each for size, each in times.items() if INCUMBENT in each and CHALLENGER in each}, facts
 

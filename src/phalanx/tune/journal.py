@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal of a run: a line for each result as it comes, so that an interrupted run resumes. One process writes it.
+"""The journal of a machine and TP size: the one record of what was measured there, from which its CSV is printed.
 
-The first line is the head: what the run measures, and with which versions. Each other line is a task with its samples, or with the
-reason why it was skipped; or tasks that are to be measured again; or a session (date and commit of one start); or a note that the
-CSV beside the journal is to be replaced. A last line that was cut short is dropped: its task is measured again.
+The first line is the head: how it is measured, and with which versions. Each other line is a task with its samples, or with the
+reason why it was skipped; or tasks that are to be measured again; or a session (date and commit of one start). Later lines win.
+
+A result is a line as soon as it comes: an interrupted run resumes, and another grid adds to the record. One process writes it. A
+last line that was cut short is dropped: its task is measured again.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ from typing import Any
 from phalanx.errors import OptionError, TableError
 from phalanx.tune.sweep import Task
 
-_KEEP = " (with --extend, if a CSV beside it is to be kept)"
-
 
 def journal_path(folder: Path, world: int, sm: int) -> Path:
     return folder / f"benchmark.tp{world}.sm{sm}.journal"
@@ -26,8 +26,7 @@ def journal_path(folder: Path, world: int, sm: int) -> Path:
 
 class Journal:
     """samples: microseconds by task. skips: reasons by task. Both hold earlier results and those of this run. pending: tasks among
-    these that are still to be measured again. sessions: date and commit of each start, oldest first. replaces_csv: whether the
-    results are to replace a CSV that was there before."""
+    these that are still to be measured again. sessions: date and commit of each start, oldest first."""
 
     def __init__(self, path: Path, head: dict[str, Any], *, restart: bool = False) -> None:
         """Open or begin a journal at `path`. head: what must be equal for results to belong together; a key that only one of
@@ -40,7 +39,6 @@ class Journal:
         self.skips: dict[Task, str] = {}
         self.pending: set[Task] = set()
         self.sessions: list[dict[str, str]] = []
-        self.replaces_csv = False
         self._remeasured: set[Task] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         if restart:
@@ -56,25 +54,14 @@ class Journal:
     def resumed(self) -> int:
         return len(self.samples) + len(self.skips)
 
-    def mark_csv_replaced(self) -> None:
-        """Note that the CSV is to be replaced, so that an interrupted run continues without --restart."""
-        self.replaces_csv = True
-        self._write({"anew": True})
-
-    def keep_csv(self) -> None:
-        """Note that the CSV is to be kept, whatever an earlier start noted."""
-        if self.replaces_csv:
-            self.replaces_csv = False
-            self._write({"anew": False})
-
     def begin_session(self, facts: dict[str, str]) -> None:
         """Note the date and commit of what is measured from here on."""
         self.sessions.append(facts)
         self._write({"session": facts})
 
     def remeasure(self, tasks: Iterable[Task]) -> int:
-        """Mark these to be measured again; their results stay until then. Returns how many were not marked before: a task is
-        measured again once in the life of a journal, so that an interrupted run continues instead of starting over."""
+        """Mark these to be measured again; their results stay until then. Returns how many were not marked before: until all that
+        are marked are measured, each is measured once, so that an interrupted run continues instead of starting over."""
         new = [task for task in tasks if task not in self._remeasured]
         if new:
             self._add_pending(new)
@@ -96,6 +83,8 @@ class Journal:
     def _set_result(self, task: Task, result: list[float] | str) -> None:
         """Replace what is known of a task."""
         self.pending.discard(task)
+        if not self.pending:
+            self._remeasured.clear()
         self.samples.pop(task, None)
         self.skips.pop(task, None)
         if isinstance(result, str):
@@ -103,8 +92,8 @@ class Journal:
         else:
             self.samples[task] = result
 
-    def finish(self) -> None:
-        """Remove the journal: its results are in the CSV."""
+    def remove(self) -> None:
+        """Of a run that gave no time, so that the next one tries all again."""
         self.close()
         self.path.unlink(missing_ok=True)
 
@@ -131,24 +120,21 @@ class Journal:
                     self._set_result(Task.parse(line["task"]), [float(us) for us in line["samples"]])
                 elif "again" in line:
                     self._add_pending([Task.parse(task) for task in line["again"]])
-                elif "anew" in line:
-                    self.replaces_csv = bool(line["anew"])
-                elif "session" in line or "sitting" in line:  # "sitting": the key in older journals
-                    facts = line["session"] if "session" in line else line["sitting"]
-                    self.sessions.append({str(key): str(value) for key, value in facts.items()})
+                elif "session" in line:
+                    self.sessions.append({str(key): str(value) for key, value in line["session"].items()})
                 else:
                     self._set_result(Task.parse(line["task"]), str(line["skip"]))
             except (ValueError, KeyError, TypeError, AttributeError, OptionError) as error:
                 raise TableError(
                     f"{self.path.name} line {number} is not a line of a journal",
                     why=f"{type(error).__name__}: {error}",
-                    next=f"give --restart to start over{_KEEP}, or another --save_csv_dir",
+                    next="give --restart to start over, or another --save_csv_dir",
                 ) from None
         if complete and (differs := differences(first, head)):
             raise OptionError(
-                f"{self.path} belongs to an interrupted run of something else",
-                why=f"it differs in {', '.join(differs)}",
-                next=f"give --restart to drop it and start over{_KEEP}, or another --save_csv_dir",
+                f"{self.path} is of something else",
+                why=f"it differs in {', '.join(f'{key} ({first[key]}, not {head[key]})' for key in differs)}",
+                next="give --restart to drop its results and start over, or another --save_csv_dir",
             )
         return complete
 

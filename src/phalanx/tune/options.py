@@ -42,10 +42,9 @@ class TuneOptions(BaseModel):
     )
     start_timeout: float = Field(180.0, ge=1, description="Seconds within which all ranks must have started.")
     time_limit: float | None = Field(None, description="Seconds for one TP size; after that, the results so far are written.")
-    restart: bool = Field(False, description="Drop the results of an interrupted run, and replace the CSV in the folder.")
-    extend: bool = Field(False, description="Measure only what the CSV in the folder lacks, and keep its other results.")
+    restart: bool = Field(False, description="Drop the earlier results of this TP size in the folder, and measure all again.")
     remeasure: str | None = Field(
-        None, description="Strategies to measure again, such as NCCL, within the grid given; other results of the CSV stay."
+        None, description="Strategies to measure again, such as NCCL, within the grid given; other results stay."
     )
     commit: str | None = Field(None, description="Commit id to record when the sources are not a git checkout.")
 

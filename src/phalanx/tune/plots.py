@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import OptionError, TableError
-from phalanx.tune.sweep import ALL_REDUCE, GEMM_ALL_REDUCE
+from phalanx.tune.sweep import ALL_REDUCE, GEMM_ALL_REDUCE, parse_op
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -162,7 +162,7 @@ def _prepare(df: DataFrame, fusion_op: str, op: str) -> tuple[DataFrame, str]:
     if missing:
         raise TableError(f"the frame lacks the column {missing[0]!r}", next=f"it needs {', '.join(_NEEDED)}")
     if "op" in all_rows.columns:
-        all_rows = all_rows[(all_rows["op"] == GEMM_ALL_REDUCE) == (op == GEMM_ALL_REDUCE)]
+        all_rows = all_rows[all_rows["op"].map(parse_op) == op]
     frame = all_rows[all_rows["fusion"] == fusion_op].copy()
     if frame.empty:
         measured = ", ".join(sorted(set(all_rows["fusion"]))) or "no rows at all"

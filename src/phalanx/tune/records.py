@@ -26,8 +26,12 @@ from phalanx.tables.table_file import write_whole
 from phalanx.tune.sweep import Task
 
 COLUMNS = ("world_size", "dtype", "size", "num_tokens", "hidden_size", "strategy", "fusion", "op", "time (us)")
-_SPELLINGS = {"fusion_op": "fusion", "time_us": "time (us)", "time_ms": "time (us)"}
-_IGNORED = {"version"}  # an older column of TensorRT-LLM: rows that differ only in it are duplicates
+_HARMLESS = "version"
+"""An older column of TensorRT-LLM: rows that differ only in it are duplicates."""
+NAMES = {
+    **{name: name for name in COLUMNS}, "fusion_op": "fusion", "time_us": "time (us)", "time_ms": "time (us)", _HARMLESS: _HARMLESS,
+}  # fmt: skip
+"""What a header may hold -> the column that it is. Anything else is refused."""
 _NAME = re.compile(r"benchmark\.tp(\d+)\.sm(\d+)\.csv")
 _FORMAT, _VERSION = "phalanx-allreduce-bench", 1
 
@@ -145,11 +149,9 @@ def _columns(header: list[str], path: Path) -> dict[str, int]:
         raise TableError(f"{path.name} is empty", next="measure again, or remove the file")
     columns: dict[str, int] = {}
     for index, name in enumerate(header):
-        plain = _SPELLINGS.get(name.strip(), name.strip())
-        if plain in _IGNORED:
-            continue
-        if plain not in COLUMNS:
-            raise TableError(f"{path.name} line 1: the column {name!r} is unknown", next=f"remove it; known: {', '.join(COLUMNS)}")
+        plain = NAMES.get(name.strip())
+        if plain is None:
+            raise TableError(f"{path.name} line 1: the column {name!r} is unknown", next=f"remove it; known: {', '.join(NAMES)}")
         if plain in columns:
             raise TableError(f"{path.name} line 1: the column {plain!r} appears twice", next="keep one of them")
         columns[plain] = index
@@ -168,7 +170,8 @@ def _add_row(row: list[str], columns: dict[str, int], header: list[str], bench: 
         _positive_int(text[name], name, where) for name in ("world_size", "size", "num_tokens", "hidden_size")
     )
     try:
-        task = Task.named(parse_dtype(text["dtype"]), Fusion.named(text["fusion"]), tokens, hidden, text["strategy"])
+        fusion = Fusion.named(text["fusion"])
+        task = Task.named(parse_dtype(text["dtype"]), fusion, tokens, hidden, text["strategy"], text.get("op", ""))
     except OptionError as error:
         raise TableError(f"{where}: {error.failure}", next=f"{error.next}; correct the row, or remove it") from None
     if world != bench.world:

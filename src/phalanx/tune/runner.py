@@ -12,13 +12,13 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.comm import launch
-from phalanx.errors import EngineError, OptionError
+from phalanx import launch
+from phalanx.errors import EngineError, OptionError, file_named
 from phalanx.hardware import provenance
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.log import get_logger
@@ -44,9 +44,8 @@ OnProgress = Callable[[int, int, str], None]
 class BenchmarkRun:
     """A benchmark at one TP size.
 
-    sweep: the plan for the machine that the ranks report. remeasured: strategies whose times, in the journal or in the CSV, are
-    measured again; the rest of the CSV is kept, as with `extend`. max_bytes: the longest message without chunks. module: of the
-    ranks.
+    sweep: the plan for the machine that the ranks report. remeasured: strategies whose times are measured again. max_bytes: the
+    longest message without chunks. module: of the ranks.
     """
 
     world: int
@@ -66,25 +65,13 @@ class BenchmarkRun:
         """Fields of `ranks.measure.Method`."""
         return {"calls": self.options.calls, "replays": self.options.replays}
 
-    @property
-    def keeps_csv(self) -> bool:
-        """Whether what the CSV in the folder holds stays in it."""
-        return self.options.extend or bool(self.remeasured)
-
-
-def require_no_lost_times(run: BenchmarkRun, sm: int) -> None:
-    """Raise OptionError, as far as it can be known without ranks, where the run would replace a CSV that belongs to no interrupted
-    run."""
-    if not (run.keeps_csv or run.options.restart or journal_path(run.folder, run.world, sm).exists()):
-        preflight.require_no_lost_times(records.csv_path(run.folder, run.world, sm))
-
 
 def run_benchmark(run: BenchmarkRun, on_progress: OnProgress | None = None) -> Benchmark:
-    """Measure all that `run` plans, and write CSV and sidecar. Results of an interrupted run are taken from its journal.
+    """Measure what the journal lacks of all that `run` plans, and print the journal as CSV and sidecar.
 
-    A run that its time limit ends writes what it has, keeps the journal and says so in facts["complete"].
-    Raises EngineError when the ranks cannot start, or when no candidate got a time; OptionError when the folder holds the journal
-    of another run, or a CSV whose times would be lost, or when the plan leaves nothing to measure.
+    A run that its time limit ends writes what it has, and says so in facts["complete"].
+    Raises EngineError when the ranks cannot start, or when no candidate got a time; OptionError when the folder's journal, or a CSV
+    without one, was measured with other versions or another method, or when the plan leaves nothing to measure.
     """
     end = time.monotonic() + run.options.time_limit if run.options.time_limit else float("inf")
     state: RunState | None = None
@@ -122,7 +109,7 @@ def _follow(ranks: _Ranks, state: RunState, deadline: float, end: float) -> tupl
             if "begin" in event:
                 running = Task.parse(event["begin"])
             elif "task" in event:
-                state.record_result(event)
+                state.record(Task.parse(event["task"]), event["skip"] if "skip" in event else event["samples"])
             elif event.get("end"):
                 return None, None
         error = ranks.error()
@@ -137,7 +124,7 @@ def _follow(ranks: _Ranks, state: RunState, deadline: float, end: float) -> tupl
 
 
 class RunState:
-    """What is known of one run: its plan, its journal, and the CSV that was there before."""
+    """What is known of one run: its plan and its journal."""
 
     def __init__(
         self, run: BenchmarkRun, fingerprint: Fingerprint, facts: dict[str, str], on_progress: OnProgress | None
@@ -148,16 +135,10 @@ class RunState:
         self.tasks, self.refused = self.sweep.plan()
         preflight.require_tasks(run.world, self.tasks, self.refused)
         self.resume_advice = "run the same command again" + (", without --restart" if run.options.restart else "")
-        self.before: Benchmark | None = None
-        path = records.csv_path(run.folder, fingerprint.world, fingerprint.sm)
         versions = {key: facts[key] for key in _VERSIONS if key in facts}
-        if run.keeps_csv and path.exists():
-            self.before = _require_same_versions(records.read(path), versions, path)
         self.journal = _journal(run, fingerprint, {"fingerprint": str(fingerprint), "method": run.method} | versions)
         if self.journal.resumed:
-            _log.info("%d results of an interrupted run are taken from %s", self.journal.resumed, self.journal.path)
-            if not self.journal.sessions and path.exists():  # a journal without sessions: the sidecar names the earlier one
-                self.journal.begin_session(_session_facts(records.read(path).facts))
+            _log.info("%d results are taken from %s; --restart measures all again", self.journal.resumed, self.journal.path)
         self.journal.begin_session(_session_facts(self.facts))
         known = self._known()
         again = self.journal.remeasure(task for task in self.tasks if task.choice.strategy in run.remeasured and task in known)
@@ -166,7 +147,7 @@ class RunState:
         self.faults: Counter[tuple[Any, ...]] = Counter()
 
     def _known(self) -> set[Task]:
-        return set(self.journal.samples) | set(self.journal.skips) | set(self.before.times if self.before else ())
+        return {*self.journal.samples, *self.journal.skips}
 
     def remaining(self) -> list[Task]:
         done = self._known() - self.journal.pending
@@ -176,13 +157,13 @@ class RunState:
         if self.on_progress is not None:
             self.on_progress(len(self.tasks) - len(self.remaining()), len(self.tasks), what)
 
-    def record_result(self, event: dict[str, Any]) -> None:
-        task = Task.parse(event["task"])
-        if "skip" in event:
-            _log.warning("%s is skipped: %s", task, event["skip"])
-            self.journal.skip(task, event["skip"])
+    def record(self, task: Task, result: list[float] | str) -> None:
+        """result: samples, or why there are none."""
+        if isinstance(result, str):
+            _log.warning("%s is skipped: %s", task, result)
+            self.journal.skip(task, result)
         else:
-            self.journal.record(task, event["samples"])
+            self.journal.record(task, result)
         self.report(str(task))
 
     def record_fault(self, task: Task, why: str) -> None:
@@ -196,60 +177,49 @@ class RunState:
                     self.journal.skip(other, f"not tried after {self.faults[kind]} faults of its kind, the last: {why}")
 
     def write(self, *, complete: bool) -> Benchmark:
-        """Write CSV and sidecar of all that is known. The journal is removed when the run is complete and no wider run left it."""
-        left, old = len(self.remaining()), len(self.journal.pending)
-        wider = {*self.journal.samples, *self.journal.skips, *self.journal.pending}.difference(self.tasks)
-        if complete and not wider:
-            self.facts["complete"] = "yes"
-        elif complete:
-            self.facts["complete"] = f"no: a wider run, with {len(wider)} more results here, has not ended; run its command again"
-        else:
-            kept = f", {old} of them with their old times until then" if old else ""
-            self.facts["complete"] = f"no: {left} of {len(self.tasks)} are left{kept}; {self.resume_advice}"
+        """Print the journal as CSV and sidecar."""
+        left, old = len(self.remaining()), len(self.journal.pending.intersection(self.tasks))
+        kept = f", {old} of them with their old times until then" if old else ""
+        self.facts["complete"] = "yes" if complete else f"no: {left} of {len(self.tasks)} are left{kept}; {self.resume_advice}"
         earlier = [" at ".join(session.values()) for session in self.journal.sessions[:-1]]
         if earlier:
             self.facts["earlier"] = "; ".join(dict.fromkeys(earlier))
+        samples = self.journal.samples
         bench = Benchmark(
             self.fingerprint.sm,
             self.fingerprint.world,
-            times={task: statistics.median(samples) for task, samples in self.journal.samples.items()},
-            samples=dict(self.journal.samples),
-            skips=self.refused | self.journal.skips,
+            times={task: statistics.median(values) for task, values in samples.items()},
+            samples=dict(samples),
+            skips={task: why for task, why in (self.refused | self.journal.skips).items() if task not in samples},
             facts=self.facts,
-            grid=_widened(self.sweep.grid(), self.journal.samples),
+            grid=_widened(self.sweep.grid(), samples),
             link=self.fingerprint.link,
         )
-        if self.before is not None:
-            bench = _joined(self.before, bench)
         if bench.times:
             records.write(bench, self.folder)
-        if complete and not wider:
-            self.journal.finish()
-        if not bench.times:
-            reasons = preflight.summarize_skips(self.journal.skips) + ([] if complete else [f"{_TIME_IS_UP} was over"])
-            raise EngineError(
-                f"not one of {len(self.tasks)} candidates at tp {self.fingerprint.world} got a time",
-                why="; ".join(reasons),
-                next="see the ranks' messages above" if complete else f"{self.resume_advice}, with a longer --time_limit",
-            )
-        return bench
+            return bench
+        reasons = preflight.summarize_skips(self.journal.skips) + ([] if complete else [f"{_TIME_IS_UP} was over"])
+        if complete:
+            self.journal.remove()
+        raise EngineError(
+            f"not one of {len(self.tasks)} candidates at tp {self.fingerprint.world} got a time",
+            why="; ".join(reasons),
+            next="see the ranks' messages above" if complete else f"{self.resume_advice}, with a longer --time_limit",
+        )
 
 
 def _journal(run: BenchmarkRun, fingerprint: Fingerprint, head: dict[str, Any]) -> Journal:
-    """The run's journal. Refuses a run that would drop times of the CSV in the folder."""
-    require_no_lost_times(run, fingerprint.sm)
-    journal = Journal(journal_path(run.folder, fingerprint.world, fingerprint.sm), head, restart=run.options.restart)
-    try:
-        if run.options.restart and not run.keeps_csv:
-            journal.mark_csv_replaced()
-        elif run.keeps_csv:
-            journal.keep_csv()
-        elif not journal.replaces_csv:
-            known = {*journal.samples, *journal.skips}
-            preflight.require_no_lost_times(records.csv_path(run.folder, fingerprint.world, fingerprint.sm), known)
-    except BaseException:
-        journal.close()
-        raise
+    """The journal of this machine and TP size. A CSV without one is its beginning."""
+    path = journal_path(run.folder, fingerprint.world, fingerprint.sm)
+    csv = records.csv_path(run.folder, fingerprint.world, fingerprint.sm)
+    before = records.read(csv) if csv.exists() and not path.exists() and not run.options.restart else None
+    if before is not None:
+        _require_same_versions(before, head, csv)
+    journal = Journal(path, head, restart=run.options.restart)
+    if before is not None:
+        journal.begin_session(_session_facts(before.facts))
+        for task, us in before.times.items():
+            journal.record(task, before.samples.get(task, [us]))
     return journal
 
 
@@ -261,34 +231,21 @@ def _session_facts(facts: dict[str, str]) -> dict[str, str]:
     return {key: facts[key] for key in ("date", "commit") if key in facts}
 
 
-def _require_same_versions(old: Benchmark, versions: dict[str, str], path: Path) -> Benchmark:
-    """Return a CSV that is to be extended. Raise OptionError where it names other versions than this run's."""
-    differs = differences(old.facts, versions)
-    if differs:
+def _require_same_versions(old: Benchmark, head: dict[str, Any], path: Path) -> None:
+    """Raise OptionError for a CSV that names other versions than this run's."""
+    if differs := differences(old.facts, head):
         raise OptionError(
             f"{path} cannot be extended",
-            why="it was measured with another " + ", ".join(f"{key} ({old.facts[key]}, not {versions[key]})" for key in differs),
-            next="measure into another --save_csv_dir, or give --restart alone to replace it",
+            why="it was measured with another " + ", ".join(f"{key} ({old.facts[key]}, not {head[key]})" for key in differs),
+            next="measure into another --save_csv_dir, or give --restart to replace it",
         )
-    return old
 
 
-def _joined(old: Benchmark, new: Benchmark) -> Benchmark:
-    """Both; where both have a cell, the new one."""
-    times = {task: us for task, us in old.times.items() if task not in new.skips} | new.times
-    samples = {task: values for task, values in (old.samples | new.samples).items() if task in times}
-    skips = {task: why for task, why in (old.skips | new.skips).items() if task not in times}
-    facts = new.facts | ({"extends": old.facts["date"]} if "date" in old.facts else {})
-    grid = _widened(new.grid or {}, old.times, old.grid)
-    return Benchmark(new.sm, new.world, times, samples, skips, facts, grid, new.link)
-
-
-def _widened(grid: dict[str, Any], tasks: Iterable[Task], other: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The grid, extended by the sizes and fusions of these tasks and by another grid."""
-    cells, axes = list(tasks), other or {}
-    tokens = {*grid["tokens"], *axes.get("tokens", ()), *(task.tokens for task in cells)}
-    hidden = {*grid["hidden"], *axes.get("hidden", ()), *(task.hidden for task in cells)}
-    fusions = {*grid["fusions"], *axes.get("fusions", ()), *(task.fusion.name for task in cells)}
+def _widened(grid: dict[str, Any], tasks: Collection[Task]) -> dict[str, Any]:
+    """The grid, extended by the sizes and fusions of these tasks."""
+    tokens = {*grid["tokens"], *(task.tokens for task in tasks)}
+    hidden = {*grid["hidden"], *(task.hidden for task in tasks)}
+    fusions = {*grid["fusions"], *(task.fusion.name for task in tasks)}
     in_order = [fusion.name for fusion in Fusion if fusion.name in fusions]
     return grid | {"tokens": sorted(tokens), "hidden": sorted(hidden), "fusions": in_order}
 
@@ -330,7 +287,8 @@ class _Ranks:
 
     def send_tasks(self, tasks: list[Task]) -> None:
         part = self.folder / "work.part"
-        part.write_text(json.dumps([str(task) for task in tasks]), encoding="utf-8")
+        with file_named(part):
+            part.write_text(json.dumps([str(task) for task in tasks]), encoding="utf-8")
         part.replace(self.folder / "work")
 
     def events(self, rank: int = 0) -> list[dict[str, Any]]:

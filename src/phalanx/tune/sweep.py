@@ -18,6 +18,8 @@ from phalanx.tables.strategy import SUPPORTED, Choice, Strategy, choices
 _Item = TypeVar("_Item")
 ALL_REDUCE, GEMM_ALL_REDUCE = "all_reduce", "gemm_all_reduce"
 """The operations that a benchmark measures: the all-reduce alone, and the row-parallel linear layer whose output it sums."""
+_OPS = {"all_reduce": ALL_REDUCE, "allreduce": ALL_REDUCE, "gemm_all_reduce": GEMM_ALL_REDUCE, "gemm_allreduce": GEMM_ALL_REDUCE}
+"""What the column `op` of a CSV may say, here and in TensorRT-LLM's tools."""
 GEMM_MIN_ROWS = 16
 """Rows that each rank must have for a layer with its GEMM to be measured: a tile of a GEMM has no fewer, so that below GEMM_RS runs
 the whole GEMM once for each rank."""
@@ -46,11 +48,17 @@ class Task:
         return (_GEMM if contains else "") + self.choice.name(sm)
 
     @classmethod
-    def named(cls, dtype: str, fusion: Fusion, tokens: int, hidden: int, name: str) -> Task:
-        """The task of a `name`. Raises OptionError for an unknown one."""
+    def named(cls, dtype: str, fusion: Fusion, tokens: int, hidden: int, name: str, op: str = "") -> Task:
+        """The task of a `name`. op: the operation, where a CSV says it, which then need not be in the name.
+
+        Raises OptionError for an unknown name or operation, and for a name of another operation.
+        """
         choice = Choice.parse(name.removeprefix(_GEMM))
-        contains = name.startswith(_GEMM) or choice.strategy is Strategy.GEMM_RS
-        return cls(dtype, fusion, tokens, hidden, choice, GEMM_ALL_REDUCE if contains else ALL_REDUCE)
+        of_name = GEMM_ALL_REDUCE if name.startswith(_GEMM) or choice.strategy is Strategy.GEMM_RS else ALL_REDUCE
+        task_op = parse_op(op) if op else of_name
+        if of_name == GEMM_ALL_REDUCE != task_op:
+            raise OptionError(f"op {op!r} is not of strategy {name!r}", why="its time contains a GEMM", next=f"say {of_name}")
+        return cls(dtype, fusion, tokens, hidden, choice, task_op)
 
     @classmethod
     def parse(cls, text: str) -> Task:
@@ -167,6 +175,13 @@ class Sweep:
             "hidden": list(self.hidden),
             "fusions": [fusion.name for fusion in self.fusions],
         }
+
+
+def parse_op(text: str) -> str:
+    """ALL_REDUCE or GEMM_ALL_REDUCE, by any of its spellings. Raises OptionError for another operation."""
+    if text not in _OPS:
+        raise OptionError(f"op {text!r} is unknown", next=f"known: {', '.join(_OPS)}")
+    return _OPS[text]
 
 
 def parse_strategies(text: str, flag: str) -> tuple[Strategy, ...]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -60,3 +61,15 @@ def test_without_shared_memory_there_is_a_reason(monkeypatch: pytest.MonkeyPatch
         lambda group: one_sided.form(group, torch.device("cpu"), hidden=48, top_k=2, dtype=torch.float32, rows=8)
     )
     assert exchanges == [(None, "rank 0: the host has none")] * 2
+
+
+def test_without_triton_there_is_a_reason_and_nothing_of_triton_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pair(Solo):
+        size = 2
+
+    monkeypatch.setattr(exchange, "has_triton", lambda: False)
+    monkeypatch.setattr(exchange, "detect_fingerprint", lambda *_: Fingerprint(90, "nvlink", 2))
+    monkeypatch.setattr(exchange, "share_text", lambda group, text, device: [text, ""])
+    monkeypatch.setitem(sys.modules, "phalanx.comm.one_sided.on_gpu", None)
+    sizes = {"hidden": 4096, "top_k": 2, "dtype": torch.bfloat16, "rows": 8}
+    assert one_sided.form(Pair(), torch.device("cuda"), **sizes) == (None, "Triton is not installed")

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launches of the one-sided exchange: how large its memory is, and that its kernels compile. That they are right,
-`tests.kernels.one_sided` shows in the interpreter and `test_exchange_gpu` on GPUs."""
+`tests.comm.one_sided` shows in the interpreter and `test_exchange_gpu` on GPUs."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.group import Solo
-from phalanx.comm.one_sided import on_gpu
 from phalanx.comm.one_sided.on_gpu import LIMIT_BYTES, GpuOneSided, RegionSizes, header_vectors
 from phalanx.comm.symmetric import SymmetricRegion
 from phalanx.kernels.moe.tensors import Routing
@@ -30,16 +26,6 @@ def test_memory_stays_within_its_limit(world: int, rows: int, row_bytes: int, to
     assert sizes.sums >= (world - 1) * sizes.rows * row_bytes
     assert sizes.half % 16 == sizes.sums % 16 == 0
     assert sizes.rows == rows or RegionSizes.of(world, sizes.rows + 1, row_bytes, top_k, 1 << 40).total > LIMIT_BYTES
-
-
-class Alone(Solo):
-    device = torch.device("cpu")
-
-
-def test_without_triton_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_gpu, "has_triton", lambda: False)
-    group: Any = Alone()
-    assert on_gpu.form(group, hidden=4096, top_k=2, dtype=torch.bfloat16, rows=8) == "Triton is not installed"
 
 
 def exchange(world: int, sm: int, hidden: int, top_k: int, itemsize: int) -> GpuOneSided:

@@ -91,7 +91,7 @@ from phalanx.comm.tuned_group import tuned
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.models.layers.linear import RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import LayerContext
+from phalanx.models.slices import LayerContext, WeightPart
 from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.seed import default
 from phalanx.tables.shipped import file_name
@@ -117,9 +117,10 @@ with torch.inference_mode():
         tuned_group = tuned(group, message_bytes=1 << 20, strategy=name, tables=folder)
         context = LayerContext(tuned_group, torch.float32, torch.device("cpu"))
         for tokens in (8, 20, 40):
-            layer = RowParallelLinear("o_proj", 8 * world, 64, local=range(8 * rank, 8 * rank + 8), bias=False, context=context)
+            part = WeightPart("o_proj", (64, 8 * world), range(64), range(8 * rank, 8 * rank + 8))
+            layer = RowParallelLinear(part, bias=False, context=context)
             rms = RmsNorm("n", 64, 1e-5, context=context)
-            layer.weight.copy_(tensor_of(50 + rank, 64, 8, dtype=torch.float32))
+            layer.method.weight.copy_(tensor_of(50 + rank, 64, 8, dtype=torch.float32))
             rms.weight.fill_(1)
             x, residual = tensor_of(rank, tokens, 8, dtype=torch.float32), tensor_of(99, tokens, 64, dtype=torch.float32)
             tuned_group.calls.clear()

@@ -146,9 +146,9 @@ def test_a_layer_runs_its_gemm_and_the_choice(fusion, unfused):
         assert isinstance(one.measure(replace(task(Choice(Strategy.ONESHOT, unfused), fusion), op=GEMM_ALL_REDUCE)), list)
     assert set(ran) == {"sum" if unfused else "fused"}
     layer = one._cell.layer
-    assert layer._linear.weight.float().std() > 0.3
+    assert layer._linear.method.weight.float().std() > 0.3
     layer.verified()
-    assert (layer._linear.weight.float().sum(dim=1) == 1).all()
+    assert (layer._linear.method.weight.float().sum(dim=1) == 1).all()
 
 
 def test_a_layer_that_no_model_has_is_left_out():

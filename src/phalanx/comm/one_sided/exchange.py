@@ -15,6 +15,7 @@ from phalanx.comm.group import Group
 from phalanx.comm.shared_memory import share_text
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.kernels.capabilities import has_triton
 from phalanx.kernels.moe.tensors import Routing
 from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.tables.admit import MAX_WORLD
@@ -59,6 +60,8 @@ def form(
         import phalanx.comm.one_sided.on_cpu as on_cpu
 
         exchange = on_cpu.form(group, timeout=timeout, **sizes)  # type: ignore[arg-type]
+    elif any(share_text(group, "" if has_triton() else "no", device)):
+        exchange = "Triton is not installed"
     else:
         import phalanx.comm.one_sided.on_gpu as on_gpu
 

@@ -2,6 +2,6 @@
 """Sequence parallelism inside an all-reduce: reduce-scatter, norm on each rank's own rows, all-gather; the residual stays
 sharded."""
 
-from phalanx.comm.sequence_parallel.rs_norm_ag import ShardedResidual, gather_rows, rank_rows, same_sharding, unshard
+from phalanx.comm.sequence_parallel.sharded_residual import ShardedResidual, gather_rows, rank_rows, same_sharding, unshard
 
 __all__ = ["ShardedResidual", "gather_rows", "rank_rows", "same_sharding", "unshard"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import ResidualRmsNorm, finish, with_scales
-from phalanx.comm.sequence_parallel.rs_norm_ag import ShardedResidual, local_residual
+from phalanx.comm.sequence_parallel.sharded_residual import ShardedResidual, local_residual
 from phalanx.comm.shared_memory import SharedMemory
 from phalanx.kernels.scaled_tensors import Unscaled
 

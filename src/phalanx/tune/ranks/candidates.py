@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.comm.choose import Decider, Rules, decider
 from phalanx.comm.detect import detect_fingerprint
-from phalanx.comm.group import Group, ResidualRmsNorm, finish
+from phalanx.comm.group import Group, ResidualRmsNorm
 from phalanx.comm.strategies import Strategies, available
 from phalanx.comm.tuned_group import TunedGroup
 from phalanx.config.dtypes import parse_dtype
@@ -41,13 +41,7 @@ class StrategyCandidates:
         strategy = self.strategies.runs[choice.strategy]
 
         def run(x: Tensor, fusion: ResidualRmsNorm | None) -> tuple[Tensor, ...]:
-            if fusion is None:
-                return (strategy.sum(x),)
-            if strategy.rs_norm_ag is not None:
-                return strategy.rs_norm_ag.all_reduce_norm(x, fusion)
-            if strategy.sum_norm is None or choice.unfused:
-                return finish(strategy.sum(x), fusion)
-            return strategy.sum_norm(x, fusion)
+            return (strategy.sum(x),) if fusion is None else strategy.run(x, fusion, fused=not choice.unfused)
 
         return run
 

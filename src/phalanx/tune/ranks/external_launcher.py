@@ -61,11 +61,7 @@ def run_benchmark(run: BenchmarkRun, launched: LaunchedRank, on_progress: OnProg
     tasks = [Task.parse(text) for text in json.loads(store.get("phalanx/work"))]
     rank = Rank(group, device, available, Method(**run.method))
     watchdog = _Watchdog(run.options.deadline, state)
-    for task in tasks:
-        watchdog.begin(task)
-        result = rank.measure(task)
-        if state is not None:
-            state.record_result({"task": str(task)} | ({"skip": result} if isinstance(result, str) else {"samples": result}))
+    rank.measure_all(tasks, watchdog.begin, state.record if state is not None else lambda *_: None)
     watchdog.end()
     group.barrier()
     torch.distributed.destroy_process_group()

@@ -17,10 +17,12 @@ from phalanx.comm.group import Group, ResidualRmsNorm
 from phalanx.config.quantization import ON_LOAD
 from phalanx.kernels import reference
 from phalanx.kernels.scaled_tensors import FP8, Quantized
-from phalanx.models.layers.fp8 import NormAndQuantized
+from phalanx.models.layers.activation import NormAndQuantized
 from phalanx.models.layers.linear import RowParallelLinear
+from phalanx.models.layers.linear_methods.fp8 import Fp8, TokenQuantizer
+from phalanx.models.layers.linear_methods.unquantized import Unquantized
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import LayerContext
+from phalanx.models.slices import LayerContext, WeightPart
 from phalanx.tables.message import Fusion
 from phalanx.tune.ranks import verify
 
@@ -43,15 +45,18 @@ class RowParallelLayer:
         hidden, inputs, world = residual.shape[1], in_features(residual.shape[1], group.size), group.size
         self.fp8 = fusion.quant == "fp8"
         context = LayerContext(group, residual.dtype, residual.device, ON_LOAD if self.fp8 else None, fp8_gemm=self.fp8)
-        local = range(rank * inputs, (rank + 1) * inputs)
-        self._linear = RowParallelLinear("o_proj", world * inputs, hidden, local=local, bias=False, context=context)
+        part = WeightPart("o_proj", (hidden, world * inputs), range(hidden), range(rank * inputs, (rank + 1) * inputs))
+        self._linear = RowParallelLinear(part, bias=False, context=context)
         self._norm = RmsNorm("post_attention_layernorm", hidden, fusion.eps, context=context)
         self._norm.weight.copy_(fusion.weight)
-        if self._linear.fp8 is not None:
-            self._linear.fp8.weight_scale.fill_(1.0)
-            self._norm.set_consumer(
-                replace(self._linear.fp8, input_scale=fusion.scale, _static=[], _block_scale=[]), keep_norm=fusion.keep_norm
-            )
+        method = self._linear.method
+        assert isinstance(method, Fp8 | Unquantized)
+        self._method = method
+        if isinstance(method, Fp8):
+            method.weight_scale.fill_(1.0)
+            if method.input_quantizer is not None:
+                method.input_quantizer = TokenQuantizer(fusion.scale)
+            self._norm.set_quantizer(method.input_quantizer, keep_norm=fusion.keep_norm)
         self._scale = torch.ones(len(residual), 1, dtype=torch.float32, device=residual.device)
 
     def refusal(self, sm: int) -> str | None:
@@ -62,8 +67,7 @@ class RowParallelLayer:
 
     def gemm_rs_refusal(self) -> str | None:
         """Why this layer's GEMM cannot write to other ranks; None where it can."""
-        fp8 = self._linear.fp8
-        return "an FP8 GEMM writes to other ranks in bf16 alone" if fp8 is not None and not fp8.can_write_into else None
+        return None if self._linear.method.fuses("reduce_scatter") else "an FP8 GEMM writes to other ranks in bf16 alone"
 
     def __call__(self, group: Group, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         """x [tokens, in], in e4m3 before an FP8 norm -> the outputs of the fusion of the sum of all ranks' GEMM outputs."""
@@ -76,18 +80,18 @@ class RowParallelLayer:
 
     def verified(self) -> None:
         """Give each output feature a weight of 1 for one input feature: sums of integers stay exact in every dtype."""
-        weight = torch.zeros_like(self._linear.weight, dtype=torch.float32)
+        weight = torch.zeros_like(self._method.weight, dtype=torch.float32)
         weight[torch.arange(len(weight)), source(len(weight), weight.shape[1], self.rank, weight.device)] = 1.0
         self._set(weight)
 
     def timed(self) -> None:
         """Fill all weights: a GEMM over zeros would take less power than a model's."""
-        rows = torch.arange(self._linear.weight.shape[0], device=self._linear.weight.device)[:, None]
-        columns = torch.arange(self._linear.weight.shape[1], device=self._linear.weight.device)[None, :]
+        rows = torch.arange(self._method.weight.shape[0], device=self._method.weight.device)[:, None]
+        columns = torch.arange(self._method.weight.shape[1], device=self._method.weight.device)[None, :]
         self._set(((rows * 31 + columns * 17 + (rows * columns) % 29) % 15 - 7) / 8)
 
     def _set(self, weight: Tensor) -> None:
-        self._linear.weight = nn.Parameter(weight.to(self._linear.weight.dtype), requires_grad=False)
+        self._method.weight = nn.Parameter(weight.to(self._method.weight.dtype), requires_grad=False)
 
 
 def source(hidden: int, inputs: int, rank: int, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -61,6 +61,14 @@ class Rank:
         self._key: tuple[str, Fusion, int, int, str] | None = None
         self._cell: verify.Cell | None = None
         self._graphs: _Graphs | None = None
+
+    def measure_all(
+        self, tasks: Iterable[Task], begin: Callable[[Task], None], record: Callable[[Task, list[float] | str], None]
+    ) -> None:  # fmt: skip
+        """One after the other; every rank has the same tasks."""
+        for task in tasks:
+            begin(task)
+            record(task, self.measure(task))
 
     def measure(self, task: Task) -> list[float] | str:
         """Samples of the slowest rank in microseconds; or why this choice is skipped, with the same text on every rank.

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.errors import file_named
+
 POLL_S = 0.02
 
 
@@ -27,12 +29,13 @@ class Events:
         self._file = (folder / f"events.{rank}").open("w", encoding="utf-8")
 
     def send(self, **event: Any) -> None:
-        self._file.write(json.dumps(event) + "\n")
+        with file_named(self._file.name):
+            self._file.write(json.dumps(event) + "\n")
         self._file.flush()
 
 
 def main() -> None:
-    from phalanx.comm.launch import read_config
+    from phalanx.launch import read_config
 
     config = read_config()
     events = Events(Path(config["folder"]), config["rank"])
@@ -70,13 +73,10 @@ def measure(group: Any, device: Any, config: dict[str, Any], folder: Path, event
         warmup.warm_up(tasks, available, group, device, processes, lambda done, total: events.send(compiling=[done, total]))
         group.barrier()
     rank = Rank(group, device, available, Method(**config["method"]))
-    for task in tasks:
-        events.send(begin=str(task))
-        result = rank.measure(task)
-        if isinstance(result, str):
-            events.send(task=str(task), skip=result)
-        else:
-            events.send(task=str(task), samples=result)
+    rank.measure_all(
+        tasks, lambda task: events.send(begin=str(task)),
+        lambda task, result: events.send(task=str(task), **{"skip" if isinstance(result, str) else "samples": result}),
+    )  # fmt: skip
     group.barrier()
     events.send(end=True)
 
@@ -95,7 +95,8 @@ def _meet(folder: Path, rank: int, world: int, timeout: float) -> Any:
 
 def _put(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
+    with file_named(part):
+        part.write_text(text, encoding="utf-8")
     part.replace(path)
 
 

@@ -10,7 +10,7 @@ import torch
 from phalanx.comm.group import Group
 from phalanx.comm.torch_group import form
 from phalanx.hardware import provenance
-from phalanx.plan.layout import Layout
+from phalanx.layout.layout import Layout
 
 
 def join_group(rank: int, world: int, device: str, local_rank: int, store: Any, timeout: float) -> tuple[Group, torch.device]:
