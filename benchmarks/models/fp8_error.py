@@ -27,9 +27,14 @@ from benchmarks import harness
 from phalanx.comm.group import Solo
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.batch import Batch
+from phalanx.models.cache import empty_caches
+from phalanx.models.decoder import Decoder
 from phalanx.models.layers.attention.select import select_backend
+from phalanx.models.layers.linear_methods.fp8 import Fp8
+from phalanx.models.slices import LayerContext
 from phalanx.serve.tokenizer import Tokenizer
 
 BLOCK = 16
@@ -37,11 +42,11 @@ ROWS = 16  # texts of one forward
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
-    "fp8 weights": {"fp8": True, "fp8_gemm": False},
-    "fp8 weights and activations": {"fp8": True, "fp8_gemm": True},
-    "fp8 weights and static activations": {"fp8": True, "fp8_gemm": True, "static": True},
-    "fp8 cache": {"fp8_cache": True},
-    "fp8 weights, activations and cache": {"fp8": True, "fp8_gemm": True, "fp8_cache": True},
+    "fp8 weights": {"quantization": ON_LOAD, "fp8_gemm": False},
+    "fp8 weights and activations": {"quantization": ON_LOAD, "fp8_gemm": True},
+    "fp8 weights and static activations": {"quantization": ON_LOAD, "fp8_gemm": True, "static": True},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+    "fp8 weights, activations and cache": {"quantization": ON_LOAD, "fp8_gemm": True, "kv_cache_dtype": "fp8"},
 }
 
 
@@ -132,24 +137,24 @@ def logits(
     model = loaded(device, dtype, **options)
     if static:
         for name, largest in largest_inputs(read, device, dtype).items():
-            fp8 = model.get_submodule(name).fp8
-            object.__setattr__(fp8, "input_scale", largest / torch.finfo(torch.float8_e4m3fn).max)  # as its norm knows it, too
+            quantizer: Any = model.get_submodule(name).method.input_quantizer
+            quantizer.scale = largest / torch.finfo(torch.float8_e4m3fn).max  # as its norm knows it, too
     return run(model, read, device, dtype)
 
 
-def loaded(device: torch.device, dtype: torch.dtype, **options: Any) -> registry.Model:
+def loaded(device: torch.device, dtype: torch.dtype, **options: Any) -> Decoder:
     folder = locate("demo")
     shape = ModelShape.from_folder(folder)
-    model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, **options)
+    model = registry.build(shape, range(shape.num_layers), LayerContext(Solo(), dtype, device, **options))
     weights.load(model, folder)
     return model
 
 
 def largest_inputs(read: list[Text], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Of each linear layer with weights in FP8, fp32 (), by its name."""
-    model, largest_of = loaded(device, dtype, fp8=True, fp8_gemm=False), dict[str, Tensor]()
+    model, largest_of = loaded(device, dtype, quantization=ON_LOAD, fp8_gemm=False), dict[str, Tensor]()
     for name, module in model.named_modules():
-        if getattr(module, "fp8", None) is not None:
+        if isinstance(getattr(module, "method", None), Fp8):
 
             def note(_: Any, inputs: tuple[Any, ...], name: str = name) -> None:
                 largest = inputs[0].float().abs().max()
@@ -160,15 +165,12 @@ def largest_inputs(read: list[Text], device: torch.device, dtype: torch.dtype) -
     return largest_of
 
 
-def run(model: registry.Model, read: list[Text], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+def run(model: Decoder, read: list[Text], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     shape, logit_rows = model.shape, list[Tensor]()
     for at in range(0, len(read), ROWS):
         batch, blocks = prefill([text.tokens for text in read[at : at + ROWS]], device)
         batch.attention = select_backend(device, dtype, shape.head_dim).plan(batch)
-        caches = [
-            LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, model.context.cache_dtype, device)
-            for spec in model.kv_specs()
-        ]
+        caches = empty_caches(model.declared_caches(), blocks, BLOCK, device)
         logit_rows += torch.split(model(batch, caches), [len(text.tokens) for text in read[at : at + ROWS]])
     return logit_rows
 

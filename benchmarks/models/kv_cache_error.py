@@ -26,16 +26,19 @@ from benchmarks import harness
 from benchmarks.models.fp8_error import BLOCK, Error, prefill
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
+from phalanx.layout.families import layer_cache
 from phalanx.models import registry, weights
-from phalanx.models.batch import LayerCache
+from phalanx.models.cache import empty_caches
+from phalanx.models.decoder import Decoder
 from phalanx.models.layers.attention.select import select_backend
+from phalanx.models.slices import LayerContext
 from phalanx.serve.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("docs/architecture.md", "docs/serving.md", "docs/models.md", "docs/layouts.md")
 CHUNK = 128  # positions whose distributions are in fp64 at once
 
-VARIANTS: dict[str, torch.dtype] = {"fp32": torch.float32, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+VARIANTS = ("fp32", "fp8", "int8")
 """The dtypes of caches that stand beside bf16."""
 
 
@@ -87,22 +90,22 @@ def rows_of(folder: Path, length: int) -> list[list[int]]:
     return [tokenizer.encode((ROOT / page).read_text(encoding="utf-8"))[:length] for page in PAGES]
 
 
-def loaded(folder: Path, device: torch.device) -> registry.Model:
+def loaded(folder: Path, device: torch.device) -> Decoder:
     shape = ModelShape.from_folder(folder)
-    model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=torch.float32, device=device)
+    model = registry.build(shape, range(shape.num_layers), LayerContext(Solo(), torch.float32, device))
     weights.load(model, folder)
     return model
 
 
 @torch.inference_mode()
-def compare(model: registry.Model, rows: list[list[int]]) -> dict[str, Error]:
+def compare(model: Decoder, rows: list[list[int]]) -> dict[str, Error]:
     """Variant -> its error, over all positions of all rows."""
     divergences: dict[str, list[Tensor]] = {name: [] for name in VARIANTS}
     agreements: dict[str, list[Tensor]] = {name: [] for name in VARIANTS}
     for row in rows:
-        exact = logits(model, row, torch.bfloat16)
-        for name, dtype in VARIANTS.items():
-            other = logits(model, row, dtype)
+        exact = logits(model, row, "bf16")
+        for name in VARIANTS:
+            other = logits(model, row, name)
             agreements[name].append(exact.argmax(-1) == other.argmax(-1))
             pairs = zip(exact.split(CHUNK), other.split(CHUNK), strict=True)
             divergences[name] += [divergence(*pair) for pair in pairs]
@@ -119,12 +122,13 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
     return (reference.exp() * (reference - logprobs)).sum(-1)
 
 
-def logits(model: registry.Model, row: list[int], dtype: torch.dtype) -> Tensor:
+def logits(model: Decoder, row: list[int], dtype: str) -> Tensor:
     """[tokens, vocabulary] fp32, with keys and values in a cache of this dtype."""
     device, head_dim = model.context.device, model.shape.head_dim
     batch, blocks = prefill([row], device)
     batch.attention = select_backend(device, torch.float32, head_dim).plan(batch)
-    caches = [LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, dtype, device) for spec in model.kv_specs()]
+    declared = [layer_cache(model.shape, layer, dtype) for layer in model.layer_range]
+    caches = empty_caches(declared, blocks, BLOCK, device)
     return model(batch, caches).float()
 
 

@@ -37,13 +37,17 @@ from phalanx.comm.group import Group, Solo
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import tuned
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 from phalanx.kernels.capabilities import gpu
 from phalanx.kernels.gemm import heuristics
 from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, KvCache, empty_cache
+from phalanx.models.batch import Batch
+from phalanx.models.cache import LayerCache, empty_caches
+from phalanx.models.decoder import Decoder
+from phalanx.models.layers.activation import Activation
 from phalanx.models.layers.attention.select import select_backend
-from phalanx.models.layers.fp8 import Activation
+from phalanx.models.slices import LayerContext
 from phalanx.worker.cuda_graphs import CudaGraphCapturer
 
 BF16 = torch.bfloat16
@@ -86,7 +90,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     group = group_of(device, max(counts) * shape.hidden_size * BF16.itemsize)
     # Not the first layer of the model, which has the embedding, nor the last, which has the head.
     layer_range = range(1, 1 + arguments.layers)
-    model = registry.build(shape, group=group, layers=layer_range, dtype=BF16, device=device, fp8=True, fp8_cache=True)
+    model = registry.build(shape, layer_range, LayerContext(group, BF16, device, quantization=ON_LOAD, kv_cache_dtype="fp8"))
     weights.dummy(model, 0)
     if group.rank == 0:
         harness.compile_ahead(map(call_of, jobs(model, counts)))
@@ -108,22 +112,22 @@ def group_of(device: torch.device, message_bytes: int) -> Group:
     return tuned(TorchGroup(world, device), message_bytes=message_bytes) if world.size() > 1 else Solo()
 
 
-def jobs(model: registry.Model, counts: Sequence[int]) -> list[Job]:
+def jobs(model: Decoder, counts: Sequence[int]) -> list[Job]:
     """The kernels that the layers' GEMMs will run."""
     layer, gemms = model.layers[0], []
     for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
-        outputs, inputs = linear.weight.shape
+        outputs, inputs = linear.method.weight.shape
         for tokens in counts:
-            tiling = heuristics.select_fp8_skinny(tokens, outputs, inputs, gpu(linear.weight.device).num_sms)
+            tiling = heuristics.select_fp8_skinny(tokens, outputs, inputs, gpu(linear.method.weight.device).num_sms)
             gemms += [] if tiling is None else [Job(tokens, outputs, inputs, tiling)]
     return gemms
 
 
-def filled(model: registry.Model, blocks: int) -> list[KvCache]:
-    device, dtype = model.context.device, model.context.cache_dtype
-    caches = [empty_cache(spec, blocks, BLOCK, dtype, device) for spec in model.kv_specs()]
+def filled(model: Decoder, blocks: int) -> list[LayerCache]:
+    device = model.context.device
+    caches = empty_caches(model.declared_caches(), blocks, BLOCK, device)
     for cache in caches:
-        for part in (cache.key, cache.value):
+        for part in cache.tensors.values():
             part.copy_(torch.randn(part.shape, dtype=BF16, device=device))
     return caches
 
@@ -131,7 +135,7 @@ def filled(model: registry.Model, blocks: int) -> list[KvCache]:
 class Layers:
     """The model's layers over a fixed batch of decode rows."""
 
-    def __init__(self, model: registry.Model, caches: Sequence[KvCache], batch: Batch) -> None:
+    def __init__(self, model: Decoder, caches: Sequence[LayerCache], batch: Batch) -> None:
         self._model, self._caches = model, caches
         device, shape = model.context.device, model.shape
         drawn = torch.randn(batch.decodes, shape.hidden_size, generator=torch.Generator().manual_seed(5))
@@ -152,12 +156,12 @@ class Layers:
         return Captured(replay, outs[-1])
 
 
-def through(model: registry.Model, batch: Batch, caches: Sequence[KvCache], hidden: Tensor) -> Activation:
+def through(model: Decoder, batch: Batch, caches: Sequence[LayerCache], hidden: Tensor) -> Activation:
     """The layers as `Llama.hidden_states` runs them. Returns the first one's norm of what the last one gives."""
     layers = model.layers
     norms = [layer.input_layernorm for layer in layers]
     x, residual = norms[0](hidden), hidden
-    cos_sin = model.rotary_emb(batch.positions)
+    cos_sin = model.rotary_embs[layers[0].rope](batch.positions)
     for layer, cache, next_norm in zip(layers, caches, [*norms[1:], norms[0]], strict=True):
         x, residual = layer(x, cos_sin, batch, cache, residual, next_norm)
     out: Activation = x

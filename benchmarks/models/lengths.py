@@ -27,8 +27,11 @@ from benchmarks.models.layers import BF16, BLOCK, Layers, batch_of, filled, repl
 from phalanx.bench import shapes
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch
+from phalanx.models.decoder import Decoder
+from phalanx.models.slices import LayerContext
 
 LONG = 16384
 KINDS = [(200, "alike"), (1500, "alike"), (1500, "mixed"), (200, "skewed")]
@@ -62,11 +65,13 @@ def main() -> None:
             harness.write(f"models_lengths{'.' if arguments.label else ''}{arguments.label}", figures, arguments.out)
 
 
-def model_of(rank: str, layers: int, *, fp8_cache: bool) -> registry.Model:
+def model_of(rank: str, layers: int, *, fp8_cache: bool) -> Decoder:
     name, parts = RANKS[rank]
     shape = ModelShape.from_config({**shapes.SHAPES[name], **parts})
     layer_range, device = range(1, 1 + layers), torch.device("cuda")
-    model = registry.build(shape, group=Solo(), layers=layer_range, dtype=BF16, device=device, fp8=True, fp8_cache=fp8_cache)
+    model = registry.build(
+        shape, layer_range, LayerContext(Solo(), BF16, device, quantization=ON_LOAD, kv_cache_dtype="fp8" if fp8_cache else "model")
+    )
     weights.dummy(model, 0)
     return model
 
@@ -96,7 +101,7 @@ def batch_over(lengths: Sequence[int], device: torch.device) -> tuple[Batch, int
     return batch, first[-1]
 
 
-def measured(model: registry.Model, lengths: Sequence[int]) -> float:
+def measured(model: Decoder, lengths: Sequence[int]) -> float:
     """us of a replay of all layers."""
     batch, blocks = batch_over(lengths, model.context.device)
     graph = Layers(model, filled(model, blocks), batch).captured()

@@ -35,10 +35,14 @@ from benchmarks.models.layers import BF16, BLOCK, Layers, batch_of, filled, grou
 from phalanx.bench import shapes
 from phalanx.comm.sequence_parallel.gemm_rs import GemmRs
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, KvCache
+from phalanx.models.batch import Batch
+from phalanx.models.cache import LayerCache
+from phalanx.models.decoder import Decoder
+from phalanx.models.layers.activation import Activation
 from phalanx.models.layers.attention.select import select_backend
-from phalanx.models.layers.fp8 import Activation
+from phalanx.models.slices import LayerContext
 
 SHAPE = "llama-3-70b"
 STEPS = 9
@@ -72,7 +76,15 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     # Not the first layer of the model, which has the embedding, nor the last, which has the head.
     layer_range = range(1, 1 + arguments.layers)
     model = registry.build(
-        shape, group=group, layers=layer_range, dtype=BF16, device=device, fp8=not arguments.bf16, fp8_cache=not arguments.bf16
+        shape,
+        layer_range,
+        LayerContext(
+            group,
+            BF16,
+            device,
+            quantization=ON_LOAD if not arguments.bf16 else None,
+            kv_cache_dtype="fp8" if not arguments.bf16 else "model",
+        ),
     )
     weights.dummy(model, 0)
     caches = filled(model, max(max(counts) // BLOCK, max([0, *profiled]) * (CONTEXT // BLOCK + 1)) + arguments.prompt + 1)
@@ -103,7 +115,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
 class Step:
     """The model's layers over prompts of `prompt` tokens each, `tokens` in all."""
 
-    def __init__(self, model: registry.Model, caches: Sequence[KvCache], tokens: int, prompt: int) -> None:
+    def __init__(self, model: Decoder, caches: Sequence[LayerCache], tokens: int, prompt: int) -> None:
         self._model, self._caches = model, caches
         device, shape = model.context.device, model.shape
         drawn = torch.randn(tokens, shape.hidden_size, generator=torch.Generator().manual_seed(5))

@@ -60,7 +60,7 @@ def by_layer(names: tuple[str, str], pairs: Sequence[Pair] = PAIRS) -> dict[str,
 def logits(folder: Path, pairs: Sequence[Pair | None] = (), **options: Any) -> Tensor:
     """Over an FP8 cache. pairs: layers' scales that are put in by hand."""
     ids = torch.randint(0, 384, (24,), generator=torch.Generator().manual_seed(1))
-    formation = Formation(folder, fp8_cache=True, **options)
+    formation = Formation(folder, kv_cache_dtype="fp8", **options)
     for model in [model for stage in formation.models for model in stage]:
         for layer, pair in zip(model.layers, pairs, strict=False):
             layer.self_attn.kv_store.read_scales = pair

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from phalanx.config.model import ModelShape
+from phalanx.layout.families import layer_tensors
+from phalanx.models.cache import LayerCache
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.models_formation import Formation, assert_every_weight_matters, run_steps
 from tests.support.models_logits import LENGTHS, STEPS
@@ -22,6 +27,9 @@ LLAMA3 = {
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.3, 1.5, 2.0], "long_factor": [1.5, 2.0, 4.0, 7.0],
+}  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -41,6 +49,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-windows-tied": ("qwen3", {
         "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, "tie_word_embeddings": True,
     }),
+    "seed-oss": ("seed_oss", {"num_attention_heads": 8}),
+    "seed-oss-output-bias": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", {"tie_word_embeddings": True}),
+    "smollm3-windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 6, "no_rope_layers": [0, 1, 0]}),
+    "granite": ("granite", {}),
+    "granite-tied-biases": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "glm4-moe": ("glm4_moe", {"num_attention_heads": 8}),
+    "glm4-moe-quarter-no-norm-yarn": ("glm4_moe", {
+        "use_qk_norm": False, "attention_bias": False, "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
+    }),
+    "minimax-m2": ("minimax_m2", {"num_attention_heads": 12, "num_key_value_heads": 3}),
+    "minimax-m2-stacked": ("minimax_m2", {"stacked": True}),
+    "phi3-half-longrope-short": ("phi3", {
+        "hidden_size": 64, "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5, "attention_factor": 1.3},
+        "original_max_position_embeddings": 64, "max_position_embeddings": 64,
+    }),
+    "phi3-longrope-long": ("phi3", {
+        "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": 12, "tie_word_embeddings": True,
+    }),
+    "phi3-window": ("phi3", {"sliding_window": 7}),
+    "olmo2": ("olmo2", {"num_attention_heads": 12, "num_key_value_heads": 3, "attention_bias": True}),
+    "cohere": ("cohere", {"num_attention_heads": 12, "num_key_value_heads": 3, "attention_bias": True}),
+    "cohere2": ("cohere2", {
+        "num_attention_heads": 8, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+    "ernie4-5": ("ernie4_5", {"num_attention_heads": 12, "num_key_value_heads": 3, "use_bias": True}),
+    "hy-v3": ("hy_v3", {"num_attention_heads": 12, "num_key_value_heads": 3, "attention_bias": True}),
+    "hy-v3-stacked": ("hy_v3", {"stacked": True, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "gemma2": ("gemma2", {"num_attention_heads": 12, "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "gemma3": ("gemma3", {
+        "num_attention_heads": 12, "num_key_value_heads": 3, "attention_bias": True, "final_logit_softcapping": 4.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+    "olmo3": ("olmo3", {"num_attention_heads": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "qwen3-next": ("qwen3_next", {}),
+    "qwen3-5-tied-biases": ("qwen3_5", {"tie_word_embeddings": True, "attention_bias": True, "full_attention_interval": 3}),
+    "qwen3-5-moe-one-value-head": ("qwen3_5_moe", {"linear_num_value_heads": 4}),
 }  # fmt: skip
 
 LAYOUTS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
@@ -87,11 +134,31 @@ def test_three_ranks_with_heads_that_straddle(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = reference(tokens[None]).logits[0]
     formation = Formation(folder, tp=3)
-    assert [model.kv_specs()[0].heads for model in formation.models[0]] == [2, 2, 2]
+    assert [model.declared_caches()[0][0].shape[0] for model in formation.models[0]] == [2, 2, 2]
     _assert_same(formation.step([(0, tokens)])[0], expected)
 
 
-@pytest.mark.parametrize("case", ["llama-12q-3kv-biases-llama3", "mistral-window", "qwen2-window-above", "qwen3-12q-6kv-biases"])
+def test_projections_of_one_input_may_be_apart(root: Path, tmp_path: Path) -> None:
+    """Of a family whose checkpoints have them in one tensor (Phi-3)."""
+    folder, ids, expected = _case_files("phi3-window", root)
+    shape = ModelShape.from_folder(folder)
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(shape.num_layers):
+        for tensor in layer_tensors(shape, layer):
+            if tensor.fused is not None:
+                rows = slice(tensor.fused.row, tensor.fused.row + tensor.shape[0])
+                weights[tensor.name] = weights[tensor.fused.name][rows].clone()
+    for name in [name for name in weights if "qkv_proj" in name or "gate_up_proj" in name]:
+        del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(folder / "config.json", tmp_path)
+    _assert_same(Formation(tmp_path, tp=2).step([(0, ids[1])])[0], expected[1])
+
+
+@pytest.mark.parametrize("case", [
+    "llama-12q-3kv-biases-llama3", "mistral-window", "qwen2-window-above", "qwen3-12q-6kv-biases", "granite", "minimax-m2",
+    "phi3-window", "olmo3", "gemma2", "gemma3", "qwen3-next",
+])  # fmt: skip
 def test_every_weight_changes_the_outcome(case: str, root: Path) -> None:
     """The checkpoints of these tests leave no part of the arithmetic neutral."""
     folder, ids, _ = _case_files(case, root)
@@ -105,9 +172,11 @@ def test_bf16_stays_near_fp32(root: Path) -> None:
     for stage in formation.models:
         for model in stage:
             model.to(torch.bfloat16)
-            model.rotary_emb.float()
+            for rotary in model.rotary_embs.values():
+                rotary.float()
     formation.caches = [
-        [[type(c)(c.key.bfloat16(), c.value.bfloat16()) for c in rank] for rank in stage] for stage in formation.caches
+        [[LayerCache({name: each.bfloat16() for name, each in c.tensors.items()}) for c in rank] for rank in stage]
+        for stage in formation.caches
     ]
     logits = formation.step([(0, ids[1])])[0]
     assert logits.dtype == torch.float32

@@ -17,9 +17,13 @@ from phalanx import kernels
 from phalanx.comm.group import Group, Solo
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 from phalanx.errors import ModelError, WeightError
+from phalanx.layout import Layout
+from phalanx.layout.weights import layer_bytes
 from phalanx.models import registry, weights
-from phalanx.plan.weight_tensors import layer_bytes
+from phalanx.models.decoder import Decoder
+from phalanx.models.slices import LayerContext
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models_formation import CPU, Formation
 from tests.support.quantized_checkpoints import FORMS, FP8, IGNORED, KV_SCALES, declare, rewrite
@@ -60,9 +64,9 @@ def change(folder: Path, **tensors: Tensor | None) -> None:
     save_file(contents, folder / "model.safetensors", {"format": "pt"})
 
 
-def build(folder: Path, group: Group | None = None, **options: Any) -> registry.Model:
+def build(folder: Path, group: Group | None = None, **options: Any) -> Decoder:
     shape = ModelShape.from_folder(folder)
-    model = registry.build(shape, group=group or Solo(), layers=range(shape.num_layers), dtype=torch.float32, device=CPU, **options)
+    model = registry.build(shape, range(shape.num_layers), LayerContext(group or Solo(), torch.float32, CPU, **options))
     weights.load(model, folder)
     return model
 
@@ -80,8 +84,8 @@ def test_a_checkpoint_in_fp8_gives_what_its_values_mean(form: str, tp: int, writ
     """Weights only, in fp32: exactly the model of the dequantized weights, over every number of ranks."""
     stored, meant = written[form]
     mlp = build(stored).layers[1].mlp
-    assert mlp.gate_up_proj.weight.dtype == FP8
-    assert mlp.down_proj.weight.dtype == torch.float32, f"{IGNORED} is to be ignored"
+    assert mlp.gate_up_proj.method.weight.dtype == FP8
+    assert mlp.down_proj.method.weight.dtype == torch.float32, f"{IGNORED} is to be ignored"
     torch.testing.assert_close(logits(stored, tp), logits(meant, tp), rtol=1e-6, atol=1e-6)
 
 
@@ -89,13 +93,13 @@ def test_a_checkpoint_in_fp8_gives_what_its_values_mean(form: str, tp: int, writ
 def test_static_scales_are_those_of_the_checkpoint(form: str, written: dict[str, tuple[Path, Path]]) -> None:
     """Parts of one GEMM keep their own weight scales, share the largest input scale; the cache has the checkpoint's scales."""
     stored, _ = written[form]
-    tensors, model = load_file(stored / "model.safetensors"), build(stored, fp8_cache=True)
+    tensors, model = load_file(stored / "model.safetensors"), build(stored, kv_cache_dtype="fp8")
     qkv = model.layers[0].self_attn.qkv_proj
     parts = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
     scales = [tensors[f"{part}.weight_scale"].reshape(1).expand(tensors[f"{part}.weight"].shape[0]) for part in parts]
     assert len({float(scale[0]) for scale in scales}) == 3
-    assert torch.equal(qkv.weight_scale, torch.cat(scales))
-    assert float(qkv.input_scale) == max(float(tensors[f"{part}.input_scale"]) for part in parts)
+    assert torch.equal(qkv.method.weight_scale, torch.cat(scales))
+    assert float(qkv.method.input_scale) == max(float(tensors[f"{part}.input_scale"]) for part in parts)
     assert model.layers[1].self_attn.kv_store.read_scales == pytest.approx(KV_SCALES)
     assert ModelShape.from_folder(stored).quantization.kv
     assert build(stored).layers[1].self_attn.kv_store.read_scales is None
@@ -106,8 +110,8 @@ def test_quantized_on_load(tp: int, plain: Path) -> None:
     """Each output channel of what a rank holds has a scale of its own; norms, embedding and head stay as they are."""
     tensors = load_file(plain / "model.safetensors")
 
-    def act(group: Group) -> registry.Model:
-        return build(plain, group, fp8=True)
+    def act(group: Group) -> Decoder:
+        return build(plain, group, quantization=ON_LOAD)
 
     for rank, model in enumerate(LocalWorld(tp).run(act)):
         layer, width = model.layers[1], 128 // tp
@@ -120,9 +124,9 @@ def test_quantized_on_load(tp: int, plain: Path) -> None:
             )
             quantized, scale = kernels.quantize_fp8(local)
             rows = slice(0, len(local))
-            assert torch.equal(output.weight[rows].float(), quantized.float())
-            assert torch.equal(output.weight_scale[rows], scale.squeeze(-1))
-            dequantized = output.fp8.dequantized(output.weight)[rows]
+            assert torch.equal(output.method.weight[rows].float(), quantized.float())
+            assert torch.equal(output.method.weight_scale[rows], scale.squeeze(-1))
+            dequantized = output.method.dequantized()[rows]
             assert ((dequantized - local.float()).abs() <= local.float().abs() / 16 + scale / 512 * 1.01).all()
         assert (
             layer.input_layernorm.weight.dtype
@@ -134,9 +138,9 @@ def test_quantized_on_load(tp: int, plain: Path) -> None:
 
 def test_quantized_on_load_is_near_the_plain_model(plain: Path) -> None:
     exact = logits(plain).softmax(-1)
-    for options in ({}, {"fp8_gemm": True}, {"fp8_gemm": True, "fp8_cache": True}):
+    for options in ({}, {"fp8_gemm": True}, {"fp8_gemm": True, "kv_cache_dtype": "fp8"}):
         for tp in (1, 4):
-            near = logits(plain, tp, fp8=True, **options).log_softmax(-1)
+            near = logits(plain, tp, quantization=ON_LOAD, **options).log_softmax(-1)
             assert float((exact * (exact.log() - near)).sum(-1).mean()) < 0.05
 
 
@@ -144,13 +148,13 @@ def test_quantized_on_load_is_near_the_plain_model(plain: Path) -> None:
 def test_bytes_are_those_that_are_planned(form: str, plain: Path, written: dict[str, tuple[Path, Path]]) -> None:
     folder = plain if form == "on load" else written[form][0]
     shape = ModelShape.from_folder(folder)
-    planned = layer_bytes(shape, "fp8" if form == "on load" else "bf16")
+    dtype = "fp8" if form == "on load" else "bf16"
     for layer in (0, 1):
-        model = registry.build(
-            shape, group=Solo(), layers=range(layer, layer + 1), dtype=torch.bfloat16, device=torch.device("meta"),
-            fp8=form == "on load",
-        )  # fmt: skip
-        assert sum(weight.nbytes for weight in model.layers[0].parameters() if weight.dim()) == planned.layers[layer]
+        quantization = ON_LOAD if form == "on load" else None
+        context = LayerContext(Solo(), torch.bfloat16, torch.device("meta"), quantization=quantization)
+        model = registry.build(shape, range(layer, layer + 1), context)
+        read = sum(weight.nbytes for weight in model.layers[0].parameters() if weight.dim())
+        assert read == layer_bytes(shape, layer, dtype, Layout())
 
 
 @pytest.mark.parametrize(
@@ -190,8 +194,8 @@ def test_dummy_weights_are_parts_of_one_model(plain: Path, monkeypatch: pytest.M
     monkeypatch.setattr(weights, "TILE", 24)
     shape = ModelShape.from_folder(plain)
 
-    def act(group: Group, seed: int = 3) -> registry.Model:
-        model = registry.build(shape, group=group, layers=range(2), dtype=torch.float32, device=CPU, fp8=True)
+    def act(group: Group, seed: int = 3) -> Decoder:
+        model = registry.build(shape, range(2), LayerContext(group, torch.float32, CPU, quantization=ON_LOAD))
         for weight in model.parameters():
             weight.fill_(float("nan"))
         weights.dummy(model, seed)
@@ -201,23 +205,26 @@ def test_dummy_weights_are_parts_of_one_model(plain: Path, monkeypatch: pytest.M
     assert not any(weight.float().isnan().any() for weight in unsharded.parameters())
     for rank, model in enumerate(LocalWorld(4).run(act)):
         down, every = model.layers[1].mlp.down_proj, unsharded.layers[1].mlp.down_proj
-        assert torch.equal(down.weight.float(), every.weight.float()[:, rank * 32 : (rank + 1) * 32])
-        assert torch.equal(down.weight_scale, every.weight_scale)
-        gate, both = model.layers[0].mlp.gate_up_proj.weight.float(), unsharded.layers[0].mlp.gate_up_proj.weight.float()
+        assert torch.equal(down.method.weight.float(), every.method.weight.float()[:, rank * 32 : (rank + 1) * 32])
+        assert torch.equal(down.method.weight_scale, every.method.weight_scale)
+        gate, both = (
+            model.layers[0].mlp.gate_up_proj.method.weight.float(),
+            unsharded.layers[0].mlp.gate_up_proj.method.weight.float(),
+        )
         assert torch.equal(gate, torch.cat([part[rank * 32 : (rank + 1) * 32] for part in both.chunk(2)]))
     inner = unsharded.layers[0].mlp.gate_up_proj
-    assert float(inner.fp8.dequantized(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
-    assert not torch.equal(inner.weight.float(), act(Solo(), 4).layers[0].mlp.gate_up_proj.weight.float())
+    assert float(inner.method.dequantized().std()) == pytest.approx(64**-0.5, rel=0.05)
+    assert not torch.equal(inner.method.weight.float(), act(Solo(), 4).layers[0].mlp.gate_up_proj.method.weight.float())
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_dummy_weights_of_a_quantized_shape(form: str, written: dict[str, tuple[Path, Path]]) -> None:
     shape = ModelShape.from_folder(written[form][0])
-    model = registry.build(shape, group=Solo(), layers=range(2), dtype=torch.float32, device=CPU, fp8_cache=True)
+    model = registry.build(shape, range(2), LayerContext(Solo(), torch.float32, CPU, kv_cache_dtype="fp8"))
     weights.dummy(model, 0)
     inner = model.layers[0].mlp.gate_up_proj
-    assert float(inner.fp8.dequantized(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
-    assert inner.fp8.input_scale is None or float(inner.fp8.input_scale) > 0
+    assert float(inner.method.dequantized().std()) == pytest.approx(64**-0.5, rel=0.05)
+    assert inner.method.input_scale is None or float(inner.method.input_scale) > 0
     assert (model.layers[1].self_attn.kv_store.read_scales is not None) == shape.quantization.kv
 
 
@@ -228,3 +235,19 @@ def test_large_dummy_weights_hold_one_tile_at_a_time() -> None:
     weights._fill_fp8(part, 0)
     assert time.monotonic() - begin < 60
     assert part.target[-1, -64:].float().unique().numel() > 16
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_that_are_read_anew_leave_nothing_of_the_old(
+    form: str, written: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """As `UpdateWeights` does it. The old ones have larger scales."""
+    folder, _ = written[form]
+    old = Path(shutil.copytree(folder, tmp_path / "old"))
+    contents = load_file(old / "model.safetensors")
+    larger = {name: tensor * 4 if "scale" in name else tensor for name, tensor in contents.items()}
+    save_file(larger, old / "model.safetensors", {"format": "pt"})
+    model, fresh = build(old), build(folder)
+    weights.load(model, folder)
+    for (name, one), (_, other) in zip(model.named_parameters(), fresh.named_parameters(), strict=True):
+        assert torch.equal(one.float(), other.float()), name

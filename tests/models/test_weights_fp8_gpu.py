@@ -20,8 +20,10 @@ from phalanx.config.model import ModelShape
 from phalanx.kernels.capabilities import has_fp8_gemm
 from phalanx.kernels.gemm import block_gemm
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.batch import Batch
+from phalanx.models.cache import empty_caches
 from phalanx.models.layers.attention.select import select_backend
+from phalanx.models.slices import LayerContext
 from tests.support import quantized_checkpoints
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models_formation import CPU
@@ -51,12 +53,10 @@ def logits(
 ) -> Tensor:  # fmt: skip
     """[prompt + AFTER, vocabulary] fp32, on CPU, of a prompt in one step and tokens in steps of their own."""
     shape = ModelShape.from_folder(folder)
-    model = registry.build(
-        shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8_gemm=fp8_gemm
-    )  # fmt: skip
+    model = registry.build(shape, range(shape.num_layers), LayerContext(Solo(), dtype, device, fp8_gemm=fp8_gemm))  # fmt: skip
     weights.load(model, folder)
     count = -(-(prompt + AFTER) // BLOCK)
-    caches = [LayerCache.zeros(count + 1, BLOCK, spec.heads, spec.head_dim, dtype, device) for spec in model.kv_specs()]
+    caches = empty_caches(model.declared_caches(), count + 1, BLOCK, device)
     ids = torch.randint(0, 384, (prompt + AFTER,), generator=torch.Generator().manual_seed(1)).to(device)
     attention, steps = select_backend(device, dtype, shape.head_dim), []
     with torch.inference_mode():

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from phalanx.plan.memory import KvSpec
+from phalanx.kernels.gated_delta.reference import StateRows
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,15 @@ class DpTokens:
     def of(cls, counts: Sequence[int]) -> DpTokens:
         """Of a step that no graph runs: no more rows than the largest index has tokens."""
         return cls(counts, max(counts))
+
+
+@dataclass(frozen=True)
+class InnerStates:
+    """Where a forward leaves the residual stream before each of some layers, which are numbered in the model; its number of layers
+    stands for the end of the last one. out [T, len(layers) * hidden_size]: side by side, in the order of the layers."""
+
+    layers: tuple[int, ...]
+    out: Tensor
 
 
 @dataclass
@@ -51,7 +59,8 @@ class Batch:
     and KV slot -1. short: of a fixed batch: no row gets longer than the back end's `short_kv_limit` for so many rows. last:
     (last_tokens [slots], slots [T]), both int64: a token id of -1 stands for last_tokens[slots[t]], the token sampled last.
 
-    dp_tokens: where several dp indices exchange tokens for their experts.
+    dp_tokens: where several dp indices exchange tokens for their experts. inner: for a proposer that reads inner states.
+    state_rows: for layers that keep a state of each request; the first of them makes it.
     """
 
     token_ids: Tensor
@@ -71,6 +80,25 @@ class Batch:
     short: bool = False
     last: tuple[Tensor, Tensor] | None = None
     dp_tokens: DpTokens | None = None
+    inner: InnerStates | None = None
+    state_rows: StateRows | None = None
+
+
+def tokens_of(batch: Batch, hidden: Tensor | None) -> Iterator[tuple[Batch, Tensor | None]]:
+    """Each token of a batch that is planned on the host as a batch of its own, in order, with its row of the residual stream
+    [T, hidden_size]. Each tensor is in memory of its own, since a library may compute by where its input begins."""
+    row = np.repeat(np.arange(len(batch.kv_lengths_cpu)), np.diff(batch.query_starts_cpu)).tolist()
+    assert batch.table_rows is not None
+    for token, position in enumerate(batch.positions.tolist()):
+        here, own = slice(token, token + 1), slice(row[token], row[token] + 1)
+        one = replace(
+            batch, token_ids=batch.token_ids[here].clone(), positions=batch.positions[here].clone(),
+            kv_slots=batch.kv_slots[here].clone(), query_starts=batch.query_starts.new_tensor([0, 1]),
+            kv_lengths=batch.kv_lengths.new_tensor([position + 1]), table_rows=batch.table_rows[own],
+            logit_rows=batch.logit_rows[:0], query_starts_cpu=[0, 1], kv_lengths_cpu=[position + 1],
+            block_tables_cpu=None if batch.block_tables_cpu is None else batch.block_tables_cpu[own],
+        )  # fmt: skip
+        yield one, None if hidden is None else hidden[here].clone()
 
 
 def count_leading_decodes(query_starts: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> int:
@@ -82,73 +110,3 @@ def count_leading_decodes(query_starts: Sequence[int] | np.ndarray[Any, np.dtype
 def first_block(position: int, window: int | None, block_size: int) -> int:
     """The first block of a row that a query at `position` or later sees; table entries before it may be stale."""
     return 0 if window is None else max(0, position - window + 1) // block_size
-
-
-class KvCache(Protocol):
-    """One layer's cache: `key` and `value` [num_blocks, block_size, kv_heads, head_dim]; in int8 with `token_scales` [num_blocks,
-    kv_heads, block_size, 2] bf16, of each key and its value. A latent cache has one head, and its `value` is the beginning of its
-    `key`."""
-
-    @property
-    def key(self) -> Tensor: ...
-
-    @property
-    def value(self) -> Tensor: ...
-
-    @property
-    def token_scales(self) -> Tensor | None: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-@dataclass
-class LayerCache:
-    """The plain KvCache. `key` and `value` [num_blocks, block_size, kv_heads, head_dim]. token_scales: of a cache in int8; those of
-    a block and a head lie side by side, so that attention reads those of 16 tokens in 64 bytes."""
-
-    key: Tensor
-    value: Tensor
-    token_scales: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.key.nbytes + self.value.nbytes + (0 if self.token_scales is None else self.token_scales.nbytes)
-
-    @classmethod
-    def zeros(cls, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """A cache that holds zeros, with scales of 1 where it is in int8."""
-        shape = (blocks, block_size, heads, head_dim)
-        scales = None
-        if dtype == torch.int8:
-            scales = torch.ones((blocks, heads, block_size, 2), dtype=torch.bfloat16, device=device)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device), scales)
-
-
-@dataclass
-class LatentCache:
-    """The KvCache of latent attention: one tensor `key` [num_blocks, block_size, 1, rank + rope], of which the first `rank`
-    elements are the latent, from which all heads' keys and values come, and the rest the rotated key that they share."""
-
-    key: Tensor
-    rank: int
-
-    @property
-    def value(self) -> Tensor:
-        return self.key[..., : self.rank]
-
-    @property
-    def token_scales(self) -> None:
-        """There are no latents in int8."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.key.nbytes
-
-
-def empty_cache(spec: KvSpec, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> LayerCache | LatentCache:
-    """The cache of one layer, all zeros."""
-    if spec.latent_rank is None:
-        return LayerCache.zeros(blocks, block_size, spec.heads, spec.head_dim, dtype, device)
-    shape = (blocks, block_size, spec.heads, spec.head_dim)
-    return LatentCache(torch.zeros(shape, dtype=dtype, device=device), spec.latent_rank)

@@ -10,10 +10,10 @@ from collections import defaultdict
 from pathlib import Path
 
 from phalanx.errors import WeightError
+from phalanx.layout import weight_tensors as catalog
 from phalanx.log import get_logger
-from phalanx.models.checkpoint import opened, read_scale
+from phalanx.models.checkpoint import Located, opened, read_scale
 from phalanx.models.slices import Scale
-from phalanx.plan import weight_tensors as catalog
 
 logger = get_logger(__name__)
 
@@ -24,7 +24,7 @@ Pair = tuple[float, float]
 """The factors of keys and of values when they are read from the cache."""
 
 
-def read(files: dict[str, Path], layers: int) -> dict[int, Pair]:
+def read(files: Located, layers: int) -> dict[int, Pair]:
     """The scales of each layer that has others than 1. files: those of the checkpoint's tensors, by name.
 
     Raises WeightError where only some layers, or only keys or values, have a scale; where a scale has two names and two values; and
@@ -43,16 +43,16 @@ def read(files: dict[str, Path], layers: int) -> dict[int, Pair]:
     return {layer: pair for layer, pair in pairs.items() if pair != (1.0, 1.0)}
 
 
-def _values(files: dict[str, Path], names: list[str]) -> dict[str, float]:
+def _values(files: Located, names: list[str]) -> dict[str, float]:
     by_file: dict[Path, list[str]] = defaultdict(list)
     for name in dict.fromkeys(names):  # the scale of keys and values together is listed twice
-        by_file[files[name]].append(name)
+        by_file[files[name].file].append(name)
     values: dict[str, float] = {}
     for file, here in sorted(by_file.items()):
         with opened(file) as reader:
             for name in here:
                 scale = Scale(name, ((), (1,)), lambda _: None, unset=UNSET)
-                values[name] = float(read_scale(reader, scale, file))
+                values[name] = float(read_scale(reader, scale, files[name]))
     return values
 
 

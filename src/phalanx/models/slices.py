@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,11 @@ from phalanx import kernels
 from phalanx.comm.group import Group, Solo
 from phalanx.comm.one_sided import OneSided
 from phalanx.config.quantization import Quantization
-from phalanx.plan.memory import INT8_KV, KvFormat
+from phalanx.kernels.adapters.rows import AdapterBatch
+from phalanx.kernels.capabilities import has_fp8_gemm
+from phalanx.kernels.dtypes import DTYPE_NAMES
+from phalanx.layout.cache import kv_dtype
+from phalanx.layout.families import WeightTensor
 from phalanx.tables.exchange import ExchangeTable
 
 _CHUNK_ROWS = 4096  # quantized together, so that their copy in fp32 stays small
@@ -21,14 +25,18 @@ _CHUNK_ROWS = 4096  # quantized together, so that their copy in fp32 stays small
 
 @dataclass(frozen=True)
 class Stacked:
-    """Where the tensor of an expert is in a checkpoint that has all experts of a layer in one: tensor `name` of `shape`
-    [experts, rows, columns], of which it is rows from `row` on of expert `expert`. A tensor of two dims is the whole of another
-    name."""
+    """Where a tensor is in a checkpoint that has several in one (`declare.Fused`): rows from `row` on of tensor `name` of `shape`,
+    which has all experts of a layer ([experts, rows, columns], of which it is expert `expert`) or none."""
 
     name: str
     shape: tuple[int, ...]
     expert: int = 0
     row: int = 0
+
+    @classmethod
+    def of(cls, tensor: WeightTensor, expert: int = 0) -> Stacked | None:
+        """Of a declared tensor; None where each checkpoint has it alone."""
+        return None if tensor.fused is None else cls(tensor.fused.name, tensor.fused_shape, expert, tensor.fused.row)
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,9 @@ class Slice:
     scale: where the target is e4m3 and the checkpoint is not: one per row of the target, fp32, computed as the rows are stored.
     Ranks that hold other columns of the same rows have scales of their own, since each applies them to its own partial sum.
     stacked: where it is in a checkpoint that does not have `name`. at: the part of the stored tensor to read, where that is not
-    rows or columns; `arrange` turns it into the target's shape. dequantize: gets the values instead of the target, where the
-    checkpoint has them in e4m3 and the target is not.
+    rows or columns; `arrange` turns it into the target's shape.
+    take: gets the values instead of the target, where the checkpoint has them in another form, of one of `dtypes`; a target on the
+    meta device only says what they are. absent: called where the checkpoint does not have the tensor; None: it must have it.
     """
 
     name: str
@@ -52,7 +61,9 @@ class Slice:
     stacked: Stacked | None = None
     at: tuple[slice, ...] = ()
     arrange: Callable[[Tensor], Tensor] = lambda values: values
-    dequantize: Callable[[Tensor], None] | None = None
+    take: Callable[[Tensor], None] | None = None
+    dtypes: tuple[str, ...] = ()
+    absent: Callable[[], None] | None = None
 
     @property
     def end(self) -> int:
@@ -60,8 +71,8 @@ class Slice:
 
     def store(self, values: Tensor) -> None:
         """Store the values that were read, of the target's shape."""
-        if self.dequantize is not None:
-            self.dequantize(values)
+        if self.take is not None:
+            self.take(values)
             return
         if self.scale is None:
             self.target.copy_(values)
@@ -78,7 +89,7 @@ class Scale:
     """A quantization scale of the checkpoint, which has one of `shapes`. `store` takes all of it, in fp32, on CPU.
 
     may_be_zero: the scale of weights that are all zero may be 0. unset: the value that stands for a scale that was not calibrated.
-    inputs: input features of the GEMM whose weight it scales; 0 for the scale of activations.
+    inputs: input features of the GEMM whose weight it scales; 0 for the scale of activations. largest: of the stored weights.
     """
 
     name: str
@@ -87,27 +98,45 @@ class Scale:
     may_be_zero: bool = False
     unset: float | None = None
     inputs: int = 0
+    largest: float = torch.finfo(torch.float8_e4m3fn).max
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """What a rank holds of the weight of checkpoint layer `name`, which is `shape` [out, in]: some of its rows, or of its columns.
+    stacked: see `Slice`."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: range
+    columns: range
+    stacked: Stacked | None = None
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer is built for: the ranks that split it, the dtype of weights and arithmetic, the device.
+    """What a layer is built for.
 
-    dp: the ranks that hold the same slices for other requests; experts are split over them, too. expert_exchange: how tokens get
-    there, see `EngineOptions`. one_sided: over dp, where they may go that way; exchange_table: when, None for always. moe_ep: ranks
-    of the group that experts are split over. redundant_experts: copies beside a layer's experts, on all ranks together. traffic:
-    experts are drawn by a power law with this exponent, instead of computed by the router; None: they are not. quantization: which
-    linear layers are in FP8 instead, and how. fp8_gemm: their activations are FP8 too; else their weights are dequantized for each
-    GEMM. fp8_cache: keys and values are stored in FP8; int8_cache: in int8, with a scale for each.
+    declared: the model's tensors by their names (with {expert}, of experts' tensors).
+    group: the ranks that split it; dtype: of arithmetic, and of weights that are not quantized; device.
+    quantization: which linear layers are in FP8, and how.
+    fp8_gemm: activations of those are FP8, too; else their weights are dequantized for each GEMM. None: where the device can.
+    kv_cache_dtype: of keys and values: "model" (dtype), "fp8", or "int8", with a scale for each.
+    dp: the ranks that hold the same slices for other requests; experts are split over them, too.
+    moe_ep: ranks of `group` that experts are split over. redundant_experts: copies of a layer's experts, on all ranks together.
+    expert_exchange: how tokens get to experts over dp, see `EngineOptions`. one_sided: through what they may go that way.
+    exchange_table: when they do; None for always.
+    row_by_row: of several tokens, each is computed alone, so that its bits do not depend on the others: `deterministic` on a CPU.
+    traffic: experts are drawn by a power law with this exponent, instead of computed by the router; None: they are not.
+    adapters: what linear layers that have room for adapters share; None: there are none.
     """
 
     group: Group
     dtype: torch.dtype
     device: torch.device
     quantization: Quantization | None = None
-    fp8_gemm: bool = False
-    fp8_cache: bool = False
-    int8_cache: bool = False
+    fp8_gemm: bool | None = None
+    kv_cache_dtype: str = "model"
     moe_ep: int = 1
     traffic: float | None = None
     dp: Group = field(default_factory=Solo)
@@ -115,6 +144,43 @@ class LayerContext:
     one_sided: OneSided | None = None
     exchange_table: ExchangeTable | None = None
     redundant_experts: int = 0
+    row_by_row: bool = False
+    adapters: AdapterBatch | None = None
+    declared: Mapping[str, WeightTensor] = field(default_factory=dict)
+
+    def parts(self, *names: str) -> list[WeightPart]:
+        """What this rank holds of the weights of these checkpoint layers, as their family declares it."""
+        parts = []
+        for name in names:
+            tensor = self.declared[f"{name}.weight"]
+            pieces, stacked, shape = tensor.parts(self.group.size, self.group.rank), Stacked.of(tensor), tensor.shape
+            scheme = None if self.quantization is None else self.quantization.of(name)
+            several = tensor.fused is not None and tensor.fused.rows > tensor.shape[0]
+            if stacked is not None and several and scheme is not None and not scheme.on_load:  # tools quantize what is on disk
+                name, shape, row = stacked.name.removesuffix(".weight"), tensor.fused_shape, stacked.row
+                pieces = tuple((range(rows.start + row, rows.stop + row), columns) for rows, columns in pieces)
+                stacked = None
+            parts += [WeightPart(name, shape, rows, columns, stacked) for rows, columns in pieces]
+        return parts
+
+    def expert_parts(self, tensors: Sequence[WeightTensor], experts: Iterable[int]) -> list[WeightPart]:
+        """What this rank holds of the tensors of these experts, one expert below the other."""
+        parts = []
+        for expert in experts:
+            for tensor in tensors:
+                rows, columns = self.expert_part(tensor)
+                name = tensor.name.format(expert=expert).removesuffix(".weight")
+                parts.append(WeightPart(name, tensor.shape, rows, columns, Stacked.of(tensor, expert)))
+        return parts
+
+    def of_gemm(self, prefix: str, gemm: str) -> list[WeightTensor]:
+        """The tensors of a GEMM of the layer with this name."""
+        return [each for each in self.declared.values() if each.gemm == gemm and each.name.startswith(f"{prefix}.")]
+
+    def expert_part(self, tensor: WeightTensor) -> tuple[range, ...]:
+        """What each rank that has an expert holds of its tensor."""
+        (part,) = tensor.parts(self.moe_tp, self.group.rank % self.moe_tp)
+        return part
 
     @property
     def expert_runs(self) -> int:
@@ -137,16 +203,14 @@ class LayerContext:
         return self.moe_ep > 1 and self.dp.size == 1
 
     @property
-    def cache_dtype(self) -> torch.dtype:
-        """Of keys and values in the cache."""
-        if self.int8_cache:
-            return torch.int8
-        return torch.float8_e4m3fn if self.fp8_cache else self.dtype
+    def kv_dtype(self) -> str:
+        """Of keys and values in the cache, by the name that `layout.cache` has for it."""
+        return kv_dtype(self.kv_cache_dtype, DTYPE_NAMES[self.dtype])
 
     @property
-    def kv_format(self) -> KvFormat:
-        """The same as the planner counts it."""
-        return INT8_KV if self.int8_cache else KvFormat(self.cache_dtype.itemsize)
+    def multiplies_fp8(self) -> bool:
+        """Whether FP8 layers may quantize their activations."""
+        return has_fp8_gemm(self.device) if self.fp8_gemm is None else self.fp8_gemm
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialized weight, in the context's dtype unless another is given."""
@@ -160,6 +224,34 @@ class Sliced(nn.Module):
         """What to read from a checkpoint, covering every weight of this layer."""
         raise NotImplementedError
 
+    def dummy_slices(self) -> Iterator[Slice]:
+        """Those that random values are made for."""
+        return self.slices()
+
     def scales(self) -> Iterator[Scale]:
         """The quantization scales to read beside them."""
         return iter(())
+
+    def reading(self) -> None:
+        """A checkpoint's slices and scales are to be stored, for the first time or anew."""
+
+    def loaded(self) -> None:
+        """All of a checkpoint's slices and scales have been stored: bring them into the form in which the layer computes."""
+
+
+class TensorPart(Sliced):
+    """weight: this rank's part of a declared tensor that no GEMM multiplies."""
+
+    def __init__(self, name: str, *, context: LayerContext) -> None:
+        super().__init__()
+        self.tensor = context.declared[name]
+        self.parts = self.tensor.parts(context.group.size, context.group.rank)
+        rows = sum(len(part[0]) for part in self.parts)
+        dtype = torch.float32 if self.tensor.kept == "fp32" else None
+        self.weight = context.weight(rows, *map(len, self.parts[0][1:]), dtype=dtype)
+
+    def slices(self) -> Iterator[Slice]:
+        at = 0
+        for rows, *_ in self.parts:
+            yield Slice(self.tensor.name, self.tensor.shape, self.weight[at : at + len(rows)], rows.start)
+            at += len(rows)

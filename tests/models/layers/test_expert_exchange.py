@@ -23,6 +23,7 @@ from phalanx.models import registry, weights
 from phalanx.models.batch import DpTokens
 from phalanx.models.layers.expert_exchange import dispatched_experts, one_sided_experts
 from phalanx.models.layers.moe import SparseMoe
+from phalanx.models.slices import LayerContext
 from phalanx.tables.exchange import ExchangeRow, ExchangeSpan, ExchangeTable
 from tests.support.checkpoints import write_checkpoint
 
@@ -35,7 +36,7 @@ def block_of(folder: Path, dp: Group, **options: Any) -> SparseMoe:
     shape = ModelShape.from_folder(folder)
     if options.get("expert_exchange") == "ONE_SIDED":
         options["one_sided"] = one_sided_of(dp, shape.hidden_size, shape.experts.per_token)
-    model = registry.build(shape, group=Solo(), layers=range(1), dtype=torch.float32, device=CPU, dp=dp, **options)
+    model = registry.build(shape, range(1), LayerContext(Solo(), torch.float32, CPU, dp=dp, **options))
     weights.load(model, folder)
     block = model.layers[0].mlp
     assert isinstance(block, SparseMoe)
@@ -85,9 +86,9 @@ def _exchanged(blocks: Sequence[SparseMoe], group: Group, x: Sequence[Tensor], t
 def test_the_router_runs_where_experts_are_drawn(folder: Path, path: str) -> None:
     """A benchmark that draws experts has the time of the router's GEMM, too."""
     block, calls = block_of(folder, Solo(), traffic=0.0), []
-    block.gate.register_forward_hook(lambda *_: calls.append(1))
+    block.router.register_forward_hook(lambda *_: calls.append(1))
     getattr(block, path)(tokens_of(folder, 5, 0))
-    assert block.pattern is not None
+    assert block.router.choice.pattern is not None
     assert calls == [1]
 
 
@@ -115,7 +116,7 @@ def test_an_index_whose_experts_get_nothing_and_one_whose_get_all(tmp_path: Path
     blocks = world.run(lambda group: block_of(folder, group, expert_exchange=exchange))
     alone = block_of(folder, Solo())
     for block in (*blocks, alone):
-        block.gate.weight.zero_()  # of equal experts the first are chosen, which are those of index 0
+        block.router.weight.zero_()  # of equal experts the first are chosen, which are those of index 0
     counts = {"nothing": (0, 6), "one token": (0, 1), "everything": (5, 6)}[reached]
     x = [tokens_of(folder, count, index) for index, count in enumerate(counts)]
     totals = world.run(lambda group: _exchanged(blocks, group, x, DpTokens.of(counts)))

@@ -11,13 +11,15 @@ import torch.nn.functional as F
 
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
-from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
+from phalanx.config.quantization import ON_LOAD
+from phalanx.layout import shard
+from phalanx.layout.families import WeightTensor
+from phalanx.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext
-from phalanx.plan import shard
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models_formation import Formation, ShardedFormation
-from tests.support.models_layers import fill
+from tests.support.models_layers import columns_of, declared, fill
 
 CPU = torch.device("cpu")
 
@@ -32,7 +34,7 @@ def test_row_parallel_adds_its_bias_once(tp: int, bias: bool, normed: bool) -> N
     def act(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         context, local = LayerContext(group, torch.float32, CPU), shard.even("inputs", 16, group.size, group.rank)
         layer, norm = (
-            RowParallelLinear("o", 16, 12, local=local, bias=bias, context=context),
+            RowParallelLinear(columns_of("o", 16, 12, local), bias=bias, context=context),
             RmsNorm("n", 12, 1e-5, context=context),
         )
         fill(layer, tensors)
@@ -53,13 +55,20 @@ def test_qkv_holds_the_heads_of_its_rank(q: int, kv: int, tp: int) -> None:
     names = {"a.q_proj": q, "a.k_proj": kv, "a.v_proj": kv}
     tensors = {f"{name}.weight": torch.randn(heads * 4, 10) for name, heads in names.items()}
     tensors |= {f"{name}.bias": torch.randn(heads * 4) for name, heads in names.items()}
+    weights = [
+        WeightTensor(
+            name, tuple(each.shape), "heads" if "q_proj" in name else "kv_heads", "attention", heads=q, kv_heads=kv
+        )
+        for name, each in tensors.items()
+    ]  # fmt: skip
     x = torch.randn(3, 10)
     full = [F.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"]).view(3, -1, 4) for name in names]
 
     def act(group: Group) -> None:
-        layer = QkvParallelLinear("a", 10, q, kv, 4, bias=True, context=LayerContext(group, torch.float32, CPU))
+        heads_here = shard.heads(q, kv, tp, group.rank)
+        context = declared(LayerContext(group, torch.float32, CPU), *weights)
+        layer = ColumnParallelLinear.of(*names, context=context)
         fill(layer, tensors)
-        heads_here = layer.heads
         out = layer(x).view(3, -1, 4)
         picked = [
             full[0][:, heads_here.q.start : heads_here.q.stop],
@@ -83,7 +92,7 @@ class _GemmRs(ShardedFormation):
 def test_a_model_whose_rows_have_owners_says_the_same(family: str, tp: int, pp: int, fp8: bool, tmp_path: Path) -> None:
     heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 96, "intermediate_size": 192}
     folder = write_checkpoint(tmp_path, family, **heads)
-    options = {"fp8": fp8, "fp8_gemm": fp8}
+    options = {"quantization": ON_LOAD if fp8 else None, "fp8_gemm": fp8}
     unsharded = Formation(folder, tp=tp, pp=pp, **options)
     owning = ShardedFormation(folder, tp=tp, pp=pp, **options)
     tokens = torch.arange(11) % 7

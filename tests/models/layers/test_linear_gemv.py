@@ -16,11 +16,11 @@ from phalanx.comm.group import Solo
 from phalanx.config.quantization import ON_LOAD
 from phalanx.kernels.gemm import gemv_fused, heuristics
 from phalanx.kernels.scaled_tensors import FP8, Quantized
-from phalanx.models.layers.linear import MergedColumnParallelLinear
 from phalanx.models.slices import LayerContext
 from tests.support.checkpoints import write_checkpoint
 from tests.support.kernels_interpreted import interpreted
 from tests.support.models_formation import CPU, Formation
+from tests.support.models_layers import merged
 
 pytest.importorskip("triton")
 
@@ -30,16 +30,12 @@ CONTEXT = LayerContext(Solo(), torch.bfloat16, CPU)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "std": 0.15}
 
 
-def merged(context: LayerContext, *, bias: bool = False) -> MergedColumnParallelLinear:
-    return MergedColumnParallelLinear(["gate_proj", "up_proj"], 32, 64, what="inner", bias=bias, context=context)
-
-
 def test_the_operands_of_a_layer() -> None:
     x, layer = torch.randn(1, 32, dtype=torch.bfloat16), merged(CONTEXT, bias=True)
     args = layer.gemv_args(x)
     assert args is not None
     assert args.x is x
-    assert args.weight is layer.weight
+    assert args.weight is layer.method.weight
     assert args.bias is layer.bias
     assert (args.x_scale, args.scale, args.dtype) == (None, None, torch.bfloat16)
     assert layer.gemv_args(torch.randn(2, 32)) is None
@@ -54,10 +50,10 @@ def test_the_operands_of_a_layer_in_fp8(static: bool) -> None:
     assert args is not None
     assert args.x is quantized.values
     assert args.x_scale is quantized.scale
-    assert args.scale is layer.fp8.weight_scale
+    assert args.scale is layer.method.weight_scale
     plain = layer.gemv_args(torch.zeros(1, 32, dtype=torch.bfloat16))
     assert plain is not None
-    assert plain.x_scale is layer.fp8.input_scale
+    assert plain.x_scale is layer.method.input_scale
     assert merged(replace(CONTEXT, quantization=quantization, fp8_gemm=False)).gemv_args(quantized) is None
 
 
@@ -92,11 +88,11 @@ def check_all() -> None:
     check("llama", 4)
     check("qwen2", 4)  # has a bias
     check("qwen3", 2)  # normalizes its heads
-    check("llama", 2, fp8=True, fp8_gemm=True)
-    check("llama", 0, fp8=True, fp8_gemm=False)
+    check("llama", 2, quantization=ON_LOAD, fp8_gemm=True)
+    check("llama", 0, quantization=ON_LOAD, fp8_gemm=False)
     with mock.patch.object(heuristics, "GEMV_QUANT_MAX_INPUTS", 100):  # which the intermediate size is beyond
-        check("llama", 4, fp8=True, fp8_gemm=True)
-        check("qwen2", 4, fp8=True, fp8_gemm=True, fp8_cache=True)
+        check("llama", 4, quantization=ON_LOAD, fp8_gemm=True)
+        check("qwen2", 4, quantization=ON_LOAD, fp8_gemm=True, kv_cache_dtype="fp8")
 
 
 def test_models_in_the_interpreter() -> None:

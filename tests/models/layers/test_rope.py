@@ -49,13 +49,21 @@ def test_wavelengths_are_transformers(parameters: dict[str, Any]) -> None:
 
 def test_every_kind_that_config_reads_is_built() -> None:
     for kind in ROPE_TYPES:
-        assert inv_freq(Rope(kind, factor=2.0, original_max_positions=64), 16).shape == (8,)
+        rope = Rope(kind, factor=2.0, original_max_positions=64, factors=((1.0,) * 8, (2.0,) * 8))
+        assert inv_freq(rope, 16).shape == (8,)
     with pytest.raises(ValueError, match="spiral"):
         inv_freq(Rope("spiral"), 16)
 
 
+def test_longrope_has_the_factors_of_the_longest_context() -> None:
+    rope = Rope("longrope", original_max_positions=64, factors=((1.0, 3.0), (2.0, 5.0)))
+    plain = inv_freq(Rope(), 4)
+    assert torch.equal(inv_freq(rope.within(64), 4), plain / torch.tensor([1.0, 3.0]))
+    assert torch.equal(inv_freq(rope.within(65), 4), plain / torch.tensor([2.0, 5.0]))
+
+
 def test_a_head_is_rotated_as_complex_numbers_are() -> None:
-    rotary = Rotary(Rope(theta=100.0), 8, torch.device("cpu"))
+    rotary = Rotary(Rope(theta=100.0), 8, 8, torch.device("cpu"))
     x, positions = torch.randn(5, 3, 8), torch.tensor([0, 1, 7, 200, 4000])
     rotated = kernels.rope(x, *rotary(positions))
     angles = positions[:, None].double() * 100.0 ** (-torch.arange(0, 8, 2).double() / 8)

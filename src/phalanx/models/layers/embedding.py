@@ -6,25 +6,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx import kernels
 from phalanx.kernels.sampling import sampling
-from phalanx.models.layers.fp8 import NormOutput
+from phalanx.layout import shard
+from phalanx.models.layers.activation import NormOutput
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext, Slice, Sliced
-from phalanx.plan import shard
 
 
 class VocabParallelEmbedding(Sliced):
     """The rows of a lookup table, split over the ranks: each looks up the ids that it holds and gives zeros for the others; their
     sum is the result.
 
-    weight [local_vocab, hidden]; rows at or beyond the vocabulary's size are padding and zero.
+    multiplier: of the vectors (Granite, Gemma), in their dtype, which no kernel fuses. weight [local_vocab, hidden]; rows at or
+    beyond the vocabulary's size are padding and zero.
     """
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, *, context: LayerContext) -> None:
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, *, multiplier: float = 1.0, context: LayerContext
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.multiplier = torch.tensor(multiplier, dtype=context.dtype, device="cpu").item()
         self.name, self.vocab_size, self.context = name, vocab_size, context
         self.local = shard.vocabulary(vocab_size, context.group.size, context.group.rank)
         self.weight = context.weight(len(self.local), hidden_size)
@@ -36,17 +40,25 @@ class VocabParallelEmbedding(Sliced):
         return max(0, min(self.local.stop, self.vocab_size) - self.local.start)
 
     def forward(
-        self, token_ids: Tensor, norm: RmsNorm, last: tuple[Tensor, Tensor] | None = None
+        self, token_ids: Tensor, norm: RmsNorm | None, last: tuple[Tensor, Tensor] | None = None
     ) -> tuple[NormOutput, Tensor]:  # fmt: skip
-        """token_ids [T] int64 -> (norm(vectors), vectors), of [T, hidden]. last: see `Batch.last`."""
+        """token_ids [T] int64 -> (norm(vectors), vectors), of [T, hidden]; without a norm the latter twice. last: see
+        `Batch.last`."""
         group = self.context.group
-        if group.size == 1:
+        if norm is None or not norm.fuses:
+            vectors, _ = kernels.embed(token_ids, self.weight, self.local.start, last)
+            vectors = group.all_reduce(self._multiplied(vectors))
+            return vectors if norm is None else norm(vectors), vectors
+        if group.size == 1 and self.multiplier == 1.0:
             fusion = norm.fusion(self.weight)  # there is no residual: the other fields count
             return norm.unpack(
                 kernels.embed_norm(token_ids, self.weight, last, fusion.weight, fusion.eps, fusion.quant, fusion.scale)
             )  # fmt: skip
         vectors, zeros = kernels.embed(token_ids, self.weight, self.local.start, last)
-        return norm.unpack(group.all_reduce(vectors, norm.fusion(zeros)))
+        return norm.unpack(group.all_reduce(self._multiplied(vectors), norm.fusion(zeros)))
+
+    def _multiplied(self, vectors: Tensor) -> Tensor:
+        return vectors if self.multiplier == 1.0 else vectors.mul_(self.multiplier)
 
     def slices(self) -> Iterator[Slice]:
         if self.num_tokens:
@@ -54,18 +66,20 @@ class VocabParallelEmbedding(Sliced):
             yield Slice(f"{self.name}.weight", shape, self.weight[: self.num_tokens], self.local.start)
 
 
-class ParallelLMHead(Sliced):
+class ParallelLMHead(nn.Module):
     """Logits: each rank computes those of its rows of the vocabulary, [S, local_vocab]. `gather` collects all of them; `argmax` and
     `sample` exchange a few words per row only.
 
     `tied` is the embedding on this rank whose weight the head shares, if it does. A tied head on another pipeline stage than its
-    embedding holds a copy of the weight: `name` is then the embedding's.
+    embedding holds a copy of the weight: `name` is then the embedding's. cap: c of c * tanh(logits / c) (Gemma-2).
     """
 
     def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, *, tied: VocabParallelEmbedding | None, context: LayerContext
-    ) -> None:
+        self, name: str, vocab_size: int, hidden_size: int, *, tied: VocabParallelEmbedding | None, multiplier: float = 1.0,
+        cap: float | None = None, context: LayerContext,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.multiplier, self.cap, self.row_by_row = multiplier, cap, context.row_by_row
         self.vocab_size, self.group = vocab_size, context.group
         self.table = VocabParallelEmbedding(name, vocab_size, hidden_size, context=context) if tied is None else tied
 
@@ -81,9 +95,16 @@ class ParallelLMHead(Sliced):
     def local(self, hidden: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """hidden [T, hidden], rows [S] int64 (None: all) -> this rank's logits of those rows [S, width], in the model's dtype."""
         states, weight = hidden if rows is None else hidden.index_select(0, rows), self.table.weight
+        if self.multiplier != 1.0:  # of the logits; rows of the input are shorter
+            states = states * self.multiplier
         if out is None:  # captured in a graph or not, one GEMM: the same bits
             out = torch.empty(len(states), len(weight), dtype=weight.dtype, device=weight.device)
-        return kernels.linear(states, weight, out=out) if len(states) else out
+        if self.row_by_row:
+            for row, result in zip(states, out, strict=True):
+                result.copy_(kernels.linear(row.clone().unsqueeze(0), weight)[0])
+        elif len(states):
+            kernels.linear(states, weight, out=out)
+        return out if self.cap is None else out.div_(self.cap).tanh_().mul_(self.cap)
 
     def gather(self, local: Tensor) -> Tensor:
         """This rank's logits [S, width] -> those of the whole vocabulary [S, vocab_size], in the same dtype. Collective."""
@@ -111,7 +132,3 @@ class ParallelLMHead(Sliced):
         tokens = torch.empty(keys.shape[1], dtype=torch.int64, device=keys.device)
         sampling.decode_keys(keys, tokens)
         return tokens
-
-    def slices(self) -> Iterator[Slice]:
-        """None: the table reads the weight."""
-        return iter(())

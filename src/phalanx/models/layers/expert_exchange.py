@@ -35,9 +35,10 @@ from torch import Tensor
 
 from phalanx.comm.group import Group, Splits, by_rank
 from phalanx.comm.one_sided import OneSided
-from phalanx.kernels.moe.tensors import Routing
+from phalanx.kernels.moe.tensors import ExpertTensors, Routing
 from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models.batch import DpTokens
+from phalanx.models.slices import LayerContext
 
 
 class RankExperts(Protocol):
@@ -73,6 +74,41 @@ class DispatchedExperts(Protocol):
 
     def routed(self, x: Tensor | Quantized, routing: Routing) -> Tensor:
         """x [N, hidden] with its routing -> what the experts of this rank give [N, hidden]."""
+
+
+class ExchangedExperts(DispatchedExperts, Protocol):
+    """Those of a layer, which take part in each exchange."""
+
+    def partial_sum(self, x: Tensor, *, kv_slots: Tensor | None) -> Tensor:
+        """As `RankExperts`."""
+
+    def tensors(self) -> ExpertTensors:
+        """As the kernels take them."""
+
+
+class ExpertExchange:
+    """The exchange of each step: by the option, by what the step has, and by the measured table."""
+
+    def __init__(self, num_experts: int, context: LayerContext) -> None:
+        self.num_experts, self.context = num_experts, context
+        self.takes_quantized = context.dp.size == 1 or context.one_sided is not None
+        """Whether what the norm before has quantized is used."""
+
+    def __call__(self, x: Tensor, quantized: Quantized | None, tokens: DpTokens, experts: ExchangedExperts) -> Tensor:
+        """As `gathered_experts`, of x and the same quantized. Collective."""
+        dp, one_sided = self.context.dp, self.context.one_sided
+        if one_sided is not None and self._goes_one_sided(tokens.rows, one_sided, experts.tensors()):
+            return one_sided_experts(x, quantized, tokens, dp.rank, one_sided, self.num_experts, experts)
+        if self.context.expert_exchange == "ALL_TO_ALL" and tokens.padding is None:
+            return dispatched_experts(x, dp, self.num_experts, experts)
+        return gathered_experts(x, tokens, dp, lambda rows, padding: experts.partial_sum(rows, kv_slots=padding))
+
+    def _goes_one_sided(self, rows: int, one_sided: OneSided, experts: ExpertTensors) -> bool:
+        """Whether a step in which each index sends `rows` rows takes the one-sided exchange: the same on all ranks."""
+        table = self.context.exchange_table
+        if rows > one_sided.max_rows or table is None:
+            return rows <= one_sided.max_rows
+        return table.lookup("e4m3" if experts.fp8_gemm else "16 bit", rows, experts.hidden).exchange == "ONE_SIDED"
 
 
 def dispatched_experts(x: Tensor, group: Group, num_experts: int, experts: DispatchedExperts) -> Tensor:

@@ -12,9 +12,9 @@ from phalanx import kernels
 from phalanx.kernels.gemm.gemv_fused import qkv_rope_store
 from phalanx.kernels.reference import HeadNorm
 from phalanx.kernels.scaled_tensors import Unscaled
-from phalanx.models.batch import KvCache
-from phalanx.models.layers.fp8 import Activation
-from phalanx.models.layers.linear import QkvParallelLinear
+from phalanx.models.cache import LayerCache
+from phalanx.models.layers.activation import Activation
+from phalanx.models.layers.linear import ColumnParallelLinear
 from phalanx.models.slices import LayerContext, Slice, Sliced
 
 
@@ -32,7 +32,7 @@ class KvStore(Sliced):
         self.read_scales: tuple[float, float] | None = None
 
     def forward(
-        self, heads: Tensor | Unscaled, cos_sin: tuple[Tensor, Tensor], q_heads: int, cache: KvCache, slots: Tensor,
+        self, heads: Tensor | Unscaled, cos_sin: tuple[Tensor, Tensor], q_heads: int, cache: LayerCache, slots: Tensor,
         head_norm: HeadNorm | None = None,
     ) -> Tensor:  # fmt: skip
         """heads [T, q_heads + 2 * kv_heads, head_dim], not rotated yet; cos_sin: of the tokens' positions. Stores rotated keys, and
@@ -42,12 +42,13 @@ class KvStore(Sliced):
         )
 
     def fused_with_gemv(
-        self, x: Activation, qkv_proj: QkvParallelLinear, cos_sin: tuple[Tensor, Tensor], cache: KvCache, slots: Tensor
-    ) -> Tensor | None:
+        self, x: Activation, qkv_proj: ColumnParallelLinear, q_heads: int, cos_sin: tuple[Tensor, Tensor], cache: LayerCache,
+        slots: Tensor,
+    ) -> Tensor | None:  # fmt: skip
         """forward(qkv_proj(x)) in one kernel, for x of one token where a kernel takes it; else None, and nothing is stored.
 
         None for a cache in int8, too: its scales depend on complete heads, of which the GEMV's programs have parts."""
-        gemv_args, q_heads = qkv_proj.gemv_args(x), len(qkv_proj.heads.q)
+        gemv_args = qkv_proj.gemv_args(x)
         if gemv_args is None or cache.token_scales is not None:
             return None
         return qkv_rope_store(gemv_args, *cos_sin, cache.key, cache.value, slots, q_heads, self.read_scales)

@@ -13,30 +13,36 @@ from torch import Tensor
 
 from phalanx import kernels
 from phalanx.config.latent import Latent
+from phalanx.errors import ModelError
 from phalanx.models.slices import LayerContext, Scale, Slice, Sliced
 
 
 class LatentUpProjection(Sliced):
     """weight [heads of this rank, nope + v, kv_rank]: of each head first the rows that give keys, then those that give values."""
 
-    def __init__(self, name: str, heads: range, total: int, latent: Latent, *, context: LayerContext) -> None:
-        """total: heads of all ranks."""
+    def __init__(self, name: str, latent: Latent, *, context: LayerContext) -> None:
         super().__init__()
-        self.name, self.dtype = name, context.dtype
-        rows, rank = latent.nope + latent.v, latent.kv_rank
-        self.shape = (total * rows, rank)
-        self.rows = range(heads.start * rows, heads.stop * rows)
-        self.weight = context.weight(len(heads), rows, rank)
-        quantization = context.quantization
-        stored = quantization is not None and quantization.weights != "load" and quantization.covers(name)
+        (part,) = context.parts(name)
+        self.name, self.dtype, self.shape, self.rows = name, context.dtype, part.shape, part.rows
+        rows = latent.nope + latent.v
+        self.weight = context.weight(len(part.rows) // rows, rows, latent.kv_rank)
+        quantization = None if context.quantization is None else context.quantization.of(name)
+        if quantization is not None and quantization.stored != "FP8" and not quantization.on_load:
+            raise ModelError(
+                f"{name} is in {quantization.stored}", held="it is read in 16 bit and in FP8",
+                next="use a checkpoint that leaves it in 16 bit, or one in FP8",
+            )  # fmt: skip
+        stored = quantization is not None and quantization.weights in ("tensor", "channel", "block")
         self.quantization = quantization if stored else None
         self._values: Tensor | None = None  # of a checkpoint in FP8, until its scale has been read
         self._scale: Tensor | None = None
 
     def slices(self) -> Iterator[Slice]:
         target = self.weight.view(-1, self.shape[1])
-        dequantize = None if self.quantization is None else self._store_values
-        yield Slice(f"{self.name}.weight", self.shape, target, self.rows.start, dequantize=dequantize)
+        if self.quantization is None:
+            yield Slice(f"{self.name}.weight", self.shape, target, self.rows.start)
+        else:
+            yield Slice(f"{self.name}.weight", self.shape, target, self.rows.start, take=self._store_values, dtypes=("F8_E4M3",))
 
     def scales(self) -> Iterator[Scale]:
         if self.quantization is None:

@@ -1,31 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding (arXiv 2104.09864): cosines and sines per position, with the context extensions of Llama 3.1 and
-YaRN."""
+"""Rotary position embedding (arXiv 2104.09864): cosines and sines per position, with the context extensions of Llama 3.1, YaRN
+and LongRoPE."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import kernels
 from phalanx.config.rope import Rope
 
+CosSin = tuple[Tensor, Tensor]
+"""Cosines and sines of the batch's positions, [T, pairs] fp32 each: one for each pair of a head."""
+
 
 class Rotary(nn.Module):
-    """Cosines and sines of a batch's positions, computed once per forward and used by each layer."""
+    """Cosines and sines of a batch's positions, computed once per forward and used by each layer with this `rope`. Of a head's
+    `head_dim` elements the first `rotary_dim` are rotated; the other pairs have cosine 1 and sine 0, and weights are ordered so
+    (`rotary_order`). Without RoPE all pairs have these."""
 
     inv_freq: Tensor
 
-    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
+    def __init__(self, rope: Rope, rotary_dim: int, head_dim: int, device: torch.device) -> None:
         super().__init__()
-        self.attention_factor = rope.attention_factor
-        self.register_buffer("inv_freq", inv_freq(rope, head_dim).to(device), persistent=False)
+        self.attention_factor, self.rest = rope.attention_factor, (head_dim - rotary_dim) // 2
+        self.register_buffer("inv_freq", inv_freq(rope, rotary_dim).to(device), persistent=False)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor) -> CosSin:
         """positions [T] int64 -> cos and sin, both [T, head_dim / 2] fp32."""
-        return kernels.rope_cos_sin(positions, self.inv_freq, self.attention_factor)
+        if not len(self.inv_freq):
+            cos = torch.ones(len(positions), self.rest, device=positions.device)
+            return cos, torch.zeros_like(cos)
+        cos, sin = kernels.rope_cos_sin(positions, self.inv_freq, self.attention_factor)
+        return (F.pad(cos, (0, self.rest), value=1.0), F.pad(sin, (0, self.rest))) if self.rest else (cos, sin)
+
+
+def rotary_order(head_dim: int, rotary_dim: int, *, interleaved: bool = False) -> list[int]:
+    """Kernels rotate element i of a head with element i + head_dim / 2. Checkpoints rotate the first rotary_dim elements: i with
+    i + rotary_dim / 2, or, interleaved, 2i with 2i + 1. The order in which a head's elements are what kernels take; queries and
+    keys in one order have the scores of the other."""
+    rest, elements = (head_dim - rotary_dim) // 2, list(range(head_dim))
+    first, second = elements[: rotary_dim // 2], elements[rotary_dim // 2 : rotary_dim]
+    if interleaved:
+        first, second = elements[:rotary_dim:2], elements[1:rotary_dim:2]
+    return first + elements[rotary_dim : rotary_dim + rest] + second + elements[rotary_dim + rest :]
 
 
 def inv_freq(rope: Rope, head_dim: int) -> Tensor:
@@ -37,6 +58,8 @@ def inv_freq(rope: Rope, head_dim: int) -> Tensor:
             return plain
         case "linear":
             return interpolated
+        case "longrope":
+            return plain / torch.tensor(rope.factors[rope.long], dtype=torch.float32, device="cpu")
         case "llama3":
             # Between the two: linear in the number of rotations over the original context (Llama 3.1's reference implementation).
             rounds = rope.original_max_positions * plain / (2 * math.pi)

@@ -15,11 +15,12 @@ from phalanx.config.latent import Latent
 from phalanx.kernels import reference
 from phalanx.kernels.attention import dispatch
 from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, simulated
-from phalanx.models.batch import Batch, LatentCache
+from phalanx.layout.graphs import max_absorbed_pairs
+from phalanx.models.batch import Batch
+from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention import select, triton_latent
 from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
 from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
-from phalanx.plan.graphs import max_absorbed_pairs
 from tests.support import models_formation
 from tests.support.models_deepseek import written
 from tests.support.models_formation import Formation, run_steps
@@ -69,7 +70,7 @@ def test_a_model_over_both_kinds_of_rows(
     assert {kind for kind, _ in launched} == ({"decode", "prefill"} if own_prefill else {"decode"})
 
 
-def latent_batch(rows: list[tuple[int, int]], *, indirect: bool) -> tuple[Batch, LatentCache]:
+def latent_batch(rows: list[tuple[int, int]], *, indirect: bool) -> tuple[Batch, LayerCache]:
     """rows: (tokens before, tokens now). Blocks of 4 in a shuffled order, block 0 poisoned; one KV slot per token."""
     lengths = [before + now for before, now in rows]
     counts = [-(-length // 4) for length in lengths]
@@ -88,7 +89,7 @@ def latent_batch(rows: list[tuple[int, int]], *, indirect: bool) -> tuple[Batch,
         zeros, zeros, zeros, torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), tables, zeros,
         starts, lengths, table_rows=table_rows if indirect else None,
     )  # fmt: skip
-    return batch, LatentCache(cache, 12)
+    return batch, LayerCache({"latent": cache})
 
 
 @pytest.mark.parametrize("indirect", [False, True])

@@ -11,31 +11,33 @@ from typing import Protocol
 
 from torch import Tensor
 
-from phalanx.models.batch import Batch, KvCache
+from phalanx.models.batch import Batch
+from phalanx.models.cache import LayerCache
 
 
 class AttentionPlan(Protocol):
     """One batch, ready for the attention of each layer."""
 
     def forward(
-        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
+        self, query: Tensor, cache: LayerCache, *, window: int | None, scale: float,
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Each query attends to the keys of its own row up to its own position: to the last `window` of them (its own included), or
         to all.
 
         query [T, heads, head_dim]; the batch's own keys and values are in the cache already. kv_scales: the factors of the cached
         keys and of the cached values, where the cache is in e4m3; None for 1. sinks [heads]: one more logit in the softmax of
-        each head, which takes its part of the weights and has no value. Returns a tensor of query's shape and dtype, `out`
-        where that is given; its values at padding tokens are undefined.
+        each head, which takes its part of the weights and has no value. cap: scores s become cap * tanh(s / cap) before the
+        softmax. Returns a tensor of query's shape and dtype, `out` where that is given; its values at padding tokens are undefined.
         """
 
 
 class LatentAttentionPlan(Protocol):
     """One batch, ready for the latent attention of each layer."""
 
-    def forward(self, query: Tensor, cache: KvCache, *, up: Tensor, scale: float) -> Tensor:
-        """As `AttentionPlan`, where a head's keys and values are up[head] times the cached latents (see `LatentCache`).
+    def forward(self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float) -> Tensor:
+        """As `AttentionPlan`, where a head's keys and values are up[head] times the cached latents.
 
         query [T, heads, nope + rope], its last `rope` elements rotated; up [heads, nope + v, rank], rows of keys first. Returns
         [T, heads, v] in query's dtype.

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ModelError
-from phalanx.models.batch import Batch, KvCache
+from phalanx.models.batch import Batch
+from phalanx.models.cache import LayerCache
 
 WORKSPACE_BYTES = 256 << 20
 """For partial results of split rows; shared by all wrappers, which run one after the other on one stream."""
@@ -41,6 +42,7 @@ class PlanKey(NamedTuple):
     window: int | None
     scale: float
     kv_dtype: torch.dtype
+    cap: float | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -48,7 +50,8 @@ class PlanKey(NamedTuple):
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
         window = -1 if self.window is None else self.window - 1
-        return {"sm_scale": self.scale, "window_left": window, "q_data_type": dtype, "kv_data_type": self.kv_dtype}
+        capped = {} if self.cap is None else {"logits_soft_cap": self.cap}
+        return {"sm_scale": self.scale, "window_left": window, "q_data_type": dtype, "kv_data_type": self.kv_dtype, **capped}
 
 
 class Pages(NamedTuple):
@@ -133,8 +136,9 @@ class FlashInferPlan:
         self._ready: set[PlanKey] = set()
 
     def forward(
-        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
+        self, query: Tensor, cache: LayerCache, *, window: int | None, scale: float,
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
         if sinks is not None:
@@ -147,7 +151,7 @@ class FlashInferPlan:
                 "a KV cache in int8 cannot be read by FlashInfer's kernels", held="the Triton kernels and the CPU read it",
                 next="install triton, or use kv_cache_dtype='fp8'",
             )  # fmt: skip
-        key = PlanKey(query.shape[1], cache.key.shape[2], query.shape[2], cache.key.shape[1], window, scale, cache.key.dtype)
+        key = PlanKey(query.shape[1], cache.key.shape[2], query.shape[2], cache.key.shape[1], window, scale, cache.key.dtype, cap)
         if key not in self._ready:
             self.prepare(key)
         query, paged = query.contiguous(), (cache.key, cache.value)

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.models.batch import Batch, KvCache, first_block
-from phalanx.plan.attention_calls import size_class
+from phalanx.layout.attention_calls import size_class
+from phalanx.models.batch import Batch, first_block
+from phalanx.models.cache import LayerCache
 
 MASK_LIMITS = {"cpu": 1 << 24, "cuda": 1 << 22}
 """Elements of one mask, by device: a long prompt is attended in chunks of queries, so that memory does not grow with its square. On
@@ -93,17 +94,21 @@ class Bundle:
     """R chunks padded to Q queries and L keys: one call.
 
     tokens [R * Q] int64: query tokens, a chunk's last repeated as padding. blocks [R * L / block_size] int64. mask [R, 1, Q, L].
+    stale: (rows, keys) behind the end of a row. Their memory may hold NaN of another request, which no mask removes.
     """
 
     def __init__(self, members: Sequence[QueryChunk], batch: Batch, window: int | None, block_size: int) -> None:
         device = batch.block_tables.device
         fields = [(c.row, c.first_token, c.first_position, c.count, c.first_block, c.blocks) for c in members]
         table = torch.tensor(fields, dtype=torch.int64)
+        max_blocks = max(c.blocks for c in members)
+        ends = table[:, 2] + table[:, 3] - table[:, 4] * block_size
+        self.stale = (torch.arange(max_blocks * block_size) >= ends.unsqueeze(1)).nonzero(as_tuple=True)
         if device.type == "cuda":
             table = table.pin_memory()
+            self.stale = tuple(index.pin_memory().to(device, non_blocking=True) for index in self.stale)
         row, token, position, count, first, blocks = table.to(device, non_blocking=True).unsqueeze(-1).unbind(1)
         self.rows, self.queries = len(members), max(c.count for c in members)
-        max_blocks = max(c.blocks for c in members)
         query = torch.minimum(torch.arange(self.queries, device=device), count - 1)
         self.tokens = (token + query).view(-1)
         # A padding column repeats the row's last block, which is the row's own, and whose keys are masked.
@@ -117,7 +122,10 @@ class Bundle:
             mask &= key_at > query_at - window
         self.mask = mask.unsqueeze(1)
 
-    def attend(self, query: Tensor, cache: KvCache, scale: float, scratch: Scratch, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, query: Tensor, cache: LayerCache, scale: float, scratch: Scratch, sinks: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor:  # fmt: skip
         """query [T, heads, head_dim] -> [R * Q, heads, head_dim]. A quantized cache is converted after the gather."""
         heads, head_dim = query.shape[1:]
         q = query[self.tokens].view(self.rows, self.queries, heads, head_dim).transpose(1, 2)
@@ -130,16 +138,21 @@ class Bundle:
         mask = self.mask
         if sinks is not None:
             q, k, v, mask = _with_sinks(q, k, v, mask, sinks / scale)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=heads != k.shape[1])[..., :head_dim]
+        if cap is not None:
+            out = _capped_attention(q, k, v, mask, scale, cap)[..., :head_dim]
+        else:
+            gqa = heads != k.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)[..., :head_dim]
         return out.transpose(1, 2).reshape(self.rows * self.queries, heads, head_dim)
 
     def gather(self, cache: Tensor, buffer: GrowingBuffer) -> Tensor:
-        """[num_blocks, block_size, kv_heads, head_dim] -> [R, kv_heads, L, head_dim]."""
+        """[num_blocks, block_size, kv_heads, head_dim] -> [R, kv_heads, L, head_dim], 0 where it is stale."""
         stored = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache  # which torch gathers on every device
         blocks = stored.view(cache.shape[0], -1)
         into = buffer.take(self.blocks.shape[0], blocks)
-        gathered = torch.index_select(blocks, 0, self.blocks, out=into).view(cache.dtype)
-        return gathered.view(self.rows, -1, *cache.shape[2:]).transpose(1, 2)
+        gathered = torch.index_select(blocks, 0, self.blocks, out=into).view(self.rows, -1, *cache.shape[2:])
+        gathered[self.stale] = 0
+        return gathered.view(cache.dtype).transpose(1, 2)
 
     def gather_scales(self, token_scales: Tensor, buffer: GrowingBuffer) -> Tensor:
         """[num_blocks, kv_heads, block_size, 2] bf16 -> [R, kv_heads, L, 2] fp32."""
@@ -147,6 +160,14 @@ class Bundle:
         gathered = torch.index_select(blocks, 0, self.blocks, out=buffer.take(self.blocks.shape[0], blocks))
         by_head = gathered.view(self.rows, -1, *token_scales.shape[1:]).transpose(1, 2)
         return by_head.float().flatten(2, 3)
+
+
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
+    """Attention with a soft cap of its scores, which torch's does not have. Dims as of `_with_sinks`."""
+    grouped = q.view(q.shape[0], k.shape[1], -1, *q.shape[2:])
+    scores = torch.einsum("rkgqd,rkld->rkgql", grouped, k).float() * scale
+    weights = ((scores / cap).tanh() * cap).masked_fill(~mask.unsqueeze(1), float("-inf")).softmax(-1).to(v.dtype)
+    return torch.einsum("rkgql,rkld->rkgqd", weights, v).flatten(1, 2)
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -183,10 +204,10 @@ class BundledPlan:
         self._batch, self._scratch = batch, scratch
         self._bundles: dict[int | None, tuple[list[Bundle], Tensor]] = {}
 
-    def attended(self, window: int | None, cache: KvCache, attend: Callable[[Bundle], Tensor]) -> Tensor:
+    def attended(self, window: int | None, block_size: int, attend: Callable[[Bundle], Tensor]) -> Tensor:
         """attend: a bundle -> the outputs of its rows [R * Q, heads, dim]. Returns those of the tokens [T, heads, dim]."""
         if window not in self._bundles:
-            self._bundles[window] = bundled(self._batch, window, cache.key.shape[1])
+            self._bundles[window] = bundled(self._batch, window, block_size)
         bundles, order = self._bundles[window]
         outs = [attend(bundle) for bundle in bundles]
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
@@ -196,13 +217,14 @@ class SdpaPlan(BundledPlan):
     """As AttentionPlan."""
 
     def forward(
-        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
+        self, query: Tensor, cache: LayerCache, *, window: int | None, scale: float,
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
         key_scale, value_scale = kv_scales or (1.0, 1.0)
         output = self.attended(
-            window, cache, lambda bundle: bundle.attend(query, cache, scale * key_scale, self._scratch, sinks)
+            window, cache.key.shape[1], lambda bundle: bundle.attend(query, cache, scale * key_scale, self._scratch, sinks, cap)
         )  # fmt: skip
         if value_scale != 1.0:
             output = output * value_scale

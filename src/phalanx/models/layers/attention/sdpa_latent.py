@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.models.batch import Batch, KvCache
+from phalanx.models.batch import Batch
+from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention.sdpa import Bundle, BundledPlan, Scratch
 
 EXPANDED_BYTES = 256 << 20
@@ -30,24 +31,24 @@ def absorbed_output(mixed: Tensor, up: Tensor, nope: int, out: Tensor | None = N
     return torch.bmm(mixed.transpose(0, 1), up[:, nope:].transpose(1, 2), out=into).transpose(0, 1)
 
 
-def attend_absorbed(bundle: Bundle, query: Tensor, cache: KvCache, up: Tensor, scale: float, scratch: Scratch) -> Tensor:
+def attend_absorbed(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor, scale: float, scratch: Scratch) -> Tensor:
     """A bundle whose rows have one query each: query [T, heads, nope + rope] -> [R, heads, v]."""
-    rank, cached = up.shape[2], cache.key.shape[3]
+    rank, cached = up.shape[2], cache["latent"].shape[3]
     nope = query.shape[2] - (cached - rank)
     own = query[bundle.tokens]
-    latents = bundle.gather(cache.key, scratch.key).to(query.dtype)
+    latents = bundle.gather(cache["latent"], scratch.key).to(query.dtype)
     # Heads are queries of one head, whose keys and values are the latents.
     queries = torch.cat((absorbed_query(own, up, nope), own[..., nope:]), dim=-1).unsqueeze(1)
     mixed = F.scaled_dot_product_attention(queries, latents, latents[..., :rank], attn_mask=bundle.mask, scale=scale)
     return absorbed_output(mixed.squeeze(1), up, nope)
 
 
-def attend_expanded(bundle: Bundle, query: Tensor, cache: KvCache, up: Tensor, scale: float, scratch: Scratch) -> Tensor:
+def attend_expanded(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor, scale: float, scratch: Scratch) -> Tensor:
     """query [T, heads, nope + rope] -> [R * Q, heads, v]."""
     heads, rows, rank = query.shape[1], up.shape[1], up.shape[2]
-    nope = query.shape[2] - (cache.key.shape[3] - rank)
+    nope = query.shape[2] - (cache["latent"].shape[3] - rank)
     queries = query[bundle.tokens].view(bundle.rows, bundle.queries, heads, -1).transpose(1, 2)
-    latents = bundle.gather(cache.key, scratch.key).to(query.dtype)
+    latents = bundle.gather(cache["latent"], scratch.key).to(query.dtype)
     keys = latents.shape[2]
     scores = 4 * bundle.queries if query.is_cuda else 0  # of a key, which a masked call may hold in fp32
     one_head = bundle.rows * keys * ((query.shape[2] + rows - nope) * query.element_size() + scores)
@@ -67,14 +68,14 @@ def attend_expanded(bundle: Bundle, query: Tensor, cache: KvCache, up: Tensor, s
 class LatentPlan(BundledPlan):
     """As LatentAttentionPlan."""
 
-    def forward(self, query: Tensor, cache: KvCache, *, up: Tensor, scale: float) -> Tensor:
+    def forward(self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float) -> Tensor:
         """As LatentAttentionPlan."""
 
         def attend(bundle: Bundle) -> Tensor:
             of_bundle = attend_absorbed if bundle.queries == 1 else attend_expanded
             return of_bundle(bundle, query, cache, up, scale, self._scratch)
 
-        return self.attended(None, cache, attend)
+        return self.attended(None, cache["latent"].shape[1], attend)
 
 
 class SdpaLatentBackend:

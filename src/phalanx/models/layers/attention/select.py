@@ -15,18 +15,19 @@ from phalanx.models.layers.attention.backend import AttentionBackend
 def select_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, latent: Latent | None = None, *,
     cache_dtype: torch.dtype | None = None, block_size: int = 16, sinks: bool = False, windows: bool = True,
-    most_tokens: int = 8192,
+    capped: bool = False, most_tokens: int = 8192,
 ) -> AttentionBackend:  # fmt: skip
     """On CUDA: our kernel for decode rows. Prefill rows use our kernels too in captured steps, over a cache in FP8 or int8, with
     sinks, where our warp-specialized kernel runs for all layers, and where FlashInfer is missing or does not support dtype and
     head_dim; and otherwise FlashInfer. Without kernels of ours, torch's scaled_dot_product_attention.
 
     latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s. cache_dtype, block_size, sinks: of all
-    layers; windows: whether any layer has one; most_tokens: of a step. Where they leave nothing to FlashInfer, it is not imported,
-    as its modules take a minute to compile at a first start, and memory of the device."""
+    layers; windows: whether any layer has one; capped: scores have a soft cap, which FlashInfer's kernels compute and ours do not;
+    most_tokens: of a step. Where they leave nothing to FlashInfer, it is not imported, as its modules take a minute to compile at a
+    first start, and memory of the device."""
     if latent is not None:
         return _latent_backend(device, dtype, latent, most_tokens)
-    if not kernels.supports(device, dtype, head_dim):
+    if capped or not kernels.supports(device, dtype, head_dim):
         return _fallback(device, dtype, head_dim)
     from phalanx.models.layers.attention.triton import QUANTIZED, TritonBackend
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from phalanx.kernels.attention import dispatch as kernels
 from phalanx.kernels.attention.heuristics import SHORT_KV, SplitKvWorkspace, count_prefill_tiles
-from phalanx.models.batch import Batch, KvCache, count_leading_decodes
+from phalanx.models.batch import Batch, count_leading_decodes
+from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
 
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)
@@ -79,10 +80,12 @@ class TritonPlan:
         self._prefill: AttentionPlan | None = None
 
     def forward(
-        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
+        self, query: Tensor, cache: LayerCache, *, window: int | None, scale: float,
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """As AttentionPlan."""
+        """As AttentionPlan, without a cap: see `select_backend`."""
+        assert cap is None
         batch, backend = self._batch, self._backend
         query = query.contiguous()
         out = torch.empty_like(query) if out is None else out
@@ -120,8 +123,8 @@ class TritonPlan:
         return kernels.plan_splits(lengths, table_rows, spec, self._backend.workspace, short=self._short)
 
     def _attend_prefill(
-        self, query: Tensor, cache: KvCache, window: int | None, scale: float, kv_scales: tuple[float, float] | None, out: Tensor,
-        sinks: Tensor | None,
+        self, query: Tensor, cache: LayerCache, window: int | None, scale: float, kv_scales: tuple[float, float] | None,
+        out: Tensor, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         """The prefill rows, by our kernel. Its grid is as large as these rows need, or, of a fixed batch, as any rows may need."""
         batch, at = self._batch, self._decodes

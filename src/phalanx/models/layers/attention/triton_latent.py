@@ -20,7 +20,9 @@ from torch import Tensor
 
 from phalanx.kernels.attention import dispatch as kernels
 from phalanx.kernels.attention.heuristics import SplitKvWorkspace, count_prefill_tiles
-from phalanx.models.batch import Batch, KvCache, count_leading_decodes
+from phalanx.layout.graphs import max_absorbed_pairs
+from phalanx.models.batch import Batch, count_leading_decodes
+from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention.sdpa_latent import (
     LatentPlan,
     SdpaLatentBackend,
@@ -28,7 +30,6 @@ from phalanx.models.layers.attention.sdpa_latent import (
     absorbed_query,
 )
 from phalanx.models.layers.attention.triton import without_rows
-from phalanx.plan.graphs import max_absorbed_pairs
 
 HEADS_OF_GROUP = 8
 """Heads of a group, at most. Of a context longer than the largest step, one group after the other is expanded, so that memory does
@@ -74,13 +75,13 @@ class ExpandedPages:
         self._tables = table.view(tables.shape)
         self._tiles = count_prefill_tiles(batch.query_starts_cpu[first:], 1)
 
-    def attend(self, query: Tensor, cache: KvCache, up: Tensor, scale: float, out: Tensor) -> None:
+    def attend(self, query: Tensor, cache: LayerCache, up: Tensor, scale: float, out: Tensor) -> None:
         """query [T, heads, nope + rope] of the rows, as LatentAttentionPlan -> out [T, heads, v]."""
         heads, rows, rank = up.shape
-        head_dim, rotated = query.shape[2], cache.key.shape[3] - rank
-        nope, group, block_size = head_dim - rotated, self.group, cache.key.shape[1]
+        head_dim, rotated = query.shape[2], cache["latent"].shape[3] - rank
+        nope, group, block_size = head_dim - rotated, self.group, cache["latent"].shape[1]
         width = rows - nope  # of values, which the kernel has as wide as keys
-        latents = self._gathered(cache.key).to(query.dtype)
+        latents = self._gathered(cache["latent"]).to(query.dtype)
         rotated_key = latents[:, None, rank:]
         for head in range(0, heads, self.at_once * group):
             count = min(heads - head, self.at_once * group)
@@ -183,13 +184,13 @@ class TritonLatentPlan:
         self._prefill: LatentPlan | None = None
         self._pages: ExpandedPages | None = None
 
-    def forward(self, query: Tensor, cache: KvCache, *, up: Tensor, scale: float) -> Tensor:
+    def forward(self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float) -> Tensor:
         """As LatentAttentionPlan."""
         batch, count, backend = self._batch, self._decodes, self._backend
-        nope = query.shape[2] - (cache.key.shape[3] - up.shape[2])
+        nope = query.shape[2] - (cache["latent"].shape[3] - up.shape[2])
         out = query.new_empty(query.shape[0], query.shape[1], up.shape[1] - nope)
         if count:
-            spec = kernels.LatentSpec.of(query.shape[1], cache.key)
+            spec = kernels.LatentSpec.of(query.shape[1], cache["latent"])
             planned = spec in self._splits
             if not planned:
                 self._splits[spec] = self._plan_splits(spec)
@@ -197,14 +198,14 @@ class TritonLatentPlan:
             backend.layer_specs.add(spec)
             # Not early where a kernel that still runs has planned the splits, or computed the lengths.
             mixed = kernels.latent_decode_attention(
-                absorbed_query(query[:count], up, nope), query[:count, :, nope:], cache.key, *self._rows, scale=scale,
+                absorbed_query(query[:count], up, nope), query[:count, :, nope:], cache["latent"], *self._rows, scale=scale,
                 workspace=backend.workspace, splits=splits,
                 early_lengths=self._early if splits is None else batch.fixed and planned,
             )  # fmt: skip
             absorbed_output(mixed, up, nope, out[:count])
         if self._prefills and backend.own_prefill:
             if self._pages is None:
-                self._pages = ExpandedPages(batch, count, cache.key.shape[1], query, backend.most_tokens)
+                self._pages = ExpandedPages(batch, count, cache["latent"].shape[1], query, backend.most_tokens)
             self._pages.attend(query, cache, up, scale, out)
         elif self._prefills:
             if self._prefill is None:

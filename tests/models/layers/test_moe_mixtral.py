@@ -20,6 +20,7 @@ from phalanx import kernels
 from phalanx.comm import tuned_group
 from phalanx.comm.group import Group
 from phalanx.comm.sequence_parallel import unshard
+from phalanx.config.quantization import ON_LOAD
 from phalanx.errors import ModelError, WeightError
 from phalanx.kernels.moe import reference
 from tests.support import quantized_checkpoints
@@ -153,14 +154,14 @@ def test_fp8_gemms_of_experts_stay_near(root: Path) -> None:
     folder, _, _ = written("mixtral", root)
     x = torch.randn(40, 48, generator=torch.Generator().manual_seed(5))
     for fp8_gemm in (False, True):
-        block = Formation(folder, fp8=True, fp8_gemm=fp8_gemm).models[0][0].layers[0].mlp
+        block = Formation(folder, quantization=ON_LOAD, fp8_gemm=fp8_gemm).models[0][0].layers[0].mlp
         tensors = block.tensors()
         assert tensors.fp8_gemm == fp8_gemm
         plain = replace(
             tensors, gate_up=kernels.dequantize(tensors.gate_up, tensors.gate_up_scale, torch.float32), gate_up_scale=None,
             down=kernels.dequantize(tensors.down, tensors.down_scale, torch.float32), down_scale=None, fp8_gemm=False,
         )  # fmt: skip
-        expected = reference.fused_experts(x, plain, reference.topk_softmax(block.gate(x), 2, True))
+        expected = reference.fused_experts(x, plain, reference.topk_softmax(block.router(x), 2, True))
         error = (block.partial_sum(x) - expected).norm() / expected.norm()
         assert error < 1e-6 if not fp8_gemm else 1e-3 < error < 0.06
 
@@ -182,7 +183,7 @@ def test_the_residual_stays_sharded_around_experts_in_fp8(
         return unshard(x, group)
 
     monkeypatch.setattr(tuned_group, "unshard", unsharded)
-    options = {"tp": tp, "moe_ep": moe_ep, "fp8": True, "fp8_gemm": True}
+    options = {"tp": tp, "moe_ep": moe_ep, "quantization": ON_LOAD, "fp8_gemm": True}
     plain, sharded = Formation(folder, **options), ShardedFormation(folder, **options)
     tokens = torch.arange(11) % 7
     for step in ([(0, tokens), (1, tokens[:3])], [(0, tokens[:1]), (1, tokens[:2])], [(1, tokens[:1])]):

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,20 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 from phalanx.errors import LayoutError, ModelError, WeightError
 from phalanx.kernels.moe import reference
 from phalanx.kernels.moe.packing import SCALES_IN_WORD, packed, tiled
-from phalanx.models import registry, weights
-from phalanx.plan import footprint
-from phalanx.plan.families import known
-from phalanx.plan.memory import KvFormat
-from phalanx.plan.shape import Shape
-from phalanx.plan.weight_tensors import layer_bytes, tensors
+from phalanx.layout import Layout
+from phalanx.layout.cache import token_bytes
+from phalanx.layout.families import known
+from phalanx.layout.memory import stage_caches
+from phalanx.layout.weights import weight_bytes
+from phalanx.models import registry
+from phalanx.models.slices import LayerContext
 from tests.support import mxfp4_checkpoints
 from tests.support.checkpoints import write_checkpoint
-from tests.support.models_formation import Formation, assert_every_weight_matters, run_steps
+from tests.support.models_formation import Formation, assert_catalog_is_read, assert_every_weight_matters, run_steps
 from tests.support.models_logits import STEPS, RankOf, assert_same, logits_of
 
 LAYOUTS = [(tp, moe_ep, pp) for tp, moe_ep in ((1, 1), (2, 1), (2, 2), (4, 2)) for pp in (1, 2)]
@@ -69,14 +70,14 @@ def test_splits_of_the_experts_lose_nothing(form: str, tp: int, tmp_path: Path) 
     stored, meant = mxfp4_checkpoints.rewrite(plain, tmp_path) if form == "mxfp4" else (plain, plain)
     ids, expected = logits_of(meant)
     formation = Formation(stored, tp=tp)
-    widths = [len(model.layers[0].mlp.down_proj.local) for model in formation.models[0]]
+    widths = [model.layers[0].mlp.experts.down_proj.columns for model in formation.models[0]]
     assert widths == ([64, 64, 32] if form == "mxfp4" else [40] * 4)
     assert_same(formation.step([(0, ids[0])])[0], expected[0])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_released_widths_are_split_without_loss(tp: int) -> None:
-    from phalanx.plan.shard import in_runs
+    from phalanx.layout.shard import in_runs
 
     parts = [in_runs("intermediate_size", 2880, 32, tp, index) for index in range(tp)]
     assert [at for part in parts for at in part] == list(range(2880))
@@ -86,7 +87,7 @@ def test_the_released_widths_are_split_without_loss(tp: int) -> None:
 
 def test_more_ranks_than_blocks_are_refused(root: Path) -> None:
     folder, _, _ = written("mxfp4", root)
-    with pytest.raises(LayoutError, match="exceeds the 3 runs of 32 that intermediate_size=96 has"):
+    with pytest.raises(LayoutError, match=r"exceeds the 3 runs of 64 that .*gate_up_proj=192 has"):
         Formation(folder, tp=4)
 
 
@@ -110,7 +111,7 @@ def changed(formation: Formation, change: Callable[[Any], None], tokens: Tensor,
 
 
 def without_sinks(layer: Any) -> None:
-    layer.self_attn.head_sinks = lambda: None
+    layer.self_attn.sinks = None
 
 
 def all_layers_see_everything(layer: Any) -> None:
@@ -123,27 +124,31 @@ def swapped_windows(layer: Any) -> None:
 
 def other_experts(**fields: Any) -> Callable[[Any], None]:
     def change(layer: Any) -> None:
-        layer.mlp.config = replace(layer.mlp.config, **fields)
+        layer.mlp.router.choice = layer.mlp.router.choice._replace(**fields)
 
     return change
 
 
 def other_swiglu(**fields: Any) -> Callable[[Any], None]:
     def change(layer: Any) -> None:
-        layer.mlp.config = replace(layer.mlp.config, swiglu=layer.mlp.config.swiglu._replace(**fields))
+        layer.mlp.experts.swiglu = layer.mlp.experts.swiglu._replace(**fields)
 
     return change
 
 
+def without_swiglu(layer: Any) -> None:
+    layer.mlp.experts.swiglu = None
+
+
 def halves_instead_of_turns(layer: Any) -> None:
     """As if the checkpoint had all gate rows before all up rows."""
-    linear = layer.mlp.gate_up_proj
-    rows = linear.weight.view(len(linear.own), 2, -1, linear.weight.shape[1])
+    linear = layer.mlp.experts.gate_up_proj
+    rows = linear.weight.view(len(linear.local), 2, -1, linear.weight.shape[1])
     linear.weight = torch.nn.Parameter(rows.transpose(1, 2).reshape_as(linear.weight), requires_grad=False)
 
 
 def bias_of_down_on_each_rank(layer: Any) -> None:
-    linear = layer.mlp.down_proj
+    linear = layer.mlp.experts.down_proj
     if linear.bias is None:
         linear.bias = torch.nn.Parameter(torch.full((linear.weight.shape[0],), 0.3), requires_grad=False)
 
@@ -161,7 +166,7 @@ TRAPS = {
     "no windows": all_layers_see_everything,
     "windows in the other layers": swapped_windows,
     "softmax before top-k": other_experts(renormalize=False),
-    "silu(gate) * up": other_experts(swiglu=None),
+    "silu(gate) * up": without_swiglu,
     "no alpha": other_swiglu(alpha=1.0),
     "no limit": other_swiglu(limit=1e9),
     "gate and up in halves": halves_instead_of_turns,
@@ -230,23 +235,13 @@ def test_the_two_forms_are_not_confused(root: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_run_is_refused(root: Path) -> None:
     folder, _, _ = written("16 bit", root)
-    with pytest.raises(ModelError, match="gpt-oss cannot be loaded in FP8"):
-        Formation(folder, fp8=True)
+    with pytest.raises(ModelError, match=r"experts of model\.layers\.0 cannot be loaded in FP8"):
+        Formation(folder, quantization=ON_LOAD)
 
 
 @pytest.mark.parametrize("form", ["16 bit", "mxfp4"])
 def test_the_catalog_is_what_is_on_disk_and_what_is_read(form: str, root: Path) -> None:
-    folder, _, _ = written(form, root)
-    stored = load_file(folder / "model.safetensors")
-    formation = Formation(folder)
-    catalog = tensors(formation.shape)
-    assert catalog == {name: tuple(weight.shape) for name, weight in stored.items()}
-    parts = list(weights.slices(formation.models[0][0]))
-    assert {part.name: part.shape for part in parts} == catalog
-    expected = layer_bytes(formation.shape, "fp32")
-    padding = sum(part.target.nbytes - part.target.shape[0] * part.shape[-1] for part in parts if part.name.endswith("_scales"))
-    nbytes = sum(part.target.nbytes for part in parts) - padding
-    assert nbytes == sum(expected.layers) + expected.embedding + expected.head
+    assert_catalog_is_read(written(form, root)[0])
 
 
 @pytest.mark.parametrize("form", ["16 bit", "mxfp4"])
@@ -272,13 +267,13 @@ def test_planner_and_engine_count_the_same_bytes(name: str, tp: int, moe_ep: int
     """Of weights and of a token in the KV cache, on the rank that has most."""
     shape = ModelShape.from_config(known(name))
     model = registry.build(
-        shape, group=RankOf(tp), layers=range(shape.num_layers), dtype=torch.bfloat16, device=torch.device("meta"), moe_ep=moe_ep
+        shape, range(shape.num_layers), LayerContext(RankOf(tp), torch.bfloat16, torch.device("meta"), moe_ep=moe_ep)
     )
-    split = footprint.Split(tp=tp, moe_ep=moe_ep)
-    nbytes = sum(each.nbytes for each in [*model.parameters(), model.rotary_emb.inv_freq])
-    assert footprint.weight_bytes(Shape.of(shape), "bf16", split) == (nbytes,)
-    per_token = sum(spec.bytes_per_token for spec in model.kv_specs())
-    assert footprint.kv_token_bytes(Shape.of(shape), KvFormat(2), "bf16", split) == (per_token,)
+    layout = Layout(tp=tp, moe_ep=moe_ep)
+    nbytes = sum(each.nbytes for each in [*model.parameters(), *(rotary.inv_freq for rotary in model.rotary_embs.values())])
+    assert weight_bytes(shape, "bf16", layout) == (nbytes,)
+    per_token = token_bytes(model.declared_caches())
+    assert tuple(map(token_bytes, stage_caches(shape, "bf16", "bf16", layout))) == (per_token,)
     assert per_token * tp == {"gpt-oss-20b": 49_152, "gpt-oss-120b": 73_728}[name]
 
 
@@ -286,8 +281,7 @@ def test_the_released_models_take_what_is_published() -> None:
     """65 GB and 73,728 bytes of bf16 KV cache per token; 14 GB and 49,152."""
     for name, total, kv in (("gpt-oss-120b", 65.2e9, 73_728), ("gpt-oss-20b", 13.8e9, 49_152)):
         shape = ModelShape.from_config(known(name))
-        sizes = layer_bytes(shape, "bf16")
-        assert sum(sizes.layers) + sizes.embedding + sizes.head == pytest.approx(total, rel=0.01)
+        assert sum(weight_bytes(shape, "bf16", Layout())) == pytest.approx(total, rel=0.01)
         assert shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * 2 == kv
         assert shape.windows[:4] == (128, None, 128, None)
         assert shape.rope.attention_factor == pytest.approx(1.3466, abs=1e-4)

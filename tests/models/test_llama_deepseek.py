@@ -19,18 +19,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 from phalanx.errors import LayoutError, ModelError, WeightError
-from phalanx.models import registry, weights
+from phalanx.layout import Layout
+from phalanx.layout.cache import token_bytes
+from phalanx.layout.families import known
+from phalanx.layout.memory import stage_caches
+from phalanx.layout.weights import layer_bytes, weight_bytes
+from phalanx.models import registry
 from phalanx.models.layers.attention import sdpa_latent as latent_backend
-from phalanx.plan import footprint
-from phalanx.plan.families import known
-from phalanx.plan.memory import KvFormat
-from phalanx.plan.shape import Shape
-from phalanx.plan.weight_tensors import layer_bytes, tensors
+from phalanx.models.slices import LayerContext
 from tests.support import quantized_checkpoints
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models_deepseek import CASES, written
-from tests.support.models_formation import Formation, assert_every_weight_matters, run_steps
+from tests.support.models_formation import Formation, assert_catalog_is_read, assert_every_weight_matters, run_steps
 from tests.support.models_logits import STEPS, RankOf, assert_same, logits_of
 
 LAYOUTS = [(tp, moe_ep, pp) for tp, moe_ep in ((1, 1), (2, 1), (2, 2), (4, 2)) for pp in (1, 2)]
@@ -48,7 +50,7 @@ def test_logits_equal_transformers(case: str, tp: int, moe_ep: int, pp: int, roo
     folder, ids, expected = written(case, root)
     formation = Formation(folder, tp=tp, pp=pp, moe_ep=moe_ep)
     run_steps(formation, STEPS, ids, expected, assert_same)
-    shapes = {tuple(cache.key.shape[2:]) for stage in formation.caches for rank in stage for cache in rank}
+    shapes = {tuple(cache["latent"].shape[2:]) for stage in formation.caches for rank in stage for cache in rank}
     assert shapes == {(1, 24 + 8)}, "one tensor per token, the same on each rank"
 
 
@@ -94,7 +96,7 @@ def other_latent(**fields: Any) -> Change:
 def other_experts(**fields: Any) -> Change:
     def change(layer: Any) -> None:
         if hasattr(layer.mlp, "config"):
-            layer.mlp.config = replace(layer.mlp.config, **fields)
+            layer.mlp.router.choice = layer.mlp.router.choice._replace(**fields)
 
     return change
 
@@ -102,7 +104,8 @@ def other_experts(**fields: Any) -> Change:
 def other_scoring(**fields: Any) -> Change:
     def change(layer: Any) -> None:
         if hasattr(layer.mlp, "config"):
-            layer.mlp.config = replace(layer.mlp.config, scoring=layer.mlp.config.scoring._replace(**fields))
+            router = layer.mlp.router
+            router.choice = router.choice._replace(scoring=router.choice.scoring._replace(**fields))
 
     return change
 
@@ -126,7 +129,7 @@ def no_norm_of_the_latent(layer: Any) -> None:
 
 def scaled_shared_experts(layer: Any) -> None:
     if hasattr(layer.mlp, "shared_experts"):
-        layer.mlp.shared_experts.down_proj.weight.mul_(layer.mlp.config.scoring.scale)
+        layer.mlp.shared_experts.down_proj.method.weight.mul_(layer.mlp.config.scoring.scale)
 
 
 def no_shared_experts(layer: Any) -> None:
@@ -137,12 +140,12 @@ def no_shared_experts(layer: Any) -> None:
 def shared_experts_on_each_rank(layer: Any) -> None:
     """As if each rank added all of them."""
     if hasattr(layer.mlp, "shared_experts"):
-        layer.mlp.shared_experts.down_proj.weight.mul_(2.0)
+        layer.mlp.shared_experts.down_proj.method.weight.mul_(2.0)
 
 
 def no_bias(layer: Any) -> None:
-    if hasattr(layer.mlp, "gate"):
-        layer.mlp.gate.e_score_correction_bias.zero_()
+    if hasattr(layer.mlp, "router"):
+        layer.mlp.router.e_score_correction_bias.zero_()
 
 
 TRAPS: dict[str, tuple[str, Change]] = {
@@ -209,14 +212,14 @@ def test_the_released_softmax_scales() -> None:
         shape = ModelShape.from_config(known(name))
         assert shape.latent.softmax_scale * 192**0.5 == pytest.approx(factor, abs=1e-4)
         assert shape.rope.attention_factor == 1.0
-        assert shape.rotary_dim == 64
+        assert shape.rotary_dim(shape.rope) == 64
         assert shape.max_positions == 163_840
 
 
 def test_the_router_is_in_fp32(root: Path) -> None:
     """Of a model in bf16: from its weight and input, both widened."""
     folder, _, _ = written("v3", root)
-    gate = Formation(folder).models[0][0].layers[1].mlp.gate.to(torch.bfloat16)
+    gate = Formation(folder).models[0][0].layers[1].mlp.router.to(torch.bfloat16)
     x = torch.randn(20, 48, generator=torch.Generator().manual_seed(3)).bfloat16()
     logits = gate(x)
     assert logits.dtype == torch.float32
@@ -226,7 +229,7 @@ def test_the_router_is_in_fp32(root: Path) -> None:
 
 def test_the_bias_stays_in_fp32(root: Path) -> None:
     shape = ModelShape.from_folder(written("v3", root)[0])
-    model = registry.build(shape, group=RankOf(1), layers=range(3), dtype=torch.bfloat16, device=torch.device("meta"))
+    model = registry.build(shape, range(3), LayerContext(RankOf(1), torch.bfloat16, torch.device("meta")))
     dtypes = {name.rsplit(".", 1)[-1]: weight.dtype for name, weight in model.named_parameters()}
     assert dtypes == {"weight": torch.bfloat16, "e_score_correction_bias": torch.float32}
 
@@ -241,21 +244,24 @@ def test_multi_token_prediction_is_skipped_with_a_line(root: Path, tmp_path: Pat
         logits = Formation(copied).step([(0, ids[0])])[0]
     assert_same(logits, expected[0])
     lines = [record.getMessage() for record in caplog.records if "multi-token" in record.getMessage()]
-    assert lines == ["2 tensors of multi-token prediction (layers 3..3) are skipped: Phalanx predicts one token at a time"]
-    save_file({**stored, "model.layers.4.eh_proj.weight": torch.zeros(4, 4)}, copied / "model.safetensors", {"format": "pt"})
-    with pytest.raises(WeightError, match=r"model\.layers\.4\.eh_proj\.weight"):
+    (line,) = lines
+    assert line.startswith("2 tensors of multi-token prediction (model.layers.3) are not loaded with the model")
+    without = with_config(copied, tmp_path / "without", num_nextn_predict_layers=0)
+    assert_same(Formation(without).step([(0, ids[0])])[0], expected[0])
+    save_file({**stored, "model.layers.4.mlp.up_proj.weight": torch.zeros(4, 4)}, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightError, match=r"model\.layers\.4\.mlp\.up_proj\.weight.*num_hidden_layers=3"):
         Formation(copied)
 
 
 @pytest.mark.parametrize(("case", "fields", "message"), [
     ("v2", {"norm_topk_prob": True}, "norm_topk_prob=true"),
     ("v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc', which is not supported"),
-    ("v3", {"topk_method": "greedy"}, "topk_method='greedy', which is not supported"),
-    ("v3", {"scoring_func": "softmax"}, "scoring_func='softmax', which is not supported"),
+    ("v3", {"topk_method": "greedy"}, "topk_method='greedy'.*it may be 'noaux_tc'"),
+    ("v3", {"scoring_func": "softmax"}, "scoring_func='softmax'.*it may be 'sigmoid'"),
     ("v3", {"n_group": 3}, "n_group=3 and topk_group=2 for 8 experts"),
     ("v3", {"n_group": 8}, "n_group=8 and topk_group=2 for 8 experts"),
     ("v3", {"topk_group": 1}, "num_experts_per_tok=3"),
-    ("v3", {"attention_bias": True}, "attention_bias=true"),
+    ("v3", {"attention_bias": True}, "attention_bias=True"),
     ("v3", {"num_key_value_heads": 2}, "num_key_value_heads=2, and num_attention_heads=4"),
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused(case: str, fields: dict[str, Any], message: str, root: Path, tmp_path: Path) -> None:
@@ -267,7 +273,7 @@ def test_fp16_and_more_ranks_than_heads_are_refused(root: Path) -> None:
     folder, _, _ = written("v3", root)
     shape = ModelShape.from_folder(folder)
     with pytest.raises(ModelError, match="cannot run in fp16"):
-        registry.build(shape, group=RankOf(1), layers=range(3), dtype=torch.float16, device=torch.device("cpu"))
+        registry.build(shape, range(3), LayerContext(RankOf(1), torch.float16, torch.device("cpu")))
     with pytest.raises(LayoutError, match="tensor_parallel_size=8 does not divide num_attention_heads=4"):
         Formation(folder, tp=8)
 
@@ -281,16 +287,7 @@ def test_layers_are_dense_as_config_says(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_catalog_is_what_is_on_disk_and_what_is_read(case: str, root: Path) -> None:
-    folder, _, _ = written(case, root)
-    stored = load_file(folder / "model.safetensors")
-    formation = Formation(folder)
-    catalog = tensors(formation.shape)
-    if "stacked" not in case:
-        assert catalog == {name: tuple(weight.shape) for name, weight in stored.items()}
-    parts = list(weights.slices(formation.models[0][0]))
-    assert {part.name: part.shape for part in parts} == catalog
-    expected = layer_bytes(formation.shape, "fp32")
-    assert sum(part.target.nbytes for part in parts) == sum(expected.layers) + expected.embedding + expected.head
+    assert_catalog_is_read(written(case, root)[0], is_on_disk="stacked" not in case)
 
 
 FP8_SIZES: dict[str, Any] = {
@@ -315,7 +312,7 @@ def test_block_scaled_fp8_is_the_dequantized_model(family: str, tp: int, moe_ep:
     folder, ids, expected = in_fp8(family, root)
     formation = Formation(folder, tp=tp, moe_ep=moe_ep, pp=pp, fp8_gemm=False)
     attention = formation.models[0][0].layers[0].self_attn
-    assert attention.qkv_a_proj.weight.dtype == torch.float8_e4m3fn
+    assert attention.qkv_a_proj.method.weight.dtype == torch.float8_e4m3fn
     assert attention.kv_b_proj.weight.dtype == torch.float32
     run_steps(formation, STEPS, ids, expected, assert_same)
 
@@ -346,20 +343,20 @@ def test_other_forms_of_fp8_are_the_dequantized_model(form: str, tmp_path: Path)
 
 def test_fp8_gemms_and_an_fp8_cache_stay_near(root: Path) -> None:
     folder, ids, expected = in_fp8("deepseek_v3", root)
-    for options in ({"fp8_gemm": True}, {"fp8_gemm": False, "fp8_cache": True}):
+    for options in ({"fp8_gemm": True}, {"fp8_gemm": False, "kv_cache_dtype": "fp8"}):
         formation = Formation(folder, tp=2, **options)
         logits = formation.step([(0, ids[0][:30])])[0]
         logits = torch.cat([logits, formation.step([(0, ids[0][30:31])])[0]])
         error = (logits.log_softmax(-1) - expected[0][:31].log_softmax(-1)).abs().mean()
         assert 1e-3 < error < 0.3
-    assert formation.caches[0][0][0].key.dtype == torch.float8_e4m3fn
+    assert formation.caches[0][0][0]["latent"].dtype == torch.float8_e4m3fn
 
 
 def test_weights_quantized_on_load_stay_near(root: Path) -> None:
     in_fp8("deepseek_v3", root)
     folder = root / "deepseek_v3-fp8-plain"
     ids, expected = logits_of(folder)
-    formation = Formation(folder, tp=2, fp8=True, fp8_gemm=False)
+    formation = Formation(folder, tp=2, quantization=ON_LOAD, fp8_gemm=False)
     assert formation.models[0][0].layers[0].self_attn.kv_b_proj.weight.dtype == torch.float32
     error = (formation.step([(0, ids[0])])[0].log_softmax(-1) - expected[0].log_softmax(-1)).abs().mean()
     assert 1e-3 < error < 0.3
@@ -387,19 +384,18 @@ def test_planner_and_engine_count_the_same_bytes(name: str, tp: int, moe_ep: int
     """Of weights and of a token in the KV cache, on the rank that has most. The cache is the same on all ranks."""
     shape = ModelShape.from_config(known(name))
     layers = range(min(shape.num_layers, 6))  # the rest are like the last of them
-    model = registry.build(shape, group=RankOf(tp), layers=layers, dtype=torch.bfloat16, device=torch.device("meta"), moe_ep=moe_ep)
-    split = footprint.Split(tp=tp, moe_ep=moe_ep)
+    model = registry.build(shape, layers, LayerContext(RankOf(tp), torch.bfloat16, torch.device("meta"), moe_ep=moe_ep))
+    layout = Layout(tp=tp, moe_ep=moe_ep)
     nbytes = [sum(weight.nbytes for weight in layer.parameters()) for layer in model.layers]
-    assert nbytes == [footprint.layer_weight_bytes(Shape.of(shape), layer, "bf16", split) for layer in layers]
-    specs = model.kv_specs()
-    assert footprint.kv_token_bytes(Shape.of(shape), KvFormat(2), "bf16", split) == (KV_BYTES[name],)
-    assert specs[0].bytes_per_token * shape.num_layers == KV_BYTES[name]
-    assert len(set(specs)) == 1
+    assert nbytes == [layer_bytes(shape, layer, "bf16", layout) for layer in layers]
+    caches = model.declared_caches()
+    assert tuple(map(token_bytes, stage_caches(shape, "bf16", "bf16", layout))) == (KV_BYTES[name],)
+    assert token_bytes(caches[:1]) * shape.num_layers == KV_BYTES[name]
+    assert len(set(caches)) == 1
 
 
 def test_the_released_models_take_what_is_published() -> None:
     """671 B parameters, in FP8 but for embedding, head and what is absorbed: 673 GB; V2 in 16 bit 471 GB, V2-Lite 31 GB."""
     for name, total in (("deepseek-v3", 673e9), ("deepseek-v2", 471e9), ("deepseek-v2-lite", 31.4e9)):
         shape = ModelShape.from_config(known(name))
-        sizes = layer_bytes(shape, "bf16")
-        assert sum(sizes.layers) + sizes.embedding + sizes.head == pytest.approx(total, rel=0.04)
+        assert sum(weight_bytes(shape, "bf16", Layout())) == pytest.approx(total, rel=0.04)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in int8 with a scale for each row, and activations in int8 with a scale for each token, or one for all (W8A8).
+
+The method quantizes its input itself, by torch's operations. Sums are of integers, exact on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.models.layers.activation import Activation
+from phalanx.models.layers.linear_methods.fp8 import Fp8
+from phalanx.models.slices import LayerContext, Slice, WeightPart
+
+_LARGEST = 127
+_LEAST_ROWS, _UNIT = 32, 8
+"""Of torch's GEMM on a GPU: more than 16 rows, and multiples of 8 in its other sizes."""
+
+
+class Int8(Fp8):
+    """weight [out, in] int8, weight_scale [out] fp32; input_scale () fp32 where activations have a static scale."""
+
+    dtype_of_values = torch.int8
+
+    def _input_quantizer(self) -> None:
+        """None: no op before quantizes to int8."""
+
+    def multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        in_fp32, scale = x.float(), cast("Tensor | None", self.input_scale)
+        if scale is None:  # of each token; one of zeros stays zeros
+            scale = (in_fp32.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+        values = torch.round(in_fp32 / scale).clamp(-_LARGEST - 1, _LARGEST).to(torch.int8)
+        total = int8_mm(values, self.weight).float() * (scale * self.weight_scale)
+        return (total if bias is None else total + bias.float()).to(self.dtype)
+
+    def dequantized(self) -> Tensor:
+        return (self.weight.float() * self.weight_scale.unsqueeze(-1)).to(self.dtype)
+
+    def slices(self) -> Iterator[Slice]:
+        yield from (replace(part, dtypes=("I8",)) for part in super().slices())
+
+    def dummy_slices(self) -> Iterator[Slice]:
+        """The weight is quantized with one scale for all rows, whatever the layout."""
+        return self.plain_slices(self._quantize)
+
+    def _quantize(self, number: int, values: Tensor) -> None:
+        part, here = list(self._placed())[number]
+        scale = (3.0 / part.shape[1]) ** 0.5 / _LARGEST
+        self.weight_scale[here] = scale
+        self.weight[here] = torch.round(values.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.int8)
+
+    def _scale_shapes(self, part: WeightPart) -> tuple[tuple[int, ...], ...]:
+        return ((), (1,), (part.shape[0], 1), (part.shape[0],))
+
+    @classmethod
+    def why_dequantized(cls, context: LayerContext) -> str:  # noqa: ARG003
+        """GEMMs are not in FP8."""
+        return "weights are in int8"
+
+    @classmethod
+    def describe(cls, context: LayerContext) -> str:
+        assert context.quantization is not None
+        of = "token" if context.quantization.activations == "token" else "layer"
+        return f"weights and activations are in int8, and the latter have a scale for each {of}"
+
+
+def int8_mm(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, in] int8 times weight [out, in] int8 transposed -> [T, out] int32, exactly."""
+    if not x.is_cuda:  # sums of products are whole numbers below 2^53
+        return (x.double() @ weight.double().t()).to(torch.int32)
+    tokens, (outputs, inputs) = len(x), weight.shape
+    rows = max(_LEAST_ROWS, -(-tokens // _UNIT) * _UNIT)
+    more = -inputs % _UNIT, -outputs % _UNIT
+    padded = F.pad(x, (0, more[0], 0, rows - tokens))
+    weight = F.pad(weight, (0, more[0], 0, more[1])) if any(more) else weight  # which would copy it
+    return torch._int_mm(padded, weight.t())[:tokens, :outputs]

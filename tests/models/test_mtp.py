@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The multi-token prediction module in a checkpoint drafts what transformers' layers make of its tensors, of DeepSeek-V3 and of
+GLM-4.5; and whatever it drafts, requests get what they get without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from phalanx.comm.group import Group, Solo
+from phalanx.comm.local import LocalWorld
+from phalanx.config.model import ModelShape
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
+from phalanx.errors import OptionError, WeightError
+from phalanx.kernels.speculation.drafts import DRAFTS
+from phalanx.layout.mtp import Mtp
+from phalanx.models import registry, weights
+from phalanx.models.layers.attention.select import select_backend
+from phalanx.models.mtp import MtpHead
+from phalanx.models.slices import LayerContext
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.speculation.model_proposer import ModelProposer
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import BLOCK
+from tests.support.worker_drafts import K, require_alike
+from tests.support.worker_graphs import CPU, SLOTS, TOKENS, make_runner, requests, serve
+
+LAYERS = 2
+FAMILIES = ("deepseek_v3", "glm4_moe")
+PROMPT = [5, 9, 200, 7, 11, 42, 99, 3, 250, 8, 17]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Of each family: the checkpoint, and the one of transformers whose last layer is the module's."""
+    parent = tmp_path_factory.mktemp("mtp")
+    return {family: with_module(parent, family) for family in FAMILIES}
+
+
+def with_module(parent: Path, family: str) -> tuple[Path, Path]:
+    complete = write_checkpoint(parent / f"{family}_complete", family, num_hidden_layers=LAYERS + 1)
+    folder = write_checkpoint(parent / family, family, num_hidden_layers=LAYERS + 1)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+    config.pop("mlp_layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors, generator, prefix = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(4), f"model.layers.{LAYERS}"
+    hidden = config["hidden_size"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{prefix}.{name}.weight"] = torch.rand(hidden, generator=generator) + 0.5
+    tensors[f"{prefix}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.3
+    tensors[f"{prefix}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{prefix}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, complete
+
+
+def reference_drafts(folder: Path, complete: Path, tokens: Sequence[int], count: int) -> list[int]:
+    own = {name.removeprefix(f"model.layers.{LAYERS}."): value for name, value in load_file(folder / "model.safetensors").items()}
+    model = transformers.AutoModelForCausalLM.from_pretrained(complete, dtype=torch.float32)
+    table, ids, drafts = model.model.embed_tokens.weight, list(tokens[1:]), list[int]()
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps) * own[f"{name}.weight"]
+
+    with torch.inference_mode():
+        rows = list(model(torch.tensor([list(tokens[:-1])]), output_hidden_states=True).hidden_states[LAYERS][0])
+        for _ in range(count):
+            joined = torch.cat([norm(table[torch.tensor(ids)], "enorm"), norm(torch.stack(rows), "hnorm")], -1)
+            x, size = (joined @ own["eh_proj.weight"].T).unsqueeze(0), len(ids)
+            places = torch.arange(size).unsqueeze(0)
+            mask = torch.full((size, size), float("-inf")).triu(1)[None, None]
+            out = model.model.layers[LAYERS](
+                x, attention_mask=mask, position_ids=places, position_embeddings=model.model.rotary_emb(x, places)
+            )  # fmt: skip
+            out = (out[0] if isinstance(out, tuple) else out)[0, -1]
+            drafts.append(int((model.lm_head.weight @ norm(out, "shared_head.norm")).argmax()))
+            ids.append(drafts[-1])
+            rows.append(out)
+    return drafts
+
+
+def mtp_runner(folder: Path, group: Group | None = None) -> ModelRunner:
+    shape, context = ModelShape.from_folder(folder), LayerContext(group or Solo(), torch.float32, CPU)
+    model = registry.build(shape, range(shape.num_layers), context)
+    weights.load(model, folder)
+    head = MtpHead(Mtp.of(shape), model, context)
+    head.load(folder)
+
+    def attention() -> Any:
+        return select_backend(CPU, torch.float32, shape.head_dim, shape.latent)
+
+    sizes: dict[str, Any] = {"slots": SLOTS, "max_rows": SLOTS, "max_seq_len": 128, "block_size": BLOCK}
+    proposer = ModelProposer(head, attention(), **sizes, dtype=torch.float32, device=CPU)
+    return make_runner(folder, None, group=group, attention=attention, tokens=TOKENS, max_drafts=K, proposer=proposer)
+
+
+def plain_runner(folder: Path) -> ModelRunner:
+    shape = ModelShape.from_folder(folder)
+    return make_runner(folder, None, attention=lambda: select_backend(CPU, torch.float32, shape.head_dim, shape.latent))
+
+
+@pytest.mark.parametrize(("family", "tp"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("glm4_moe", 1)])
+def test_drafts_are_those_of_the_reference(folders: dict[str, tuple[Path, Path]], family: str, tp: int) -> None:
+    folder, complete = folders[family]
+    batch = StepBatch(
+        admitted=[SlotAssignment(2, PROMPT, len(PROMPT), SamplingParams(temperature=0.0), 1)],
+        rows=[StepRow(2, 0, len(PROMPT), PROMPT, list(range(3, 12)), samples=True)], propose=K,
+    )  # fmt: skip
+    verifying = StepBatch(rows=[StepRow(2, len(PROMPT) + K, 1 + K, [], samples=True, drafts=K, late=K)], propose=K)
+
+    def drafted(group: Group) -> tuple[list[int], list[int], list[int], list[int]]:
+        runner = mtp_runner(folder, group)
+        ((first,), _) = runner.run(batch).results()
+        drafts = runner._state[DRAFTS:, 2].tolist()
+        ((second,), _) = runner.run(verifying).results()
+        return first.tokens, drafts, second.tokens, runner._state[DRAFTS:, 2].tolist()
+
+    outputs = LocalWorld(tp).run(drafted)
+    assert outputs == outputs[:1] * tp
+    first, drafts, second, later = outputs[0]
+    assert drafts == reference_drafts(folder, complete, PROMPT + first, K)
+    assert later == reference_drafts(folder, complete, PROMPT + first + second, K)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_changes_no_answer(folders: dict[str, tuple[Path, Path]], family: str) -> None:
+    arrivals = requests(1, 10)
+    wanted, _ = serve([plain_runner(folders[family][0])], arrivals)
+    updates, scheduler = serve([mtp_runner(folders[family][0])], arrivals, max_drafts=K, drafts_keep_kv=True)
+    require_alike(updates, wanted)
+    assert scheduler.stats().draft_tokens > 100
+
+
+def test_a_checkpoint_without_it_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "deepseek", "deepseek_v3")
+    shape, context = ModelShape.from_folder(folder), LayerContext(Solo(), torch.float32, CPU)
+    model = registry.build(shape, range(shape.num_layers), context)
+    with pytest.raises(WeightError, match=r"holds no model\.layers\.2"):
+        MtpHead(Mtp.of(shape), model, context).load(folder)
+    with pytest.raises(OptionError, match="LlamaForCausalLM with 0 modules"):
+        Mtp.of(ModelShape.from_folder(write_checkpoint(tmp_path / "llama", "llama")))
