@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from phalanx.engine.watch_clock import LOOK_SECONDS, WatchClock
 from phalanx.errors import NodeLost, RankStalled
 from phalanx.executor.heartbeat import NODE_TIMEOUT, SUSPECT_TIMEOUT, HeartbeatMonitor
+from phalanx.executor.protocol import RankPlace
 
 
 def watched(
@@ -12,7 +14,7 @@ def watched(
     now = begin
     while now < end:
         for rank in beating:
-            monitor.rank_heartbeat(rank, now, begun=4, finished=3)
+            monitor.rank_heartbeat(rank, now, RankPlace(4, 3))
         for node in nodes:
             monitor.node_heartbeat(node, now)
         error = monitor.first_silent(now)
@@ -73,8 +75,11 @@ def test_a_closed_line_shortens_the_patience_with_nodes() -> None:
 
 
 def test_an_engine_that_stood_still_itself_blames_nobody() -> None:
-    monitor = HeartbeatMonitor(20.0)
-    assert watched(monitor, 0.0, 3.0, 0, nodes=(1,)) is None
-    assert monitor.first_silent(100.0) is None
-    assert watched(monitor, 100.5, 103.0, 0, nodes=(1,)) is None
-    assert isinstance(watched(monitor, 103.0, 200.0, nodes=(1,)), RankStalled)
+    now, monitor = 0.0, HeartbeatMonitor(20.0)
+    watch = WatchClock(lambda: now)
+    monitor.node_heartbeat(1, watch.look())
+    now = 100.0
+    while (error := monitor.first_silent(watch.look())) is None:
+        now += 0.5
+    assert isinstance(error, NodeLost)
+    assert now == 100.5 + NODE_TIMEOUT - LOOK_SECONDS

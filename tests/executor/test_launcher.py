@@ -8,10 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 
+from phalanx import launch
 from phalanx.config.options import EngineOptions
 from phalanx.deploy.ray_serve import free_ports
 from phalanx.errors import LayoutError, OptionError, RankDied
@@ -25,7 +27,8 @@ from phalanx.executor.launcher import (
     load_launcher,
 )
 from phalanx.executor.rank_executor import RankExecutor
-from phalanx.hardware.probe import cores
+from phalanx.hardware.nvml import Gpu
+from phalanx.hardware.probe import Machine, cores
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import Drive, await_results, expected, options, prompts
 
@@ -89,6 +92,28 @@ def test_a_kernel_folder_of_another_user_is_refused(tmp_path: Path, owner: int, 
     os.chown(tmp_path, owner, group)
     with pytest.raises(OptionError, match=r"is not safe; .*12345"):
         kernel_folders(str(tmp_path))
+
+
+def test_device_i_of_a_rank_is_the_ith_usable_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By UUID: CUDA's own numbers count GPUs that ail, and may have another order."""
+    gpus = tuple(Gpu(index, f"GPU-{index}", "NVIDIA H200", 90, 1, 1) for index in (0, 2, 3))
+    monkeypatch.setattr("phalanx.hardware.probe.detect_machine", lambda: Machine(gpus, 1, 1, 1, unusable="GPU 1 is lost"))
+    started = []
+    monkeypatch.setattr(launch, "start", lambda module, config, title, **kinds: started.append((config, kinds)) or MagicMock())
+    three = EngineOptions.of(model="demo", device="cuda", tensor_parallel_size=3)
+    launcher = LocalLauncher(three)
+    launcher.start(host_ranks(three, 0), {})
+    assert [config["device_index"] for config, _ in started] == [0, 1, 2]
+    assert {kinds["environment"]["CUDA_VISIBLE_DEVICES"] for _, kinds in started} == {"GPU-0,GPU-2,GPU-3"}
+    instances = tuple(Gpu(0, f"MIG-{index}", "NVIDIA H200 MIG 1g.18gb", 90, 1, 1) for index in range(4))
+    four = HostRanks(0, range(4))
+    with pytest.raises(LayoutError, match="4 ranks do not fit on the GPUs of one host; node 0 has 3 GPUs; GPU 1 is lost"):
+        launcher.require_devices(four)
+    monkeypatch.setattr("phalanx.hardware.probe.detect_machine", lambda: Machine(instances, 1, 1, 1))
+    launcher = LocalLauncher(three)
+    with pytest.raises(LayoutError, match="4 ranks cannot share instances of MIG; CUDA shows one instance to a process"):
+        launcher.require_devices(four)
+    launcher.require_devices(HostRanks(0, range(1)))
 
 
 def test_kernels_that_cannot_be_kept_are_an_error_before_any_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +225,7 @@ def test_cpu_ranks_get_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append({**config, **more})
         raise OSError("not started")
 
-    monkeypatch.setattr("phalanx.comm.launch.start", start)
+    monkeypatch.setattr("phalanx.launch.start", start)
     monkeypatch.setattr("phalanx.executor.launcher.free_cores", lambda: 3)
     for device, free, defaults in (("cpu", 3, SLEEPING_THREADS), ("cuda", cores(), None)):
         with pytest.raises(OSError, match="not started"):

@@ -27,7 +27,8 @@ from phalanx.errors import EngineError, LayoutError, NodeLost, OptionError, Rank
 from phalanx.executor import heartbeat, protocol
 from phalanx.executor.node import Node, join
 from phalanx.executor.rank_executor import RankExecutor
-from phalanx.hardware.probe import Gpu, Machine
+from phalanx.hardware.nvml import Gpu
+from phalanx.hardware.probe import Machine
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import Drive, await_results, expected, options, prompts
 
@@ -385,7 +386,9 @@ def test_a_layout_that_the_model_cannot_have_is_refused_on_every_host(tmp_path: 
 
 
 def test_a_joining_process_needs_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.hardware.detect_machine", lambda: Machine((Gpu(0, "GPU-0", "NVIDIA H200", 90, 1, 1),), 1, 1, 1))
+    monkeypatch.setattr(
+        "phalanx.hardware.probe.detect_machine", lambda: Machine((Gpu(0, "GPU-0", "NVIDIA H200", 90, 1, 1),), 1, 1, 1)
+    )
     engine_options = options(Path("x"), device="cuda", tensor_parallel_size=2, nnodes=2, node_rank=1)
     with pytest.raises(LayoutError, match=r"2 ranks.*node 1 has 1 GPU;"):
         Node(engine_options, local_rank=1)

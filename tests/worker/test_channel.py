@@ -11,7 +11,8 @@ import zmq
 
 from phalanx.engine.messages import Step
 from phalanx.errors import StepDiverged
-from phalanx.executor.protocol import Allocate, Chain, Hello, RankHeartbeat, decode_rank_message, encode
+from phalanx.executor.protocol import Allocate, Chain, Hello, RankHeartbeat, RankPlace, decode_rank_message, encode
+from phalanx.layout.rank_progress import ALL_REDUCE
 from phalanx.worker import channel as channel_module
 from phalanx.worker import engine_store
 from phalanx.worker.channel import EngineChannel
@@ -51,12 +52,15 @@ def test_a_channel_receives_messages_and_steps_and_sends_heartbeats(router: zmq.
     router.send_multipart([name, *chain.seal(Step(3, []))])
     with pytest.raises(StepDiverged, match="rank 3 received step 3"):
         channel.receive()
-    channel.begun, channel.finished = 2, 1
+    channel.progress.begin(2)
+    channel.progress.layer = 4
+    channel.progress.marker("tp").enter(ALL_REDUCE)
+    channel.progress.finished = 1
     channel.start_heartbeat(lambda: {"total": 9}, lambda: ({"A/B": 4}, {"eager/steps": 5}))
     name, frame = router.recv_multipart()
     assert (name, decode_rank_message(frame)) == (
         b"heartbeat-rank-3",
-        RankHeartbeat(3, 2, 1, {"total": 9}, {"A/B": 4}, {"eager/steps": 5}),
+        RankHeartbeat(3, RankPlace(2, 1, 4, True, False, b"\0\0\4\0"), {"total": 9}, {"A/B": 4}, {"eager/steps": 5}),
     )
 
 

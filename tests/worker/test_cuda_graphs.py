@@ -20,6 +20,7 @@ from phalanx.errors import EngineError
 from phalanx.models import registry
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.embedding import ParallelLMHead
+from phalanx.models.slices import LayerContext
 from phalanx.worker import cuda_graphs
 from phalanx.worker.cuda_graphs import EagerCapturer
 from phalanx.worker.model_runner import ModelRunner
@@ -31,7 +32,7 @@ from tests.support.worker_graphs import (
     ROWS,
     Counting,
     Fixed,
-    Pipe,
+    Stage,
     drive,
     make_runner,
     tensors_of,
@@ -113,7 +114,7 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> 
         before = [part.clone() for part in tensors_of(each)]
         rows, _ = each.run(steps[1]).results()
         assert rows is not None
-        tokens.append([row.token for row in rows])
+        tokens.append([row.tokens for row in rows])
         written = {blocks[1] * BLOCK + 2 for blocks in used.values()}  # position 6
         for part, old in zip(tensors_of(each), before, strict=True):
             changed = ((part != old) & ~(part.isnan() & old.isnan())).flatten(1).any(1).nonzero().flatten().tolist()
@@ -148,10 +149,10 @@ def test_steps_that_no_graph_fits_run_eagerly(folder: Path) -> None:
 
 
 def test_stages_hand_on_the_residual_stream_of_real_rows_only(folder: Path) -> None:
-    lane: deque[Tensor] = deque()
+    lanes: list[deque[Tensor]] = [deque(), deque()]
     capturers = Counting(), Counting()
     stages = [
-        make_runner(folder, capturer, layers, Pipe(i, lane))
+        make_runner(folder, capturer, layers, Stage(i, lanes))
         for i, (capturer, layers) in enumerate(zip(capturers, (range(2), range(2, 3)), strict=True))
     ]
     prompt_ids = prompts(3, seed=2)
@@ -167,7 +168,7 @@ def test_a_back_end_that_cannot_be_captured_has_no_graphs(folder: Path) -> None:
     assert runner.graphs is None
     assert list(runner.capture()) == []
     shape = ModelShape.from_folder(folder)
-    model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=torch.float32, device=CPU)
+    model = registry.build(shape, range(shape.num_layers), LayerContext(Solo(), torch.float32, CPU))
     plain = ModelRunner(
         model, [], SdpaBackend(), None, Solo(), max_batch_size=2, max_seq_len=8, block_size=4, dtype=torch.float32, device=CPU,
         capturer=EagerCapturer(),

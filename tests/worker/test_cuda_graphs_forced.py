@@ -16,7 +16,7 @@ from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.worker.graph_buffers import GraphSize
 from phalanx.worker.model_runner import ModelRunner
 from tests.support.checkpoints import write_checkpoint
-from tests.support.worker_graphs import kernels_backend, put_references
+from tests.support.worker_graphs import kernels_backend
 from tests.support.worker_profiled_runner import BLOCK, SLOTS, made_runner
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def likelihoods(runner: ModelRunner, batches: list[StepBatch]) -> torch.Tensor:
     for step in batches:
         for row in runner.run(step).results()[0] or []:
             logprobs += [entry.logprob for entry in row.prompt_logprobs]
-            logprobs += [row.logprobs.logprob] if row.logprobs is not None else []
+            logprobs += [entry.logprob for entry in row.logprobs]
     return torch.tensor(logprobs)
 
 
@@ -94,12 +94,12 @@ def compare(
     assert apart.mean() < off / 10
 
 
-CACHES = pytest.mark.parametrize("cache", [{}, {"fp8_cache": True}, {"int8_cache": True}], ids=["model", "fp8", "int8"])
+CACHES = pytest.mark.parametrize("cache", [{}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}], ids=["model", "fp8", "int8"])
 
 
+@pytest.mark.usefixtures("attention_by_reference")
 @CACHES
-def test_on_cpu(tmp_path: Path, cache: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    put_references(monkeypatch)
+def test_on_cpu(tmp_path: Path, cache: dict[str, bool]) -> None:
     folder = write_checkpoint(tmp_path / "mistral", "mistral", sliding_window=40, num_hidden_layers=1)
     compare(folder, CPU, torch.float32, 0.05 if cache else 1e-4, count=12, backend_of=kernels_backend, **cache)
 

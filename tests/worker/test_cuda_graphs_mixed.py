@@ -16,11 +16,11 @@ from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import RequestUpdate, SlotAssignment, StepBatch, StepRow
+from phalanx.layout import graphs as plan_graphs
 from phalanx.models.batch import Batch
 from phalanx.models.layers.attention import triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend, TritonPlan
-from phalanx.plan import graphs as plan_graphs
 from phalanx.worker import memory_profile
 from phalanx.worker.cuda_graphs import StepGraphs
 from phalanx.worker.graph_buffers import GraphSize
@@ -31,28 +31,24 @@ from tests.support.worker_graphs import (
     CPU,
     ROWS,
     TOKENS,
-    Pipe,
+    Stage,
     Steps,
     alike,
     drive,
     make_runner,
-    put_references,
     requests,
     serve,
     step_runner,
     tensors_of,
 )
 
+pytestmark = pytest.mark.usefixtures("attention_by_reference")
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("steps")
     return {family: write_checkpoint(parent / family, family, num_hidden_layers=3) for family in ("llama", "mistral")}
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    put_references(monkeypatch)
 
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("llama", 1), ("mistral", 2), ("mistral", 3)])
@@ -77,16 +73,16 @@ def test_what_a_scheduler_asks_gives_the_tokens_of_eager_steps(folders: dict[str
 
 
 def test_stages_hand_on_what_graphs_forwarded(folders: dict[str, Path]) -> None:
-    lane, capturers, arrivals = deque[Tensor](), (Steps(rows=6), Steps(rows=6)), requests(5)
+    lanes, capturers, arrivals = [deque[Tensor](), deque[Tensor]()], (Steps(rows=6), Steps(rows=6)), requests(5)
     stages = [
-        step_runner(folders["llama"], capturer, layers, Pipe(at, lane))
+        step_runner(folders["llama"], capturer, layers, Stage(at, lanes))
         for at, (capturer, layers) in enumerate(zip(capturers, (range(2), range(2, 3)), strict=True))
     ]
     outputs, scheduler = serve(stages, arrivals)
     assert capturers[0].replays == capturers[1].replays
     assert sum(capturers[0].replays.values()) == scheduler.counters.steps
     assert len(capturers[0].mixed) >= 2
-    assert not lane
+    assert not any(lanes)
     alike(outputs, serve([step_runner(folders["llama"], None)], arrivals, pipeline_stages=2)[0])
 
 
@@ -132,7 +128,7 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folders: dict[str
         last = each._last_tokens.clone()
         rows, _ = each.run(second).results()
         assert rows is not None
-        tokens.append([row.token for row in rows])
+        tokens.append([row.tokens for row in rows])
         written = {2 * BLOCK + 2, 4 * BLOCK + 2, *range(5 * BLOCK, 5 * BLOCK + 6), *range(7 * BLOCK, 7 * BLOCK + 3)}
         for part, old in zip(tensors_of(each), before, strict=True):
             changed = ((part != old) & ~(part.isnan() & old.isnan())).flatten(1).any(1).nonzero().flatten().tolist()
@@ -140,7 +136,7 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folders: dict[str
             assert len(changed) > len(written) // 2
         assert set((each._last_tokens != last).nonzero().flatten().tolist()) <= {7, 2, 0}
     assert tokens[0] == tokens[1]
-    assert tokens[0][3] is None
+    assert tokens[0][3] == []
     assert capturer.mixed == {32: 2}
 
 
@@ -243,7 +239,7 @@ def test_more_new_blocks_than_a_graph_takes_go_before_it(folders: dict[str, Path
         ).results()
         assert rows is not None
         assert stored == [31, 32]
-        sampled.append(rows[0].token)
+        sampled.append(rows[0].tokens[0])
     assert capturer.mixed == {16: 1}
     assert sampled == [expected(folders["llama"], prompt, 1)[0]] * 2
 

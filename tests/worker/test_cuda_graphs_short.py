@@ -14,7 +14,8 @@ from torch import Tensor
 
 from phalanx.kernels import reference
 from phalanx.kernels.attention.heuristics import SHORT_KV
-from phalanx.models.batch import Batch, KvCache
+from phalanx.models.batch import Batch
+from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention import triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend
@@ -114,7 +115,7 @@ def test_a_graph_writes_none_of_its_facts(folder: Path, monkeypatch: pytest.Monk
     """Attention reads lengths before the kernels before it have ended."""
     forward, done = StepGraphs._forward, []
 
-    def watched(graphs: StepGraphs, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> None:
+    def watched(graphs: StepGraphs, size: GraphSize, batch: Batch, caches: Sequence[LayerCache]) -> None:
         before = [column.clone() for column in vars(graphs.buffers(size).columns).values()]
         forward(graphs, size, batch, caches)
         assert all(map(torch.equal, vars(graphs.buffers(size).columns).values(), before))

@@ -16,7 +16,9 @@ from phalanx.worker.graph_buffers import graph_sizes
 from phalanx.worker.model_runner import ModelRunner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import BLOCK, GREEDY
-from tests.support.worker_graphs import BLOCKS, SLOTS, TOKENS, Counting, Stage, alike, put_references, requests, serve, step_runner
+from tests.support.worker_graphs import BLOCKS, SLOTS, TOKENS, Counting, Stage, alike, requests, serve, step_runner
+
+pytestmark = pytest.mark.usefixtures("attention_by_reference")
 
 LAYERS = 3
 
@@ -24,11 +26,6 @@ LAYERS = 3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("stages") / "llama", "llama", num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    put_references(monkeypatch)
 
 
 def pipeline(folder: Path, capturers: Sequence[Counting | None]) -> list[ModelRunner]:
@@ -94,7 +91,7 @@ def test_a_step_of_more_rows_runs_eagerly(folder: Path) -> None:
             for stage in runners:
                 rows, _ = stage.run(step).results()
             assert rows is not None
-            sampled.append([row.token for row in rows])
+            sampled.append([row.tokens for row in rows])
     assert BLOCK >= 4
     assert sampled[:3] == sampled[3:]
     assert None not in sampled[1] + sampled[2]

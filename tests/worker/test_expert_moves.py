@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.config.quantization import INT4_ON_LOAD, ON_LOAD
 from phalanx.engine.messages import ExpertMove
 from phalanx.errors import EngineError
-from phalanx.plan.expert_placement import balanced_placement, steps_between
+from phalanx.layout.expert_placement import balanced_placement, steps_between
 from phalanx.worker.expert_load import ExpertLoad
 from phalanx.worker.expert_moves import ExpertMover
 from tests.support import mxfp4_checkpoints, quantized_checkpoints
@@ -25,9 +26,10 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "copies": ("mixtral", {"num_local_experts": 8}, {"redundant_experts": 4}),
     "copies, stacked": ("mixtral", {"num_local_experts": 8, "stacked": True}, {"redundant_experts": 2}),
     "static": ("qwen3_moe", {"num_experts_per_tok": 2}, {"fp8_gemm": False}),
-    "quantized on load": ("qwen3_moe", {"num_experts_per_tok": 2}, {"fp8": True}),
+    "quantized on load": ("qwen3_moe", {"num_experts_per_tok": 2}, {"quantization": ON_LOAD}),
     "biases": ("gpt_oss", {"num_local_experts": 8}, {}),
     "mxfp4": ("gpt_oss", {"num_local_experts": 8}, {"redundant_experts": 2}),
+    "int4": ("qwen3_moe", {"num_experts_per_tok": 2}, {"quantization": INT4_ON_LOAD}),
 }
 
 
@@ -51,7 +53,7 @@ def test_logits_stay_the_same(form: str, tp: int, moe_ep: int, tmp_path: Path) -
     formation = Formation(folder, tp=tp, moe_ep=moe_ep, **options)
     if form == "static":  # of inputs: they cover the experts that may come
         blocks = [model.layers[0].mlp for model in formation.models[0]]
-        assert len({float(block.down_proj.fp8.input_scale) for block in blocks}) == 1
+        assert len({float(block.experts.down_proj.input_scale) for block in blocks}) == 1
     ids = torch.arange(3, 40)
     number = 0
 

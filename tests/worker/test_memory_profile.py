@@ -9,25 +9,34 @@ import torch
 
 from phalanx.engine.messages import StepBatch
 from phalanx.errors import CapacityError
-from phalanx.plan.memory import KvSpec
+from phalanx.layout.cache import CacheTensor
 from phalanx.worker import memory_profile
 from tests.support.engine_drive import options
 
-SPECS = [KvSpec(2, 16, 4)] * 3  # 768 bytes per token, 3072 per block of 4
+CACHES = [tuple(CacheTensor(name, (2, 16), "fp32") for name in ("key", "value"))] * 3  # 768 bytes per token, 3072 per block of 4
 
 
 def test_bytes_hold_so_many_blocks() -> None:
-    assert memory_profile.cpu_blocks(options(Path("x"), kv_cache_bytes=10 * 3072 + 5), SPECS, 128) == 10
+    assert memory_profile.cpu_blocks(options(Path("x"), kv_cache_bytes=10 * 3072 + 5), CACHES, 128) == 10
 
 
 def test_no_more_than_full_requests_can_use() -> None:
-    assert memory_profile.cpu_blocks(options(Path("x"), kv_cache_bytes=None), SPECS, 128) == 4 * 32
-    assert memory_profile.cpu_blocks(options(Path("x"), kv_cache_bytes=1 << 30), SPECS, 128) == 4 * 32
+    assert memory_profile.cpu_blocks(options(Path("x"), kv_cache_bytes=None), CACHES, 128) == 4 * 32
+    assert memory_profile.cpu_blocks(options(Path("x"), kv_cache_bytes=1 << 30), CACHES, 128) == 4 * 32
 
 
 def test_a_budget_that_holds_no_block_says_what_would_fit() -> None:
     with pytest.raises(CapacityError, match=r"kv_cache_bytes=3,071.*at least 3,072"):
-        memory_profile.cpu_blocks(options(Path("x"), kv_cache_bytes=3071), SPECS, 128)
+        memory_profile.cpu_blocks(options(Path("x"), kv_cache_bytes=3071), CACHES, 128)
+
+
+def test_the_state_of_requests_takes_its_part() -> None:
+    """Of four slots, each with 1,024 bytes."""
+    caches = [*CACHES, (CacheTensor("state", (4, 64), "fp32", "request"),)]
+    assert memory_profile.cpu_blocks(options(Path("x"), kv_cache_bytes=10 * 3072 + 4096), caches, 128) == 10
+    assert memory_profile.cpu_blocks(options(Path("x"), kv_cache_bytes=None), caches[-1:], 128) == 4 * 32
+    with pytest.raises(CapacityError, match=r"beside 4,096 bytes of 4 states of requests and prefixes"):
+        memory_profile.cpu_blocks(options(Path("x"), kv_cache_bytes=4096), caches, 128)
 
 
 class Allocator:

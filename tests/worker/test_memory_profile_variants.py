@@ -6,45 +6,32 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
-from phalanx.comm.choose import Rules
-from phalanx.comm.group import Group, Solo
-from phalanx.comm.strategies import symmetric_strategies
-from phalanx.comm.symmetric import ReduceScatterBuffer
-from phalanx.comm.tuned_group import TunedGroup
 from phalanx.comm.warmup import more_token_counts
-from phalanx.config.experts import ClampedSwiGlu, Experts, Scoring
-from phalanx.config.latent import Latent
-from phalanx.config.model import ModelShape
-from phalanx.config.quantization import Quantization
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
-from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.capabilities import has_gluon
-from phalanx.models import registry
-from phalanx.models.batch import empty_cache
-from phalanx.models.layers.attention.sdpa import SdpaBackend
-from phalanx.models.layers.attention.triton import TritonBackend
-from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
-from phalanx.tables.message import Caller, Fusion
-from phalanx.tables.shipped import table_for
-from phalanx.tables.strategy import Strategy
-from phalanx.tables.table import Entry
 from phalanx.worker import memory_profile
 from phalanx.worker.model_runner import ModelRunner
-from phalanx.worker.sampler import Sampler
-from tests.support.comm_compiled import workspace
-from tests.support.kernels_variants import NUM_SMS, SM, Variant, recorded
-
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
-SLOTS, BLOCK, LONGEST, TOKENS = 37, 16, 2048, 4095
-"""Odd, so that what lies behind a row of facts lies on no 16 bytes."""
+from tests.support.kernels_steps import (
+    BF16,
+    BLOCK,
+    BLOCKS,
+    DEEPSEEK,
+    EXPERTS,
+    GPT_OSS,
+    LONGEST,
+    SLOTS,
+    TOKENS,
+    Case,
+    made_runner,
+)
+from tests.support.kernels_variants import NUM_SMS, Variant, recorded
 
 STEPS = int(os.environ.get("PHALANX_FUZZ_STEPS", "50"))
 """At random, after each start; `make fuzz` makes more."""
@@ -76,74 +63,6 @@ class Recorded:
         return
 
 
-class Alike(Solo):
-    """Rank 0 of ranks that all hold the same."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return torch.cat([x] * self.size, dim)
-
-
-def group_of(size: int) -> Group:
-    """A rank's group on NVLink, over a workspace that nobody maps; GEMM_RS runs from half the longest step's tokens on."""
-    if size == 1:
-        return Solo()
-
-    def peer_tensor(rank: int, rows: int, columns: int, dtype: torch.dtype, before: int) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=dtype)
-
-    longest = TOKENS * 4096 * 2
-    buffer = ReduceScatterBuffer(
-        0, size, longest + size * 8192, longest, torch.zeros(4, dtype=torch.int32), (0,) * size, peer_tensor
-    )
-    space, machine = workspace(size, SM, TOKENS * 4096 * 2), Fingerprint(SM, "nvlink", size)
-    table = table_for(machine)
-
-    def lookup(dtype: str, fusion: Fusion, tokens: int, hidden: int, caller: Caller) -> Entry:
-        long = caller is Caller.GEMM and fusion.shards and tokens * hidden >= (TOKENS // 2) * 4096
-        return Entry(Strategy.GEMM_RS, True, "table", "long") if long else table.lookup(dtype, fusion, tokens, hidden, caller)
-
-    rules = Rules(machine, {Strategy.NCCL: "there is none"}, lookup, deterministic=True)
-    return TunedGroup(Alike(size), rules, symmetric_strategies(space, buffer), "")
-
-
-@dataclass(frozen=True)
-class Case:
-    """graphs: steps are captured. ranks: of the group. slots: requests at once. stages: of the pipeline, and this is its last."""
-
-    shape: dict[str, Any] = field(default_factory=dict)
-    fp8: bool = False
-    graphs: bool = True
-    ranks: int = 1
-    slots: int = SLOTS
-    stages: int = 1
-
-
-class Last(Solo):
-    """The last stage of a pipeline: what it receives is there already."""
-
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = size - 1, size
-
-    def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        return x
-
-
-BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="weight_scale_inv")
-GPT_OSS = {
-    "architecture": "GptOssForCausalLM", "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "windows": (128, None),
-    "qkv_bias": True, "output_bias": True, "sinks": True,
-    "experts": Experts(8, 4, 2880, biases=True, mxfp4=True, swiglu=ClampedSwiGlu(1.702, 7.0)),
-}  # fmt: skip
-EXPERTS = {"architecture": "MixtralForCausalLM", "experts": Experts(8, 2, 1024)}
-DEEPSEEK = {
-    "architecture": "DeepseekV3ForCausalLM", "num_kv_heads": 16, "head_dim": 192,
-    "latent": Latent(1536, 512, 128, 64, 128, softmax_scale=0.1), "experts": Experts(
-        16, 4, 2048, shared=1024, dense_layers=(0,), scoring_bias=True, scoring=Scoring("sigmoid", 4, 2, 2.5),
-    ),
-}  # fmt: skip
 CASES = {
     "graphs": Case({"vocab_size": 151936}),
     "eager": Case({"windows": (64, None), "vocab_size": 8193}, graphs=False),
@@ -164,30 +83,6 @@ CASES = {
     "deepseek, fp8, 2 ranks": Case(DEEPSEEK, fp8=True, ranks=2),
     "deepseek of 64 heads": Case(DEEPSEEK | {"num_heads": 64, "num_kv_heads": 64}),
 }
-
-
-def made_runner(case: Case, capturer: Recorded) -> ModelRunner:
-    """Of weights that nobody has set: nothing reads them, and their pages are never there."""
-    sizes: dict[str, Any] = {
-        "architecture": "LlamaForCausalLM", "vocab_size": 8192, "hidden_size": 4096, "intermediate_size": 1024, "num_layers": 2,
-        "num_heads": 16, "num_kv_heads": 4, "head_dim": 128, "max_positions": LONGEST, "windows": (None, None),
-    }  # fmt: skip
-    shape = ModelShape(**(sizes | case.shape))
-    layers = range(0 if case.stages == 1 else 1, shape.num_layers)
-    model = registry.build(
-        shape, group=group_of(case.ranks), layers=layers, dtype=BF16, device=CPU, fp8=case.fp8, fp8_cache=case.fp8,
-        fp8_gemm=case.fp8,
-    )  # fmt: skip
-    attention: Any = TritonBackend(SdpaBackend(), CPU, "all")
-    if shape.latent is not None:
-        attention = TritonLatentBackend(CPU, own_prefill=True, most_tokens=TOKENS)
-    attention.workspace.num_sms = NUM_SMS
-    caches = [empty_cache(spec, 1, BLOCK, model.context.cache_dtype, CPU) for spec in model.kv_specs()]
-    sampler, pipeline = Sampler(case.slots, shape.vocab_size, CPU), Solo() if case.stages == 1 else Last(case.stages)
-    return ModelRunner(
-        model, caches, attention, sampler, pipeline, max_batch_size=case.slots, max_seq_len=LONGEST, block_size=BLOCK, dtype=BF16,
-        device=CPU, capturer=capturer if case.graphs else None, max_num_tokens=TOKENS,
-    )  # fmt: skip
 
 
 def started(case: Case, capturer: Recorded) -> ModelRunner:

@@ -16,23 +16,24 @@ from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepResult, StepRow
 from phalanx.errors import EngineError
 from phalanx.models import registry, weights
-from phalanx.models.batch import LayerCache
+from phalanx.models.cache import empty_caches
 from phalanx.models.layers.attention.select import select_backend
+from phalanx.models.slices import LayerContext
 from phalanx.worker import memory_profile
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.sampler import Sampler
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import BLOCK, GREEDY, Drive, expected, prompts
-from tests.support.worker_graphs import Pipe
+from tests.support.worker_graphs import Stage
 
 CPU = torch.device("cpu")
 
 
 def make_runner(folder: Path, layers: range | None = None, pipe: object = None) -> ModelRunner:
     shape = ModelShape.from_folder(folder)
-    model = registry.build(shape, group=Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
+    model = registry.build(shape, layers or range(shape.num_layers), LayerContext(Solo(), torch.float32, CPU))
     weights.load(model, folder)
-    caches = [LayerCache.zeros(100, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
+    caches = empty_caches(model.declared_caches(), 100, BLOCK, CPU)
     return ModelRunner(
         model, caches, select_backend(CPU, torch.float32, shape.head_dim), Sampler(4, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
         max_batch_size=4, max_seq_len=128, block_size=BLOCK, dtype=torch.float32, device=CPU,
@@ -71,8 +72,8 @@ def test_greedy_tokens_equal_transformers(folder: Path, runner: ModelRunner, chu
 
 
 def test_stages_hand_on_the_residual_stream(folder: Path) -> None:
-    lane: deque[torch.Tensor] = deque()
-    first, second = (make_runner(folder, layers, Pipe(i, lane)) for i, layers in enumerate((range(2), range(2, 3))))
+    lanes: list[deque[torch.Tensor]] = [deque(), deque()]
+    first, second = (make_runner(folder, layers, Stage(i, lanes)) for i, layers in enumerate((range(2), range(2, 3))))
     prompt_ids = prompts(3, seed=2)
     assert drive(first, second).generate(prompt_ids, 6, chunk=7) == [expected(folder, prompt, 6) for prompt in prompt_ids]
     with pytest.raises(EngineError, match="before their last token is known"):
@@ -100,10 +101,10 @@ def test_prompt_logprobs_come_in_chunks_and_end_with_the_prompt(folder: Path, ru
         top = raw[position].topk(2)
         assert [token for token, _ in entry.top] == top.indices.tolist()
     assert first[1].prompt_logprobs == []
-    assert first[0].token is None
-    assert second[0].token == raw[-1].argmax().item()
-    assert second[0].logprobs is not None
-    assert second[0].logprobs.logprob == pytest.approx(raw[-1].max().item(), abs=1e-4)
+    assert first[0].tokens == []
+    assert second[0].tokens[0] == raw[-1].argmax().item()
+    assert len(second[0].logprobs) == 1
+    assert second[0].logprobs[0].logprob == pytest.approx(raw[-1].max().item(), abs=1e-4)
     batches.run(StepBatch(released=[0, 1]))
 
 

@@ -126,7 +126,7 @@ def test_when_the_logits_need_not_be_gathered(fields, mask, alone):
     tokens = torch.tensor([4, 7])
     taken = sampler.output_of(tokens)
     tokens.zero_()  # a later step's
-    assert [row.token for row in taken.results()] == [4, 7]
+    assert [row.tokens[0] for row in taken.results()] == [4, 7]
     assert taken.wait().tolist() == [4, 7]
 
 
@@ -151,7 +151,7 @@ def test_memory_for_tokens_is_used_again():
     sampler = sampler_with(params(temperature=0.0))
     for _ in range(3):
         under_way = [sampler.sample(logits_of(1, p), [0], [p], [None]) for p in (5, 6, 7)]
-        assert [step.results()[0].token for step in under_way] == [int(logits_of(1, p).argmax()) for p in (5, 6, 7)]
+        assert [step.results()[0].tokens[0] for step in under_way] == [int(logits_of(1, p).argmax()) for p in (5, 6, 7)]
     assert len(sampler._pinned._free) == 3
 
 
@@ -315,16 +315,16 @@ def test_logprobs_are_of_the_raw_logits_for_those_who_ask():
     assert torch.equal(logits, kept)
     assert sampled.tokens.dtype == torch.int64
     rows = sampled.results()
-    assert [row.token for row in rows] == sampled.tokens.tolist()
-    assert [len(row.logprobs.top) if row.logprobs else None for row in rows] == [2, None, 0, 20]
+    assert [row.tokens[0] for row in rows] == sampled.tokens.tolist()
+    assert [[len(entry.top) for entry in row.logprobs] for row in rows] == [[2], [], [0], [20]]
     wanted = logits.double().log_softmax(-1)
-    assert rows[0].token == 3
-    assert math.isclose(rows[0].logprobs.logprob, wanted[0, 3], abs_tol=1e-5)
-    assert rows[0].logprobs.rank == int((logits[0] > logits[0, 3]).sum()) + 1
-    assert rows[2].logprobs.rank == 1
+    assert rows[0].tokens[0] == 3
+    assert math.isclose(rows[0].logprobs[0].logprob, wanted[0, 3], abs_tol=1e-5)
+    assert rows[0].logprobs[0].rank == int((logits[0] > logits[0, 3]).sum()) + 1
+    assert rows[2].logprobs[0].rank == 1
     best = wanted[3].topk(20)
-    assert [token for token, _ in rows[3].logprobs.top] == best.indices.tolist()
-    np.testing.assert_allclose([value for _, value in rows[3].logprobs.top], best.values, atol=1e-5)
+    assert [token for token, _ in rows[3].logprobs[0].top] == best.indices.tolist()
+    np.testing.assert_allclose([value for _, value in rows[3].logprobs[0].top], best.values, atol=1e-5)
 
 
 def test_prompt_logprobs_follow_the_next_token():
@@ -355,4 +355,4 @@ def test_the_gpu_draws_what_the_cpu_draws():
         return [sampler.sample(logits_of(9, p).to(device), range(9), [p] * 9, [None] * 9).results() for p in range(5, 40)]
 
     cpu, gpu = tokens("cpu"), tokens("cuda")
-    assert [[row.token for row in step] for step in gpu] == [[row.token for row in step] for step in cpu]
+    assert [[row.tokens for row in step] for step in gpu] == [[row.tokens for row in step] for step in cpu]

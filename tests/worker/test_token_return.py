@@ -27,7 +27,7 @@ from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.token_return import FIRST, LAST, TokenReturn
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.engine_drive import BLOCK, await_results, options
-from tests.support.worker_graphs import BLOCKS, Counting, Stage, alike, put_references, requests, serve, step_runner
+from tests.support.worker_graphs import BLOCKS, Counting, Stage, alike, requests, serve, step_runner
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -74,12 +74,10 @@ def pipeline(folder: Path, capturers: Sequence[Counting | None], log: list[str] 
     return runners
 
 
+@pytest.mark.usefixtures("attention_by_reference")
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_stages_forward_tokens_that_only_the_device_knows(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, stages: int, graphs: bool
-) -> None:
-    put_references(monkeypatch)
+def test_stages_forward_tokens_that_only_the_device_knows(folder: Path, stages: int, graphs: bool) -> None:
     capturers, log = [Counting() if graphs else None for _ in range(stages)], list[str]()
     runners, arrivals = pipeline(folder, capturers, log), requests(5, count=24)
     returned = {"returns_tokens": True, "depth": depth_of(stages, returns_tokens=True), "num_blocks": BLOCKS}

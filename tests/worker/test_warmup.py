@@ -19,7 +19,8 @@ from phalanx.config.model import ModelShape
 from phalanx.hardware.probe import Machine
 from phalanx.kernels.compiling.record import KernelRecord
 from phalanx.models import registry
-from phalanx.models.llama import DecoderLayer
+from phalanx.models.llama import LlamaLayer
+from phalanx.models.slices import LayerContext
 from phalanx.worker import memory_profile, warmup
 from phalanx.worker.cuda_graphs import EagerCapturer
 from phalanx.worker.model_runner import ModelRunner
@@ -83,16 +84,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> Counter[DecoderLayer]:
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Counter[LlamaLayer]:
     """How often each layer was gone through."""
-    counts: Counter[DecoderLayer] = Counter()
-    plain = DecoderLayer.forward
+    counts: Counter[LlamaLayer] = Counter()
+    plain = LlamaLayer.forward
 
-    def forward(self: DecoderLayer, *args: Any) -> Any:
+    def forward(self: LlamaLayer, *args: Any) -> Any:
         counts[self] += 1
         return plain(self, *args)
 
-    monkeypatch.setattr(DecoderLayer, "forward", forward)
+    monkeypatch.setattr(LlamaLayer, "forward", forward)
     return counts
 
 
@@ -113,7 +114,7 @@ def steps_of(runner: ModelRunner) -> list[Any]:
 
 
 def test_every_step_goes_through_the_first_layer_and_the_last(
-    folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
+    folder: Path, forwards: Counter[LlamaLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, cached=False)
     assert runner.graphs is not None
@@ -135,7 +136,7 @@ def test_every_step_goes_through_the_first_layer_and_the_last(
 
 
 def test_with_a_record_it_ends_with_the_first_step(
-    folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
+    folder: Path, forwards: Counter[LlamaLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, cached=True)
     forwards.clear()
@@ -147,7 +148,7 @@ def test_with_a_record_it_ends_with_the_first_step(
 
 
 def test_cached_kernels_without_a_record_are_loaded_after_all_steps(
-    folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
+    folder: Path, forwards: Counter[LlamaLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, cached=True)
     assert runner.graphs is not None
@@ -159,7 +160,7 @@ def test_cached_kernels_without_a_record_are_loaded_after_all_steps(
     assert (kernels.processes, kernels.loaded) == (0, True)
 
 
-def test_ranks_do_it_together_or_not_at_all(folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_it_together_or_not_at_all(folder: Path, forwards: Counter[LlamaLayer], monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder, EagerCapturer())
     forwards.clear()
     with_kernels(monkeypatch, cached=False)
@@ -227,7 +228,7 @@ def test_layers_of_other_kinds_stay(tmp_path: Path) -> None:
     folder = write_checkpoint(
         tmp_path / "qwen2", "qwen2", num_hidden_layers=6, use_sliding_window=True, sliding_window=8, max_window_layers=3,
     )  # fmt: skip
-    model = registry.build(ModelShape.from_folder(folder), group=Solo(), layers=range(6), dtype=torch.float32, device=CPU)
+    model = registry.build(ModelShape.from_folder(folder), range(6), LayerContext(Solo(), torch.float32, CPU))
     layers = model.layers
     with model.distinct_layers() as kept:
         assert kept == [0, 3, 5]

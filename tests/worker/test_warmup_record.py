@@ -20,6 +20,8 @@ from phalanx.engine.messages import StepBatch
 from phalanx.kernels.compiling.ahead import can_compile_ahead
 from phalanx.kernels.compiling.record import FOLDER
 from phalanx.models import registry
+from phalanx.models.decoder import Decoder
+from phalanx.models.slices import LayerContext
 from phalanx.worker import memory_profile, warmup
 from tests.support.checkpoints import write_checkpoint
 
@@ -76,13 +78,13 @@ class Start(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[registry.Model]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Decoder]:
     """Of one and of two layers."""
     built = []
     for layers in (1, 2):
         folder = write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", num_hidden_layers=layers)
         shape = ModelShape.from_folder(folder)
-        built.append(registry.build(shape, group=Solo(), layers=range(layers), dtype=torch.float32, device=CPU))
+        built.append(registry.build(shape, range(layers), LayerContext(Solo(), torch.float32, CPU)))
     return built
 
 
@@ -94,7 +96,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     double.device_caches.clear()
 
 
-def start(model: registry.Model, runner: Any = None, /, *, rank: int = 0, **options: Any) -> Start:
+def start(model: Decoder, runner: Any = None, /, *, rank: int = 0, **options: Any) -> Start:
     """As in a new process."""
     double.device_caches.clear()
     chosen = OPTIONS.model_copy(update=options)
@@ -111,7 +113,7 @@ def start(model: registry.Model, runner: Any = None, /, *, rank: int = 0, **opti
     return Start(len(steps), len(runner.steps), compiled)
 
 
-def test_a_second_start_with_the_same_options_runs_one_small_step(models: list[registry.Model], cache: Path) -> None:
+def test_a_second_start_with_the_same_options_runs_one_small_step(models: list[Decoder], cache: Path) -> None:
     first = start(models[0])
     assert first.run == first.steps
     assert first.compiled > 1
@@ -120,7 +122,7 @@ def test_a_second_start_with_the_same_options_runs_one_small_step(models: list[r
     assert start(models[0], model="b", start_timeout=1.0) == again  # another folder of the same model
 
 
-def test_a_start_of_another_kind_runs_all_steps(models: list[registry.Model], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_of_another_kind_runs_all_steps(models: list[Decoder], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although its small step finds the kernels of the first start."""
     start(models[0])
     larger = start(models[0], max_num_tokens=512, max_seq_len=512)
@@ -137,7 +139,7 @@ def test_a_start_of_another_kind_runs_all_steps(models: list[registry.Model], ca
     assert start(models[0]).run == 2
 
 
-def test_where_a_kernel_is_missing_all_steps_are_run_and_it_is_compiled(models: list[registry.Model], cache: Path) -> None:
+def test_where_a_kernel_is_missing_all_steps_are_run_and_it_is_compiled(models: list[Decoder], cache: Path) -> None:
     start(models[0])
     kernels = sorted(path for path in cache.iterdir() if path.name != FOLDER)
     for kernel in kernels:
@@ -147,7 +149,7 @@ def test_where_a_kernel_is_missing_all_steps_are_run_and_it_is_compiled(models: 
         assert start(models[0]).run == 2
 
 
-def test_a_start_that_was_killed_or_lacks_a_kernel_leaves_no_record(models: list[registry.Model], cache: Path) -> None:
+def test_a_start_that_was_killed_or_lacks_a_kernel_leaves_no_record(models: list[Decoder], cache: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(models[0], Runner(killed=True))
     for _ in range(2):
@@ -158,16 +160,14 @@ def test_a_start_that_was_killed_or_lacks_a_kernel_leaves_no_record(models: list
     assert start(models[0]).run == 2
 
 
-def test_a_record_of_another_compiler_is_not_used(
-    models: list[registry.Model], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_of_another_compiler_is_not_used(models: list[Decoder], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a change of an environment variable that Triton's keys depend on, and the record's name does not."""
     first = start(models[0])
     monkeypatch.setattr(triton.runtime.jit, "get_cache_invalidating_env_vars", lambda: {"DISABLE_LLVM_OPT": "1"})
     assert start(models[0]) == first
 
 
-def test_a_cache_that_takes_no_record_costs_time_only(models: list[registry.Model], cache: Path) -> None:
+def test_a_cache_that_takes_no_record_costs_time_only(models: list[Decoder], cache: Path) -> None:
     (cache / FOLDER).touch()  # no folder can be made
     first = start(models[0])
     again = start(models[0])

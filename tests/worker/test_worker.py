@@ -14,6 +14,7 @@ import pytest
 from phalanx.engine.messages import DECODE_GRAPH, MIXED_GRAPH, RankFacts, RowResult, Step, StepBatch
 from phalanx.executor.protocol import Stop
 from phalanx.executor.rank_executor import RankExecutor
+from phalanx.layout.rank_progress import RankProgress
 from phalanx.worker.worker import Worker
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import Drive, expected, options, prompts
@@ -113,7 +114,7 @@ class Later:
 
     def results(self) -> tuple[list[RowResult], int]:
         assert self.left < 0, "it would wait for the device"
-        return [RowResult(token=5)], 7
+        return [RowResult([5])], 7
 
 
 class Line:
@@ -123,7 +124,7 @@ class Line:
         self.messages = list(messages)
         self.replies: list[object] = []
         self.patience: list[float | None] = []
-        self.begun = self.finished = 0
+        self.progress = RankProgress()
         self.digest = bytes(16)
 
     def send(self, message: object) -> None:
@@ -152,7 +153,7 @@ def test_a_rank_queues_steps_before_it_reports_and_never_waits_for_the_device(fo
     finally:
         gc.unfreeze()
     assert events == ["run", "run", "done 1", "done 2"]
-    assert line.finished == 2
+    assert line.progress.finished == 2
     assert line.patience[0] is None, "without work it sleeps until something comes"
     between = [seconds for seconds in line.patience if seconds is not None]
     assert 0 < max(between) < 1e-3, "with work it looks at the device many times a millisecond"

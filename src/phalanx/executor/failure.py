@@ -7,10 +7,10 @@ import signal
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from phalanx.comm.launch import exit_words
 from phalanx.config.host_facts import differences
 from phalanx.errors import EngineError, PhalanxError, RankDied
 from phalanx.executor.protocol import NodeHello, RankError
+from phalanx.launch import exit_words
 
 
 class Evidence(IntEnum):

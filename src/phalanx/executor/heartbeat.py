@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats of ranks and nodes: which process has been silent for too long. Pure: the time is an argument."""
+"""Heartbeats of ranks and nodes: which process has been silent for too long. Pure: the time is an argument,
+of a `WatchClock`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from phalanx.errors import NodeLost, RankStalled
+from phalanx.executor.protocol import NOWHERE, RankPlace
+from phalanx.layout.rank_progress import in_layer
 
 NODE_TIMEOUT = 8.0
 """Seconds without a heartbeat after which a node counts as lost; for a node, the same holds for the engine. A node sends its
@@ -17,20 +20,19 @@ SUSPECT_TIMEOUT = 3.0
 connections."""
 _SUSPECT_SECONDS = 6.0
 
-MONITOR_GAP = 5.0
-"""When nobody has looked at the heartbeats for this many seconds, the monitoring process itself stood still. Heartbeats then lie
-unread, so the silence of every process is counted from zero again."""
-
 
 @dataclass
-class _RankHeartbeats:
+class RankHeartbeats:
+    """Of one rank. where: names its process. last: when the last one came. place: what it said. moved: when it said something else
+    than before."""
+
     where: str
     last: float | None = None
-    begun: int = 0
-    finished: int = 0
+    place: RankPlace = NOWHERE
+    moved: float = 0.0
 
 
-_UNKNOWN = _RankHeartbeats("not heard of yet")
+_UNKNOWN = RankHeartbeats("not heard of yet")
 
 
 class HeartbeatMonitor:
@@ -39,19 +41,31 @@ class HeartbeatMonitor:
 
     def __init__(self, stall_timeout: float) -> None:
         self._stall_timeout = stall_timeout
-        self._ranks: dict[int, _RankHeartbeats] = {}
+        self._ranks: dict[int, RankHeartbeats] = {}
         self._nodes: dict[int, tuple[str, float]] = {}
-        self._last_check = 0.0
         self._suspicious_until = 0.0
 
     def register(self, rank: int, where: str) -> None:
         """The process of a rank runs. `where` names it in errors."""
-        self._ranks[rank] = _RankHeartbeats(where)
+        self._ranks[rank] = RankHeartbeats(where)
 
-    def rank_heartbeat(self, rank: int, now: float, *, begun: int, finished: int) -> None:
-        """A rank's heartbeat, with the numbers of the last steps that it began and finished."""
-        heartbeats = self._ranks.setdefault(rank, _RankHeartbeats(_UNKNOWN.where))
-        heartbeats.last, heartbeats.begun, heartbeats.finished = now, begun, finished
+    def rank_heartbeat(self, rank: int, now: float, place: RankPlace) -> None:
+        """A rank's heartbeat, with its place."""
+        heartbeats = self._ranks.setdefault(rank, RankHeartbeats(_UNKNOWN.where))
+        if place != heartbeats.place:
+            heartbeats.moved = now
+        heartbeats.last, heartbeats.place = now, place
+
+    def last(self, rank: int) -> RankHeartbeats:
+        """What is known of a rank."""
+        return self._ranks.get(rank, _UNKNOWN)
+
+    def stand_still(self, since: float, now: float, *, seconds: float, silent: float) -> bool:
+        """Whether every rank has told since then, for so many seconds, that it is at the same place; or was silent for `silent`."""
+        return all(
+            each.last is not None and (each.last - max(each.moved, since) >= seconds or now - each.last >= silent)
+            for each in self._ranks.values()
+        )
 
     def all_started(self, now: float) -> None:
         """All ranks are ready. One that was stopped before its first heartbeat arrived is silent from now on."""
@@ -68,23 +82,19 @@ class HeartbeatMonitor:
 
     def where(self, rank: int) -> str:
         """For errors: the process of the rank."""
-        return self._ranks.get(rank, _UNKNOWN).where
+        return self.last(rank).where
 
     def doing(self, rank: int) -> str:
         """For errors: the steps that the rank last reported."""
-        heartbeats = self._ranks.get(rank, _UNKNOWN)
-        if not heartbeats.begun:
+        place = self.last(rank).place
+        if not place.begun:
             return "it had begun no step"
-        return f"it had begun step {heartbeats.begun} and finished step {heartbeats.finished}"
+        unknown = place.queued or not (place.layer or place.inside or place.calls)
+        at = "" if unknown else f", where it was {in_layer(place.layer)},"
+        return f"it had begun step {place.begun}{at} and finished step {place.finished}"
 
     def first_silent(self, now: float) -> RankStalled | NodeLost | None:
-        """The error for the first process that has been silent for too long, nodes before ranks; None when there is none. Call this
-        several times per MONITOR_GAP."""
-        paused, self._last_check = now - self._last_check > MONITOR_GAP, now
-        if paused:
-            for heartbeats in self._ranks.values():
-                heartbeats.last = None if heartbeats.last is None else now
-            self._nodes = {node: (address, now) for node, (address, _) in self._nodes.items()}
+        """The error for the first process that has been silent for too long, nodes before ranks; None when there is none."""
         limit = SUSPECT_TIMEOUT if now < self._suspicious_until else NODE_TIMEOUT
         for node, (address, last) in self._nodes.items():
             if now - last > limit:

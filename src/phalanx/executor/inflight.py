@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps in flight: which ranks have run them, and whether all ranks ran the same. Pure: the time is an argument."""
+"""Steps in flight: which ranks have run them, and whether all ranks ran the same. Pure: the time
+is an argument, of a `WatchClock`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from phalanx.engine.messages import RowResult, StepResult
 from phalanx.errors import StepDiverged
 from phalanx.executor.protocol import StepDone
-from phalanx.plan.layout import Layout
+from phalanx.layout.layout import Layout
 
 
 @dataclass
@@ -18,10 +20,22 @@ class _InFlightStep:
     sampling: set[int]  # those of them that belong to the last stage
     since: float
     moves: bool  # experts, on ranks of any stage
+    limit: float
+    calls: dict[int, bytes] = field(default_factory=dict)  # of ranks that have run it, of collectives
     tokens: dict[int, tuple[int, int]] = field(default_factory=dict)  # dp index -> (rank, CRC of its tokens)
     rows: dict[int, list[RowResult]] = field(default_factory=dict)  # dp index -> results
     delivered: bool = False
     moved: float | None = None  # on the slowest rank so far
+
+
+@dataclass(frozen=True)
+class OldestStep:
+    """A step that does not end. seconds: that it has taken. limit: that it may take. ranks: that have not run it."""
+
+    number: int
+    seconds: float
+    limit: float
+    ranks: list[int]
 
 
 class InFlightSteps:
@@ -32,10 +46,14 @@ class InFlightSteps:
         self._layout = layout
         self._last_stage = {rank for rank in range(layout.world) if layout.place(rank).pp_index == layout.pp - 1}
         self._steps: dict[int, _InFlightStep] = {}
+        self.usual_calls: dict[int, bytes] = {}
+        """Of each rank, in the last step that all have run."""
 
-    def submitted(self, number: int, digest: bytes, now: float, *, moves: bool = False) -> None:
-        """A step was sent to every rank. moves: it moves experts."""
-        self._steps[number] = _InFlightStep(digest, set(range(self._layout.world)), set(self._last_stage), now, moves)
+    def submitted(
+        self, number: int, digest: bytes, now: float, *, moves: bool = False, limit: float = math.inf
+    ) -> None:  # fmt: skip
+        """A step was sent to every rank. moves: it moves experts. limit: seconds that it may take."""
+        self._steps[number] = _InFlightStep(digest, set(range(self._layout.world)), set(self._last_stage), now, moves, limit)
 
     def record(self, done: StepDone, now: float) -> None:
         """A rank has run a step. Raises StepDiverged for a step that is not in flight on it, or another outcome than its peers'."""
@@ -50,6 +68,7 @@ class InFlightSteps:
                 f"rank {done.rank} ran step {done.number} with digest {done.digest.hex()}",
                 held=f"the engine sent {step.digest.hex()}",
             )
+        step.calls[done.rank] = done.calls
         step.waiting.discard(done.rank)
         step.sampling.discard(done.rank)
         dp_index = self._layout.place(done.rank).dp_index
@@ -80,12 +99,22 @@ class InFlightSteps:
                 step.delivered = True
                 results.append(StepResult(number, [step.rows[dp_index] for dp_index in range(self._layout.dp)], step.moved))
             if not step.waiting:
+                self.usual_calls = step.calls
                 del self._steps[number]
         return results
 
-    def overdue(self, now: float, limit: float) -> tuple[int, list[int]] | None:
-        """The oldest step that some rank has not run for more than `limit` seconds, and those ranks."""
+    def differing(self, number: int, rank: int) -> bool:
+        """Whether a rank that has run a step called other collectives in it than a peer of its tensor-parallel group."""
+        calls = self._steps[number].calls if number in self._steps else {}
+        return rank in calls and any(calls.get(peer, calls[rank]) != calls[rank] for peer in self._layout.tp_group(rank))
+
+    def calls(self, number: int, rank: int) -> bytes | None:
+        """Those that a rank called in a step in flight; None where it has not run it."""
+        return self._steps[number].calls.get(rank) if number in self._steps else None
+
+    def oldest(self, now: float) -> OldestStep | None:
+        """The oldest step that some rank has not run; None where there is none."""
         for number, step in self._steps.items():
             if step.waiting:
-                return (number, sorted(step.waiting)) if now - step.since > limit else None
+                return OldestStep(number, now - step.since, step.limit, sorted(step.waiting))
         return None

@@ -14,16 +14,17 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from phalanx import hardware
-from phalanx.comm import launch
-from phalanx.config.launchers import launcher_class
+from phalanx import hardware, launch
+from phalanx.config.dotted_path import launcher_class
 from phalanx.config.options import EngineOptions
 from phalanx.config.sources import differing_variables
 from phalanx.errors import LayoutError, OptionError
 from phalanx.hardware.probe import cores, free_cores
+from phalanx.hardware.visible import VISIBLE
 from phalanx.log import get_logger
 
 log = get_logger(__name__)
@@ -97,7 +98,7 @@ class Launcher(Protocol):
     def start(self, ranks: HostRanks, config: Mapping[str, Any]) -> Mapping[int, RankHandle]:
         """Start one process per rank, and return them by rank. Called once. When it raises, no process is left.
 
-        Each process executes `WORKER` by `comm.launch.start`, and gets `config` with these added: "rank", "node", "device_index",
+        Each process executes `WORKER` by `launch.start`, and gets `config` with these added: "rank", "node", "device_index",
         "local_ranks" (how many ranks share its host), and may have "free_cores" (cores that no other program uses). config holds
         "options" (of EngineOptions), "engine" (the zmq address to which ranks connect), "peer" (the address by which other hosts
         reach the host of rank 0: collectives use the interface that leads there), "returns_tokens" (see `Executor`) and
@@ -160,7 +161,7 @@ class LocalRank:
 
 
 class LocalLauncher:
-    """Starts ranks as child processes on this host: see `Launcher`. They end with this process, however it ends (`comm.launch`)."""
+    """Starts ranks as child processes on this host: see `Launcher`. They end with this process, however it ends (`launch`)."""
 
     on_this_host = True
     module = WORKER
@@ -173,18 +174,24 @@ class LocalLauncher:
     def require_devices(self, ranks: HostRanks) -> None:
         if self._options.device != "cuda":
             return
-        machine = hardware.detect_machine()
+        machine = self._machine
         needed, present = ranks.first_device + len(ranks.ranks), len(machine.gpus)
+        if len(ranks.ranks) > 1 and any(gpu.uuid.startswith("MIG-") for gpu in machine.gpus):
+            raise LayoutError(
+                f"{len(ranks.ranks)} ranks cannot share instances of MIG",
+                why="CUDA shows one instance to a process, without peers",
+                next="use one rank for each instance (--replicas), or turn MIG off",
+            )  # fmt: skip
         if needed > present:
             raise LayoutError(
                 f"{needed} ranks do not fit on the GPUs of one host",
                 held=f"node {ranks.node} has {present} GPU{'s' * (present != 1)}",
-                why=machine.failures.get("gpus", "each rank needs a GPU of its own"),
+                why=machine.unusable or "each rank needs a GPU of its own",
                 next=f"use at most {present} ranks per host, more nodes, or device='cpu'" if present else "use device='cpu'",
             )  # fmt: skip
 
     def start(self, ranks: HostRanks, config: Mapping[str, Any]) -> Mapping[int, LocalRank]:
-        environment = kernel_folders(self._options.kernel_cache_dir)
+        environment = {**kernel_folders(self._options.kernel_cache_dir), **self._visible_devices()}
         on_cpu = self._options.device == "cpu"
         free = free_cores() if on_cpu else cores()
         self._watch = launch.Watch()
@@ -207,6 +214,16 @@ class LocalLauncher:
             self.stop(0)
             raise
         return self._ranks
+
+    @cached_property
+    def _machine(self) -> hardware.Machine:
+        return hardware.usable_machine("cuda")
+
+    def _visible_devices(self) -> dict[str, str]:
+        """The GPUs of this host by their UUIDs, so that device i is the i-th of them: CUDA's own order and count may be others."""
+        if self._options.device != "cuda":
+            return {}
+        return {VISIBLE: ",".join(dict.fromkeys(gpu.uuid for gpu in self._machine.gpus))}
 
     def ended(self) -> list[EndedRank]:
         return [] if self._watch is None else [self._ended_rank(exit) for exit in self._watch.ended()]

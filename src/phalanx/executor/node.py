@@ -15,20 +15,21 @@ from collections.abc import Callable, Mapping
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from phalanx.comm.launch import exit_words
 from phalanx.config.cluster_token import SECRET_OPTIONS, read_cluster_token
 from phalanx.config.host_facts import host_facts
 from phalanx.config.locate import locate
 from phalanx.config.options import EngineOptions
 from phalanx.engine.resolve_options import resolve_options
+from phalanx.engine.watch_clock import WatchClock
 from phalanx.errors import NodeLost, OptionError, PhalanxError
 from phalanx.executor import protocol
-from phalanx.executor.heartbeat import MONITOR_GAP, NODE_TIMEOUT
+from phalanx.executor.heartbeat import NODE_TIMEOUT
 from phalanx.executor.late_names import LOG_SECONDS, wait_for_name
 from phalanx.executor.launcher import RankHandle, host_ranks, load_launcher
 from phalanx.executor.protocol import HEARTBEAT_SECONDS, dealer
 from phalanx.executor.rank_executor import SHUTDOWN_GRACE_SECONDS, bracketed
 from phalanx.hardware.probe import address_towards
+from phalanx.launch import exit_words
 from phalanx.log import get_logger
 
 log = get_logger(__name__)
@@ -96,7 +97,8 @@ class Node:
         )
         self._monitor = self._socket.get_monitor_socket()
         self._last_message: float | None = None
-        self._last_check = self._began = self._last_heartbeat = time.monotonic()
+        self._watch = WatchClock()
+        self._began = self._last_heartbeat = time.monotonic()
         self._next_line = self._began + LOG_SECONDS / 2
 
     def run(self) -> int:
@@ -145,7 +147,7 @@ class Node:
                 message = protocol.decode_to_rank(self._socket.recv())
                 if self._last_message is None:
                     self._joined()
-                self._last_message = time.monotonic()
+                self._last_message = self._watch.look()
                 if isinstance(message, protocol.Stop):
                     if message.error is not None:
                         raise PhalanxError.from_wire(message.error)
@@ -165,7 +167,6 @@ class Node:
     def _check_engine(self) -> None:
         """Raise NodeLost when the engine does not answer."""
         now = time.monotonic()
-        paused, self._last_check = now - self._last_check > MONITOR_GAP, now
         where = f"the engine at {self._engine} (node 0)"
         while self._monitor.poll(0):
             self._connection_event(int(recv_monitor_message(self._monitor)["event"]), where)
@@ -180,11 +181,10 @@ class Node:
                     next="start node 0 with the same options; check master_addr, master_port and the firewall",
                 )  # fmt: skip
             return
-        if paused:
-            self._last_message = now
-        if now - self._last_message > NODE_TIMEOUT:
+        silent = self._watch.look() - self._last_message
+        if silent > NODE_TIMEOUT:
             raise NodeLost(
-                f"{where} has been silent for {now - self._last_message:.0f} s", held=f"the limit is {NODE_TIMEOUT:g} s",
+                f"{where} has been silent for {silent:.0f} s", held=f"the limit is {NODE_TIMEOUT:g} s",
                 why="its process stands still or the link to it is cut",
             )  # fmt: skip
 

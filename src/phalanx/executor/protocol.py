@@ -15,9 +15,10 @@ import msgspec
 import zmq
 
 from phalanx.config.sampling_params import MAX_LOGPROBS
-from phalanx.engine.messages import PackedCounts, RankFacts, RowResult, Step
+from phalanx.engine.messages import PackedCounts, RankFacts, RowResult, Step, WorkResult
 from phalanx.errors import StepDiverged
 from phalanx.executor.cluster_keys import ClusterKeys
+from phalanx.layout.adapter import AdapterPart
 
 HEARTBEAT_SECONDS = 1.0
 """How often the engine, each rank and each node send a heartbeat."""
@@ -80,7 +81,7 @@ class RankReady(msgspec.Struct, tag=True, array_like=True):
 
 class StepDone(msgspec.Struct, tag=True, array_like=True):
     """A rank has run a step. `tokens_crc`: CRC-32 of the tokens it sampled (None before the last stage). `rows`: the results, from
-    tp index 0 of the last stage. `moved`: seconds that the step's move of experts took."""
+    tp index 0 of the last stage. `moved`: seconds that the step's move of experts took. `calls`: as of `RankPlace`."""
 
     rank: int
     number: int
@@ -88,24 +89,58 @@ class StepDone(msgspec.Struct, tag=True, array_like=True):
     tokens_crc: int | None = None
     rows: list[RowResult] | None = None
     moved: float | None = None
+    calls: bytes = b""
+
+
+class WorkDone(msgspec.Struct, tag=True, array_like=True):
+    """What became of the change of the model that step `number` began with; sent before its StepDone."""
+
+    rank: int
+    number: int
+    result: WorkResult
+
+
+class RankPlace(msgspec.Struct, array_like=True, frozen=True):
+    """begun, finished: the last steps that a rank began and finished. Where it is in the former: fields as of
+    `layout.rank_progress.RankProgress`. calls: of collectives in this step, packed; empty on GPUs, where the host does not know of
+    them."""
+
+    begun: int = 0
+    finished: int = 0
+    layer: int = 0
+    inside: bool = False
+    queued: bool = False
+    calls: bytes = b""
+
+
+NOWHERE = RankPlace()
+"""Before the first step."""
+
+
+class AdapterRead(msgspec.Struct, tag=True, array_like=True):
+    """A rank has read its part of an adapter, or cannot: `error` is PhalanxError.to_wire()."""
+
+    rank: int
+    key: int
+    error: dict[str, str] | None = None
 
 
 class RankError(msgspec.Struct, tag=True, array_like=True):
-    """A rank cannot go on. `error` is PhalanxError.to_wire(). `consequence`: it tells no more than that a peer is gone."""
+    """A rank cannot go on. `error` is PhalanxError.to_wire(). `consequence`: it tells no more than that a peer is gone. place: as
+    of its heartbeats."""
 
     rank: int
     error: dict[str, str]
     consequence: bool
+    place: RankPlace = NOWHERE
 
 
 class RankHeartbeat(msgspec.Struct, tag=True, array_like=True):
-    """A rank's heartbeat, once a second: the last steps that it began and finished, its bytes by kind, its all-reduce calls, and
-    how its steps ran (see `Stats.ran`). experts: tokens of each expert, see `RankStats`; empty where
-    they are as in the last one."""
+    """A rank's heartbeat, once a second: its place, its bytes by kind, its all-reduce calls, and how its steps ran (see
+    `Stats.ran`). experts: tokens of each expert, see `RankStats`; empty where they are as in the last one."""
 
     rank: int
-    begun: int = 0
-    finished: int = 0
+    place: RankPlace = NOWHERE
     bytes: dict[str, int] = {}
     allreduce: dict[str, int] = {}
     ran: dict[str, int] = {}
@@ -139,7 +174,7 @@ class RankExit(msgspec.Struct, tag=True, array_like=True):
 
 
 RankToEngine = (
-    Hello | StoreRequest | StartupProgress | KvCapacity | RankReady | StepDone | RankError | RankHeartbeat
+    Hello | StoreRequest | StartupProgress | KvCapacity | RankReady | WorkDone | StepDone | AdapterRead | RankError | RankHeartbeat
     | NodeHello | NodeHeartbeat | RankExit
 )  # fmt: skip
 
@@ -159,6 +194,22 @@ class Allocate(msgspec.Struct, tag=True, array_like=True):
     blocks: int
 
 
+class ReadAdapter(msgspec.Struct, tag=True, array_like=True):
+    """Read this rank's part of an adapter into host memory, beside the steps: see `layout.adapter.AdapterFile`. Answered by one
+    AdapterRead."""
+
+    key: int
+    folder: str
+    digest: bytes
+    parts: list[AdapterPart]
+
+
+class DropAdapter(msgspec.Struct, tag=True, array_like=True):
+    """Forget an adapter in host memory. No step that comes later places it."""
+
+    key: int
+
+
 class EngineHeartbeat(msgspec.Struct, tag=True, array_like=True):
     """The engine's heartbeat to nodes, once a second."""
 
@@ -169,7 +220,7 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     error: dict[str, str] | None = None
 
 
-EngineToRank = StoreReply | Allocate | EngineHeartbeat | Stop
+EngineToRank = StoreReply | Allocate | ReadAdapter | DropAdapter | EngineHeartbeat | Stop
 
 _HEADER = struct.Struct("<Q16s")
 _encoder = msgspec.msgpack.Encoder()

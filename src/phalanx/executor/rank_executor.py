@@ -28,27 +28,37 @@ from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.engine.limits import depth_of
-from phalanx.engine.messages import RankFacts, RankStats, Step, StepResult
-from phalanx.errors import EngineClosed, OptionError, PhalanxError, RankStalled
-from phalanx.executor import failure, protocol
+from phalanx.engine.messages import RankFacts, RankStats, Step, StepResult, WorkResult
+from phalanx.engine.watch_clock import WatchClock
+from phalanx.errors import EngineClosed, OptionError, PhalanxError, RankStalled, StepDiverged
+from phalanx.executor import failure, protocol, stuck
+from phalanx.executor.adapter_reads import AdapterReads
 from phalanx.executor.cluster_keys import ClusterKeys
 from phalanx.executor.failure import Evidence, FailureReport
 from phalanx.executor.heartbeat import NODE_TIMEOUT, HeartbeatMonitor
-from phalanx.executor.inflight import InFlightSteps
+from phalanx.executor.inflight import InFlightSteps, OldestStep
 from phalanx.executor.late_names import wait_for_name
 from phalanx.executor.launcher import ClusterLauncher, HostRanks, RankHandle, host_ranks, load_launcher
 from phalanx.executor.peer_authentication import PeerAuthenticator
 from phalanx.executor.rank_store import RankStore
 from phalanx.executor.startup import StartupCoordinator
+from phalanx.executor.stuck import RankState
 from phalanx.hardware.probe import address_towards
+from phalanx.layout.adapter import AdapterFile
+from phalanx.layout.layout import Layout
+from phalanx.layout.rank_progress import unpack
 from phalanx.log import get_logger
-from phalanx.plan.layout import Layout
 
 log = get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 ROOT_CAUSE_SECONDS = 1.0
 """How long a report that is not the root cause waits for one that is."""
+STILL_SECONDS = 2.0
+"""For how long ranks must tell that they are at the same place before a step that is late counts as stuck: on a machine that is
+busy beyond all measure they still move."""
+PROOF_SECONDS = 5.0
+"""After which a step without a limit of its own is examined: ranks that called different collectives never end it."""
 SHUTDOWN_GRACE_SECONDS = 3.0
 """How long ranks may take to end when they are asked to, before they are killed."""
 
@@ -81,7 +91,9 @@ class RankExecutor:
         self._nodes: set[int] = set()
         self._store = RankStore()
         self._chain = protocol.Chain()
+        self._watch = WatchClock()
         self._in_flight = InFlightSteps(self._layout)
+        self._adapter_reads = AdapterReads(self._layout.world)
         self._heartbeats = HeartbeatMonitor(options.stall_timeout)
         self._startup = StartupCoordinator(self._layout.world, self._joins, time.monotonic())
         self._reports: list[FailureReport] = []
@@ -90,8 +102,9 @@ class RankExecutor:
         self._ran: dict[str, int] = {}
         self._gauges: dict[int, dict[str, float]] = {}
         self._experts: dict[int, bytes] = {}
+        self._works: dict[int, dict[int, WorkResult]] = {}  # of steps in flight, by rank
         self._failed: PhalanxError | None = None
-        self._last_node_heartbeat = 0.0
+        self._last_node_heartbeat = self._examine_at = 0.0
 
     @classmethod
     def from_options(cls, options: EngineOptions, shape: ModelShape, settings: dict[str, Any]) -> RankExecutor:  # noqa: ARG003
@@ -113,7 +126,7 @@ class RankExecutor:
         except BaseException as error:
             self._end(error if isinstance(error, PhalanxError) else EngineClosed("start-up was interrupted"))
             raise
-        self._heartbeats.all_started(time.monotonic())
+        self._heartbeats.all_started(self._watch.look())
         facts = self._startup.rank_facts()
         self._bytes |= {each.rank: dict(each.bytes) for each in facts}
         return facts, self._startup.num_blocks
@@ -171,7 +184,8 @@ class RankExecutor:
     def submit(self, step: Step) -> None:
         self._require_open()
         frames = self._chain.seal(step)
-        self._in_flight.submitted(step.number, self._chain.digest, time.monotonic(), moves=step.move is not None)
+        limit = self._options.step_timeout if math.isinf(step.limit) else step.limit
+        self._in_flight.submitted(step.number, self._chain.digest, self._watch.look(), moves=bool(step.before), limit=limit)
         for rank in range(self._layout.world):
             self._send(protocol.rank_identity(rank), *frames)
 
@@ -179,7 +193,23 @@ class RankExecutor:
         """Waits only after a failure: a moment, for a report of its root cause."""
         self._require_open()
         self._check()
-        return self._in_flight.completed()
+        results = self._in_flight.completed()
+        for result in results:
+            result.works = self._works.pop(result.number, {})
+        return results
+
+    def read_adapter(self, key: int, file: AdapterFile) -> None:
+        self._require_open()
+        self._adapter_reads.begin(key)
+        message = protocol.ReadAdapter(key, file.folder, file.digest, list(file.parts))
+        self._send_to_ranks(range(self._layout.world), message)
+
+    def drop_adapter(self, key: int) -> None:
+        self._require_open()
+        self._send_to_ranks(range(self._layout.world), protocol.DropAdapter(key))
+
+    def adapters_read(self) -> list[tuple[int, PhalanxError | None]]:
+        return self._adapter_reads.completed()
 
     def waitables(self) -> list[Any]:
         return [] if self._socket is None else [self._socket, self._launcher.fileno()]
@@ -197,16 +227,16 @@ class RankExecutor:
         self._receive_all()
         if self._reports:
             raise self._await_root_cause()
-        now = time.monotonic()
+        now = self._watch.look()
         if self._nodes and now - self._last_node_heartbeat >= protocol.HEARTBEAT_SECONDS:
             self._last_node_heartbeat = now
             self._send_to_nodes(protocol.EngineHeartbeat())
         silent = self._first_silent(now)
         if silent is not None:
             raise self._fail(silent)
-        overdue = self._in_flight.overdue(now, self._options.step_timeout)
-        if overdue is not None:
-            raise self._fail(self._overdue(*overdue))
+        oldest = self._in_flight.oldest(now)
+        if oldest is not None and (stalled := self._stuck(oldest, now)) is not None:
+            raise self._fail(stalled)
 
     def _receive_all(self) -> None:
         assert self._socket is not None
@@ -275,12 +305,18 @@ class RankExecutor:
             log.warning("a message of %.40r was dropped: %s", identity, why)
 
     def _receive(self, message: protocol.RankToEngine) -> None:
-        now = time.monotonic()
+        now = self._watch.look()
         match message:
             case protocol.StepDone():
                 self._in_flight.record(message, now)
+                if self._in_flight.differing(message.number, message.rank) and (error := self._skipped(message.number, now)):
+                    raise error
+            case protocol.WorkDone():
+                self._works.setdefault(message.number, {})[message.rank] = message.result
+            case protocol.AdapterRead():
+                self._adapter_reads.record(message)
             case protocol.RankHeartbeat():
-                self._heartbeats.rank_heartbeat(message.rank, now, begun=message.begun, finished=message.finished)
+                self._heartbeats.rank_heartbeat(message.rank, now, message.place)
                 self._startup.heartbeat_received(message.rank)
                 if message.bytes:
                     self._bytes[message.rank] = message.bytes
@@ -297,6 +333,7 @@ class RankExecutor:
                 self._startup.store_request_received(message.rank)
                 self._store_request(message)
             case protocol.RankError():
+                self._heartbeats.rank_heartbeat(message.rank, now, message.place)
                 self._reports.append(failure.from_rank_error(message))
             case protocol.NodeHello():
                 log.info("node %d has joined from %s", message.node, message.address)
@@ -344,10 +381,12 @@ class RankExecutor:
             # node.
             ended_silently = best.evidence == Evidence.ENDED and left < patience - ROOT_CAUSE_SECONDS
             if best.evidence >= Evidence.CAUSE or left <= 0 or ended_silently:
-                return self._fail(best.error)
+                now = self._watch.look()
+                oldest = self._in_flight.oldest(now) if best.evidence == Evidence.CONSEQUENCE else None  # a peer is gone
+                return self._fail((oldest and self._skipped(oldest.number, now)) or best.error)
             self._wait(min(left, 0.1))
             self._receive_all()
-            silent = self._first_silent(time.monotonic())
+            silent = self._first_silent(self._watch.look())
             if silent is not None:
                 return self._fail(silent)
 
@@ -356,18 +395,59 @@ class RankExecutor:
             self._heartbeats.connection_closed(now)
         return self._heartbeats.first_silent(now)
 
-    def _overdue(self, number: int, ranks: list[int]) -> RankStalled:
+    def _stuck(self, oldest: OldestStep, now: float) -> RankStalled | None:
+        """The error for a step that does not end; None while it may."""
+        overtime = oldest.seconds > oldest.limit
+        if not overtime and (oldest.seconds < PROOF_SECONDS or now < self._examine_at):
+            return None
+        self._examine_at = now + 1.0
+        still = self._heartbeats.stand_still(now - oldest.seconds, now, seconds=STILL_SECONDS, silent=stuck.SILENT_SECONDS)
+        if not still and oldest.seconds < self._options.step_timeout:
+            return None
+        states = self._states(oldest.number, now)
+        # A rank of a GPU that has not queued all of its step may compile a kernel.
+        queues = self._options.device != "cpu" and any(states[rank].is_queueing(oldest.number) for rank in oldest.ranks)
+        if queues and oldest.seconds < self._options.step_timeout:
+            return None
+        culprit = stuck.find(oldest.number, states, self._layout)
+        if not (overtime or culprit.proven):
+            return None
         # Each rank writes the stacks of its threads to its log, which show where it waits.
-        for rank in ranks:
+        for rank in oldest.ranks:
             if rank in self._handles:
                 self._handles[rank].dump_stacks()
         time.sleep(0.3)
-        stalled = ", ".join(f"rank {rank} ({self._heartbeats.where(rank)}; {self._heartbeats.doing(rank)})" for rank in ranks)
+        limit = "step_timeout" if oldest.limit == self._options.step_timeout else "by what such a step takes here"
         return RankStalled(
-            f"step {number}, sent {self._options.step_timeout:g} s ago, has not finished", held=f"not run by {stalled}",
-            why="they live but stand still; the stacks of those on node 0 are in the log",
-            next="raise step_timeout if steps take so long",
+            culprit.failure, held=culprit.evidence,
+            why=f"step {oldest.number} has taken {oldest.seconds:.0f} s, and may take {oldest.limit:.0f} s ({limit})",
+            next="see the stacks of the ranks of node 0 in the log; check the GPUs, links and hosts of those named",
         )  # fmt: skip
+
+    def _skipped(self, number: int, now: float) -> StepDiverged | None:
+        """The error for ranks that call different collectives in a step; None where they do not."""
+        culprit = stuck.skipped(number, self._states(number, now), self._layout)
+        if culprit is None:
+            return None
+        why = "ranks run the same code on the same step: a bug, or memory that is at fault"
+        return StepDiverged(culprit.failure, held=culprit.evidence, why=why, next="report this with the log")
+
+    def _states(self, number: int, now: float) -> dict[int, RankState]:
+        """What is known of every rank while step `number` does not end."""
+        states = {}
+        for rank in range(self._layout.world):
+            heard, calls = self._heartbeats.last(rank), self._in_flight.calls(number, rank)
+            place = heard.place
+            finished = place.finished if calls is None else max(place.finished, number)
+            if calls is None and place.begun == number:
+                calls = place.calls
+            on_host = self._options.device == "cpu" and calls is not None
+            states[rank] = RankState(
+                rank, heard.where, max(place.begun, finished), finished, place.layer, place.inside, place.queued,
+                unpack(calls or b"") if on_host else None, 0.0 if heard.last is None else now - heard.last,
+                unpack(self._in_flight.usual_calls.get(rank, b"")),
+            )  # fmt: skip
+        return states
 
     def _fail(self, error: PhalanxError) -> PhalanxError:
         self._end(error)

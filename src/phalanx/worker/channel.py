@@ -18,6 +18,7 @@ from phalanx.executor.protocol import (
     Chain,
     EngineToRank,
     RankHeartbeat,
+    RankPlace,
     RankToEngine,
     dealer,
     decode_to_rank,
@@ -25,6 +26,7 @@ from phalanx.executor.protocol import (
     heartbeat_identity,
     rank_identity,
 )
+from phalanx.layout.rank_progress import RankProgress
 
 _MAX_HEARTBEAT_ANSWER = 4096  # bytes: nothing comes back but the handshake
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as numbers: enums cost a microsecond each
@@ -35,13 +37,19 @@ class EngineChannel:
 
     def __init__(self, rank: int, address: str, cluster_token: str | None = None) -> None:
         self.rank = rank
-        self.begun = self.finished = 0  # step numbers, read by the heartbeat's thread
+        self.progress = RankProgress()  # which the heartbeat's thread reads
         self._address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._cluster_token = cluster_token
         self._socket = dealer(self._context, address, rank_identity(rank), cluster_token, max_frame=MAX_FRAME_TO_RANK)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._chain = Chain()
+
+    @property
+    def place(self) -> RankPlace:
+        """Where this rank is now."""
+        here = self.progress
+        return RankPlace(here.step, here.finished, here.layer, here.inside > 0, here.queued, here.packed_calls)
 
     @property
     def digest(self) -> bytes:
@@ -82,7 +90,7 @@ class EngineChannel:
                 context, self._address, heartbeat_identity(self.rank), self._cluster_token, max_frame=_MAX_HEARTBEAT_ANSWER
             )
             while True:
-                socket.send(encode(RankHeartbeat(self.rank, self.begun, self.finished, bytes_now(), *counts())))
+                socket.send(encode(RankHeartbeat(self.rank, self.place, bytes_now(), *counts())))
                 threading.Event().wait(HEARTBEAT_SECONDS)
 
         threading.Thread(target=beat, name="heartbeat", daemon=True).start()

@@ -28,9 +28,10 @@ from torch import Tensor
 from phalanx import kernels
 from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS, StepExtent
 from phalanx.kernels.sampling import sampling
-from phalanx.models.batch import Batch, KvCache, count_leading_decodes
+from phalanx.models.batch import Batch, InnerStates, count_leading_decodes
+from phalanx.models.cache import LayerCache
+from phalanx.models.decoder import Decoder
 from phalanx.models.layers.attention.backend import AttentionBackend
-from phalanx.models.registry import Model
 from phalanx.worker.graph_buffers import (
     DecodeGraphBuffers,
     DpGraphTokens,
@@ -41,8 +42,11 @@ from phalanx.worker.graph_buffers import (
     max_graph_tokens,
 )
 from phalanx.worker.input_batch import BlockTables, HostBatch
+from phalanx.worker.speculation.proposer import Proposer
 
 Replay = Callable[[], None]
+Expand = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Writes token ids, positions, KV slots and KV lengths of the first rows: see `Verification.expand`."""
 
 
 class GraphCapturer(Protocol):
@@ -134,15 +138,18 @@ class StepGraphs:
     """The captured forwards of one rank's model.
 
     last_tokens [slots] int64: the token that was sampled last, by slot; written on the last stage, and read on the first where it
-    has them: it is the last, too, or `returns_tokens` (see `token_return`). max_rows: of a step; with pipeline stages fewer than
-    the slots. max_num_tokens: of a step; 0 for decode graphs only.
+    has them: it is the last, too, or `returns_tokens` (see `token_return`). max_rows: decode rows of a step; with pipeline stages
+    fewer than the slots, with drafts more. max_num_tokens: of a step; 0 for decode graphs only. proposer: its
+    work behind a step is captured, too.
     """
 
     def __init__(
-        self, model: Model, backend: AttentionBackend, tables: BlockTables, last_tokens: Tensor, capturer: GraphCapturer, *,
+        self, model: Decoder, backend: AttentionBackend, tables: BlockTables, last_tokens: Tensor, capturer: GraphCapturer, *,
         first: bool, last: bool, dtype: torch.dtype, max_rows: int, max_num_tokens: int = 0, returns_tokens: bool = False,
+        proposer: Proposer | None = None,
     ) -> None:  # fmt: skip
         self._model, self._backend, self._tables, self._capturer = model, backend, tables, capturer
+        self._proposer = proposer
         self._last_tokens, self._reads_tokens = last_tokens, first and (last or returns_tokens)
         device = last_tokens.device
         assert backend.graphs is not None, f"attention back end {backend.name} supports no graphs"
@@ -157,19 +164,26 @@ class StepGraphs:
             self.mixed_buffers = MixedGraphBuffers(mixed_sizes[-1], model, first=first, dtype=dtype, device=device)
         indices, width = model.context.dp.size, max(size.tokens for size in self.sizes)
         self.dp_tokens = DpGraphTokens(indices, width, device) if indices > 1 else None
+        self._inner: InnerStates | None = None
+        if proposer is not None and proposer.inner_layers:
+            shape = width, len(proposer.inner_layers) * model.shape.hidden_size
+            self._inner = InnerStates(proposer.inner_layers, torch.zeros(shape, dtype=dtype, device=device))
         self._captured: dict[GraphSize, Replay] = {}
+        self._batches: dict[GraphSize, Batch] = {}
         self._short: dict[GraphSize, tuple[int, Replay]] = {}  # the limit of the KV length, and the graph for shorter rows
         self._ready_decode: list[GraphSize] = []  # the captured sizes, in order
         self._ready_mixed: list[GraphSize] = []
         self._max_prefill_pairs = math.inf  # of a step that a mixed graph runs
 
-    def capture(self, caches: Sequence[KvCache], sizes: Sequence[GraphSize]) -> Iterator[GraphSize]:
+    def capture(self, caches: Sequence[LayerCache], sizes: Sequence[GraphSize]) -> Iterator[GraphSize]:
         """Capture the forwards of these sizes over these caches. Decode graphs, which gain most, come first; of each kind the
-        largest comes first, since the others share its memory. Yields each size once its graphs are captured. Collective: all ranks
-        capture the same sizes, as their heads and GPUs are alike."""
+        largest comes first, since the others share its memory. Yields each size once its graphs are captured, and captures those of
+        the proposer at the end. Collective: all ranks capture the same sizes, as their heads and GPUs are alike."""
         for size in sorted(sizes, key=lambda size: (size.prefill_rows > 0, -size.tokens)):
             batch = self.buffers(size).batch(size, self._tables.device, self._last_tokens if self._reads_tokens else None)
-            self._captured[size] = self._capture(size, batch, caches)
+            if self._inner is not None:
+                batch.inner = replace(self._inner, out=self._inner.out[: size.tokens])
+            self._batches[size], self._captured[size] = batch, self._capture(size, batch, caches)
             limit = self._short_kv_limit(size)  # known once a forward has met all kinds of layers
             if limit:
                 self._short[size] = limit, self._capture(size, replace(batch, short=True), caches)
@@ -177,8 +191,10 @@ class StepGraphs:
             self._ready_mixed = sorted(ready for ready in self._captured if ready.prefill_rows)
             self._max_prefill_pairs = self._graph_support.max_prefill_pairs()
             yield size
+        if self._proposer is not None:
+            self._proposer.capture(self._capturer, {size: self._batches[size] for size in sizes})
 
-    def warm_up(self, caches: Sequence[KvCache]) -> None:
+    def warm_up(self, caches: Sequence[LayerCache]) -> None:
         """Run the forwards of each size once, without graphs. Collective, as `capture`."""
         capturer, self._capturer = self._capturer, EagerCapturer()
         try:
@@ -190,19 +206,22 @@ class StepGraphs:
 
     def reset(self) -> None:
         """Drop all graphs, and their memory."""
-        for graphs in (self._captured, self._short, self._ready_decode, self._ready_mixed):
+        for graphs in (self._captured, self._batches, self._short, self._ready_decode, self._ready_mixed):
             graphs.clear()
+        if self._proposer is not None:
+            self._proposer.reset()
         self._capturer.reset()
 
     @property
     def count(self) -> int:
         """Graphs of all sizes, captured or not; known once a forward has met all kinds of layers."""
-        return sum(2 if self._short_kv_limit(size) else 1 for size in self.sizes)
+        proposers = 0 if self._proposer is None else self._proposer.graphs(self.sizes)
+        return sum(2 if self._short_kv_limit(size) else 1 for size in self.sizes) + proposers
 
     def _short_kv_limit(self, size: GraphSize) -> int:
         return 0 if size.prefill_rows else self._graph_support.short_kv_limit(size.decode_rows)
 
-    def _capture(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> Replay:
+    def _capture(self, size: GraphSize, batch: Batch, caches: Sequence[LayerCache]) -> Replay:
         def warmup() -> None:
             # Layers of a kind launch the same kernels: to go through all of them would take as long as the capture itself.
             with self._model.distinct_layers() as layers:
@@ -210,7 +229,7 @@ class StepGraphs:
 
         return self._capturer.capture(partial(self._forward, size, batch, caches), warmup)
 
-    def _forward(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> None:
+    def _forward(self, size: GraphSize, batch: Batch, caches: Sequence[LayerCache]) -> None:
         tokens, buffers, lm_head = size.tokens, self.buffers(size), self._model.lm_head
         columns = buffers.columns
         batch.attention = self._backend.plan(batch)  # first: later work reads early what it computes
@@ -230,6 +249,10 @@ class StepGraphs:
             return self.decode_buffers
         assert self.mixed_buffers is not None
         return self.mixed_buffers
+
+    def batch(self, size: GraphSize) -> Batch:
+        """The input of a captured size."""
+        return self._batches[size]
 
     def size_of(self, host_batch: HostBatch) -> GraphSize | None:
         """The smallest captured size that can forward these rows: a decode graph if every row is a decode row whose logits are
@@ -258,13 +281,20 @@ class StepGraphs:
                 return size
         return None
 
-    def replay(self, size: GraphSize, host_batch: HostBatch, new: NewBlocks, receive: Callable[[Tensor], Tensor]) -> None:
+    def replay(
+        self, size: GraphSize, host_batch: HostBatch, new: NewBlocks, receive: Callable[[Tensor], Tensor],
+        expand: Expand | None = None,
+    ) -> None:  # fmt: skip
         """Forward T tokens that the size can hold. The output stays in the buffers until the next replay. new: the blocks that the
-        device's tables lack, at most `max_new_blocks`. `receive` fills the residual stream [T, hidden_size] on later stages."""
+        device's tables lack, at most `max_new_blocks`. `receive` fills the residual stream [T, hidden_size] on later stages.
+        expand: writes the input of rows that verify drafts."""
         limit, short = self._short.get(size, (0, None))
         run = short if short is not None and host_batch.kv_lengths.max(initial=0) <= limit else self._captured[size]
         buffers = self.buffers(size)
         buffers.fill(host_batch, new, size)
+        if expand is not None:
+            columns = buffers.columns
+            expand(columns.token_ids, columns.positions, columns.kv_slots, columns.kv_lengths)
         if buffers.hidden is not None and len(host_batch.token_ids):
             receive(buffers.hidden[: len(host_batch.token_ids)])
         run()

@@ -17,8 +17,8 @@ from torch import Tensor
 from phalanx.comm.group import Group, Splits
 from phalanx.engine.messages import ExpertMove
 from phalanx.errors import EngineError
+from phalanx.layout.expert_placement import Placement, transfers
 from phalanx.models.layers.moe import SparseMoe
-from phalanx.plan.expert_placement import Placement, transfers
 from phalanx.worker.expert_load import ExpertLoad
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.config.quantization import on_load
+from phalanx.layout import Layout, graphs
+from phalanx.layout.graphs import GraphSize as GraphSize
+from phalanx.layout.graphs import graph_sizes as graph_sizes
 from phalanx.models.batch import Batch, DpTokens, count_leading_decodes
-from phalanx.models.registry import Model
-from phalanx.plan import graphs
-from phalanx.plan.graphs import GraphSize as GraphSize
-from phalanx.plan.graphs import graph_sizes as graph_sizes
-from phalanx.plan.weight_tensors import active_layer_bytes
+from phalanx.models.decoder import Decoder
 from phalanx.worker.input_batch import HostBatch, Ints, Words
 
 NewBlocks = tuple[Ints, Words]
@@ -31,14 +31,14 @@ PINNED_COPIES = 4
 """Steps whose inputs may wait for the device at a time, before the host waits."""
 
 
-def max_graph_tokens(model: Model) -> int:
+def max_graph_tokens(model: Decoder) -> int:
     """Up to how many tokens an eager step would have the GPU wait for the host. Computed from the shape alone: ranks may differ in
     some scales or heads of a layer, and must capture the same sizes."""
     fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in model.layers[0].parameters())
-    dtype = "fp32" if model.context.dtype.itemsize == 4 else "bf16"
-    bytes_per_rank = active_layer_bytes(model.shape, "fp8" if fp8 else dtype) / model.context.group.size
-    has_experts, latent = model.shape.experts_in(0) is not None, model.shape.latent is not None
-    return graphs.max_graph_tokens(bytes_per_rank, has_experts=has_experts, latent=latent, dp=model.context.dp.size)
+    dtype = "int4" if model.context.quantization == on_load("int4") else "fp32" if model.context.dtype.itemsize == 4 else "bf16"
+    context = model.context
+    layout = Layout(1, context.dp.size, context.group.size, context.moe_ep, context.redundant_experts)
+    return graphs.max_graph_tokens(model.shape, "fp8" if fp8 else dtype, layout)
 
 
 Array = TypeVar("Array", Tensor, np.ndarray[Any, Any])
@@ -94,7 +94,7 @@ class GraphBuffers(ABC, Generic[Columns]):
     logits: Tensor | None = None
 
     def __init__(
-        self, kind: type[Columns], width: int, model: Model, *, first: bool, dtype: torch.dtype, device: torch.device
+        self, kind: type[Columns], width: int, model: Decoder, *, first: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         matrix = torch.zeros(len(fields(kind)), width, dtype=torch.int64, device=device)
         self.width = width
@@ -134,7 +134,7 @@ class GraphBuffers(ABC, Generic[Columns]):
 class DecodeGraphBuffers(GraphBuffers[DecodeColumns[Any]]):
     """Of decode graphs, of up to `max_rows` decode rows: the slot of token r is the slot of row r."""
 
-    def __init__(self, max_rows: int, model: Model, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, max_rows: int, model: Decoder, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(DecodeColumns, max_rows, model, first=first, dtype=dtype, device=device)
         self.columns.kv_lengths[:] = 1
         self._row_numbers = torch.arange(max_rows, dtype=torch.int64, device=device)
@@ -163,7 +163,7 @@ class DecodeGraphBuffers(GraphBuffers[DecodeColumns[Any]]):
 class MixedGraphBuffers(GraphBuffers[MixedColumns[Any]]):
     """Of mixed graphs, of up to `largest` tokens and rows."""
 
-    def __init__(self, largest: GraphSize, model: Model, *, first: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, largest: GraphSize, model: Decoder, *, first: bool, dtype: torch.dtype, device: torch.device) -> None:
         width = max(largest.tokens, largest.decode_rows + largest.prefill_rows)
         super().__init__(MixedColumns, width, model, first=first, dtype=dtype, device=device)
         self.out = torch.zeros(self._shape, dtype=dtype, device=device)

@@ -22,7 +22,8 @@ _SECTION = 16  # bytes: every array in an upload begins at a multiple
 
 @dataclass(frozen=True)
 class HostBatch:
-    """The index arrays of R rows with T tokens; names and shapes as in models.batch.Batch.
+    """The index arrays of R rows with T tokens; names and shapes as in models.batch.Batch. Each token of a row of the step that
+    verifies drafts is a row here: where the slot has its start, at the highest position that it may have.
 
     slots [R]; sampled_slots [S]: of the rows that sample. token_ids: 0 where the id was sampled into a slot by an earlier step: at
     the indices `from_slot_at` [G], from the slots `from_slot` [G]. logit_rows [S + P]: the last token of each row that samples,
@@ -103,19 +104,36 @@ class BlockTables:
         self._used[slots] = ends
         return entries, ids
 
-    def build(self, rows: Sequence[StepRow], reported: Sequence[range]) -> HostBatch:
+    def capacities(self, slots: Ints) -> Ints:
+        """How many positions of each of these slots have blocks."""
+        return self._used[slots] * self.block_size
+
+    def build(self, rows: Sequence[StepRow], reported: Sequence[range], verifying: int = 0) -> HostBatch:
         """The index arrays of the rows, whose blocks have been appended. `reported[r]`: the tokens of row r (0 .. count-1) that are
-        followed by a prompt token to report."""
+        followed by a prompt token to report. verifying: how many rows, the first ones, have drafts to verify, or would have them:
+        `Verification.expand` writes their input on the device."""
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         counts = np.array([row.count for row in rows], dtype=np.int64)
         sampled = np.array([row.samples for row in rows], dtype=bool)
         known = np.array([len(row.tokens) for row in rows], dtype=np.int64)
+        if verifying:
+            width = rows[0].count
+            slots, counts, sampled, known = (
+                np.concatenate([np.repeat(array[:verifying], width), array[verifying:]])
+                for array in (slots, counts, sampled, known)
+            )
+            verified = verifying * width
+            places = np.add.outer(starts[:verifying], np.arange(width)).reshape(-1)
+            starts = np.concatenate([np.minimum(places, self.capacities(slots[:verified]) - 1), starts[verifying:]])
+            counts[:verified] = known[:verified] = 1
+            reported = [*([range(0)] * verified), *reported[verifying:]]
+            rows = rows[verifying:]
         unknown = known == 0
         ends = np.cumsum(counts)
         begins = ends - counts
         total = int(ends[-1])
-        if total == len(rows):
+        if total == len(counts):
             positions, token_slots = starts, slots
         else:
             positions = np.arange(total, dtype=np.int64) + np.repeat(starts - begins, counts)
@@ -132,9 +150,9 @@ class BlockTables:
             )  # fmt: skip
         ids = np.zeros(total, dtype=np.int64)
         if not unknown.all():
-            ids[np.repeat(~unknown, counts)] = np.fromiter(
-                chain.from_iterable(row.tokens for row in rows), np.int64, int(known.sum())
-            )
+            named = np.repeat(~unknown, counts)
+            named[: total - sum(row.count for row in rows)] = False  # of rows that verify
+            ids[named] = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, int(named.sum()))
         scored = [np.arange(begin + part.start, begin + part.stop) for begin, part in zip(begins, reported, strict=True) if part]
         return HostBatch(
             slots=slots, sampled_slots=slots[sampled], token_ids=ids, positions=positions,

@@ -7,6 +7,7 @@ import gc
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,41 +18,64 @@ from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.errors import CapacityError
 from phalanx.kernels import warmup_token_counts
 from phalanx.kernels.sampling.sampling import MANY_ROWS
-from phalanx.plan.memory import GRAPH_BYTES, KvSpec, block_bytes, blocks_in, kv_budget
+from phalanx.layout.cache import Cache, request_bytes
+from phalanx.layout.graphs import max_decode_rows
+from phalanx.layout.memory import GRAPH_BYTES, block_bytes, blocks_in, kv_budget
 from phalanx.worker.model_runner import ModelRunner
 
 DEFAULT_CPU_BYTES = 1 << 30
 
 
-def cpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], max_seq_len: int) -> int:
-    """Blocks in `kv_cache_bytes`, or in 1 GiB, but no more than as many full requests as run at once can use. Raises CapacityError
-    when no block fits."""
+def usable_blocks(options: EngineOptions, max_seq_len: int) -> int:
+    """What as many full requests as run at once can use."""
+    return options.index_batch_size * -(-max_seq_len // options.kv_block_size)
+
+
+def cpu_blocks(options: EngineOptions, caches: Sequence[Cache], max_seq_len: int) -> int:
+    """Blocks in `kv_cache_bytes`, or in 1 GiB, but no more than `usable_blocks`. Raises CapacityError when no block fits."""
     if options.kv_cache_bytes is not None:
         budget, what = options.kv_cache_bytes, f"kv_cache_bytes={options.kv_cache_bytes:,}"
     else:
         budget, what = DEFAULT_CPU_BYTES, "the default of 1 GiB"
-    usable = options.index_batch_size * -(-max_seq_len // options.kv_block_size)
-    return min(blocks_in(budget, specs, options.kv_block_size, what=what), usable)
+    usable, states = usable_blocks(options, max_seq_len), options.index_states
+    return min(blocks_in(budget, caches, options.kv_block_size, states=states, usable=usable, what=what), usable)
 
 
-def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int, graphs: int, device: torch.device) -> int:
-    """Blocks in the configured fraction of the memory that is free after loading weights, less the bytes that the peak of
-    activations and the graphs will take."""
+def require_state_fits(options: EngineOptions, caches: Sequence[Cache], device: torch.device) -> None:
+    """Raise CapacityError where the GPU has no room for the states of as many requests as have slots, and of prefixes.
+
+    They are allocated before anything is measured."""
+    states, each = options.index_states, request_bytes(caches)
+    if device.type == "cuda" and each and states * each > (free := free_bytes(device)):
+        most = free // each * options.expert_parallel_size
+        raise CapacityError(
+            f"the states of {options.index_batch_size} requests and {options.index_snapshots} prefixes do not fit the GPU memory",
+            held=f"{free:,} bytes are free after weights; each takes {each:,} bytes",
+            next=f"use a max_batch_size and state_snapshots of {most} together, or a larger tensor_parallel_size",
+        )  # fmt: skip
+
+
+def gpu_blocks(
+    options: EngineOptions, caches: Sequence[Cache], max_seq_len: int, activations: int, graphs: int, device: torch.device
+) -> int:  # fmt: skip
+    """Blocks in the configured fraction of the memory that is free after loading weights and allocating states, less
+    the bytes that the peak of activations and the graphs will take."""
+    fits = partial(blocks_in, caches=caches, block_size=options.kv_block_size, usable=usable_blocks(options, max_seq_len))
     if options.kv_cache_bytes is not None:
-        return blocks_in(options.kv_cache_bytes, specs, options.kv_block_size, what=f"kv_cache_bytes={options.kv_cache_bytes:,}")
+        return fits(options.kv_cache_bytes, states=options.index_states, what=f"kv_cache_bytes={options.kv_cache_bytes:,}")
     free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
     budget = kv_budget(options.kv_cache_free_gpu_memory_fraction, free, activations, graphs)
     what = (
         f"{options.kv_cache_free_gpu_memory_fraction:g} of the GPU memory left ({free:,} of {total:,} bytes free after weights, "
         f"{activations:,} of these for activations, {graphs:,} for graphs)"
     )
-    if budget < block_bytes(specs, options.kv_block_size):
+    if budget < block_bytes(caches, options.kv_block_size):
         raise CapacityError(
             "not a single KV block fits the GPU memory", held=f"{what} gives the KV cache {max(budget, 0):,} bytes",
-            why=f"one block of {options.kv_block_size} tokens takes {block_bytes(specs, options.kv_block_size):,} bytes",
+            why=f"one block of {options.kv_block_size} tokens takes {block_bytes(caches, options.kv_block_size):,} bytes",
             next="use a larger tensor_parallel_size, or lower max_num_tokens or max_batch_size",
         )  # fmt: skip
-    return blocks_in(budget, specs, options.kv_block_size, what=what)
+    return fits(budget, states=0, what=what)
 
 
 LARGEST_STEPS = 2
@@ -59,7 +83,7 @@ LARGEST_STEPS = 2
 
 
 def profiling_steps(
-    *, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int,
+    *, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int, max_drafts: int = 0,
     more_counts: Callable[[Collection[int]], Sequence[int]] = lambda _: (),
 ) -> list[StepBatch]:  # fmt: skip
     """The steps that need the most memory: all tokens in as few prompts as possible; and every slot sampling, with the rest of the
@@ -80,7 +104,33 @@ def profiling_steps(
     )  # fmt: skip
     counts = more_counts({sum(row.count for row in step.rows) for step in (*largest, *smaller)})
     more = [_step(_prompts(tokens, max_seq_len, max_batch_size, block_size), SAMPLING_VARIANTS[0]) for tokens in counts]
-    return [*largest, *more, *smaller, StepBatch(released=list(range(max_batch_size)))]
+    sizes = {"max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
+    drafts = verifying_steps(max_drafts, block_size=block_size, **sizes) if max_drafts else []
+    return [*largest, *drafts, *more, *smaller, StepBatch(released=list(range(max_batch_size)))]
+
+
+def verifying_steps(
+    max_drafts: int, *, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int
+) -> list[StepBatch]:  # fmt: skip
+    """Steps whose rows verify drafts: the one with the most tokens, which all sample, with everything that takes memory; and
+    smaller ones, for the kernels of more decode rows than requests."""
+    width = 1 + max_drafts
+    if max_seq_len <= 2 * width:
+        return []
+    most = min(max_decode_rows(max_batch_size, max_drafts), max_num_tokens) // width
+    steps = []
+    for number, count in enumerate(_doubled(1, most)[::-1]):
+        rows = [
+            StepRow(
+                slot, max_drafts, width, [0] * width, [0] * -(-2 * width // block_size), samples=True, drafts=max_drafts
+            )
+            for slot in range(count)
+        ]  # fmt: skip
+        for params in SAMPLING_VARIANTS[:2] if number else [PEAK_MEMORY_PARAMS, *SAMPLING_VARIANTS]:
+            step = _step(rows, params)
+            step.propose = max_drafts
+            steps.append(step)
+    return steps
 
 
 def kernel_warmup_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:

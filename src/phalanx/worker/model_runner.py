@@ -15,24 +15,34 @@ waits for them, and `Upload` for the copy of some steps before.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group
 from phalanx.engine.messages import RowResult, StepBatch, StepExtent, StepRow, max_rows_per_step
 from phalanx.errors import EngineError
-from phalanx.models.batch import Batch, DpTokens, KvCache
+from phalanx.kernels.speculation.drafts import DRAFTS, LAST
+from phalanx.layout.graphs import max_decode_rows
+from phalanx.models.adapters import ModelAdapters
+from phalanx.models.batch import Batch, DpTokens, InnerStates, tokens_of
+from phalanx.models.cache import LayerCache
+from phalanx.models.decoder import Decoder
 from phalanx.models.layers.attention.backend import AttentionBackend
-from phalanx.models.registry import Model
-from phalanx.worker.cuda_graphs import GraphCapturer, StepCounts, StepGraphs
+from phalanx.worker.cuda_graphs import Expand, GraphCapturer, StepCounts, StepGraphs
 from phalanx.worker.graph_buffers import NO_BLOCKS, DecodeGraphBuffers, GraphSize, MixedGraphBuffers, NewBlocks
-from phalanx.worker.input_batch import BlockTables, HostBatch, PromptLogprobs, Upload
-from phalanx.worker.sampler import Sampler
+from phalanx.worker.input_batch import BlockTables, HostBatch, Ints, PromptLogprobs, Upload
+from phalanx.worker.pooling import PooledStates
+from phalanx.worker.sampler import Masks, Rows, Sampler
 from phalanx.worker.sampler_output import PromptScores, SampledTokens
+from phalanx.worker.speculation.proposer import Proposer, SampledRows
+from phalanx.worker.speculation.verification import Verification, verifying_rows
 from phalanx.worker.token_return import TokenReturn
 
 
@@ -43,8 +53,11 @@ class StepOutput:
     rows: int | None = None
     sampling: Sequence[int] = ()  # which rows sample
     sampled: SampledTokens | None = None
+    drafts: Tensor | None = None  # [S, k] on the host, once `event` has passed: where the engine must know them
     scored: Sequence[tuple[int, int]] = ()  # (row, how many prompt tokens)
     scores: PromptScores | None = None
+    pooling: Sequence[int] = ()  # rows whose prompts have a vector
+    pooled: Tensor | None = None  # [P, hidden_size] fp32, on the host once `event` has passed
     event: torch.cuda.Event | None = None  # the end of the work that `sampled` does not cover
 
     @property
@@ -60,12 +73,18 @@ class StepOutput:
             return None, None
         sampled = [] if self.sampled is None else self.sampled.results()
         crc = zlib.crc32(b"" if self.sampled is None else self.sampled.wait().tobytes())
+        if self.drafts is not None:
+            for result, drafts in zip(sampled, self.drafts.tolist(), strict=True):
+                result.drafts = drafts
         if len(sampled) == self.rows:
             rows = sampled
         else:
             rows = [RowResult() for _ in range(self.rows)]
             for index, result in zip(self.sampling, sampled, strict=True):
                 rows[index] = result
+        if self.pooled is not None:
+            for index, vector in zip(self.pooling, self.pooled.numpy(), strict=True):
+                rows[index].pooled = vector.astype("<f4").tobytes()
         if self.scores is not None:
             scores, begin = self.scores.results(), 0
             for index, count in self.scored:
@@ -78,44 +97,67 @@ class StepOutput:
 class ForwardOutput:
     """The output of the last stage's forward of a step, of which S rows sample.
 
-    slots [S]: of these rows. local [S, width]: this rank's logits. tokens [S]: the argmax tokens, where a graph has computed them
-    and written them into the slots. hidden_states [T, hidden_size] and scored [P]: the tokens followed by prompt tokens to report.
+    batch: the input. size: of the graph that ran it. slots [S]: of these rows. local [S, width]: this rank's logits. tokens [S]:
+    the argmax tokens, where a graph has computed them and written them into the slots. hidden_states [T, hidden_size] and
+    scored [P]: the tokens followed by prompt tokens to report.
     """
 
+    batch: Batch
     slots: Tensor
     local: Tensor
     tokens: Tensor | None = None
     hidden_states: Tensor | None = None
     scored: Tensor | None = None
+    size: GraphSize | None = None
 
 
 class ModelRunner:
     """One stage of one slice of a model, with its caches and its slots.
 
-    caches: one per layer of the stage; may be replaced between steps. sampler: on the last stage. pipeline: the group of the
+    caches: see `take_caches`. sampler: on the last stage. pipeline: the group of the
     stages. max_batch_size: slots. capturer: captures graphs, where the attention back end supports them; mixed graphs have up to
     max_num_tokens tokens. ends: the group of the first and the last stage, in which tokens return to the first; None where a
     request waits for its token. Every call is made in the order of the steps.
 
-    max_rows: of a step, as a scheduler makes it for this many stages. Graphs have no more rows.
+    max_rows: of a step, as a scheduler makes it for this many stages. Graphs have no more rows. max_drafts: that a row of a step
+    verifies. proposer: of drafts, on the last stage. acceptance: rates that decide instead of the tokens, for measurements: see
+    `accept_drafts`. adapters: those of the model. A step with them runs eagerly: no graph has their kernels.
+
+    Where the model is `row_by_row` (see `LayerContext`), each token is a forward of its own, so that nothing else of the step has a
+    part in it. Not with drafts, and not with several dp indices.
     """
 
     def __init__(
-        self, model: Model, caches: Sequence[KvCache], backend: AttentionBackend, sampler: Sampler | None, pipeline: Group, *,
+        self, model: Decoder, caches: Sequence[LayerCache], backend: AttentionBackend, sampler: Sampler | None, pipeline: Group, *,
         max_batch_size: int, max_seq_len: int, block_size: int, dtype: torch.dtype, device: torch.device,
-        capturer: GraphCapturer | None = None, max_num_tokens: int = 0, ends: Group | None = None,
+        capturer: GraphCapturer | None = None, max_num_tokens: int = 0, ends: Group | None = None, max_drafts: int = 0,
+        proposer: Proposer | None = None, acceptance: Tensor | None = None, adapters: ModelAdapters | None = None,
     ) -> None:  # fmt: skip
-        self.caches = caches
         self._model, self._backend, self._sampler, self._pipeline = model, backend, sampler, pipeline
+        self._row_by_row = model.context.row_by_row
         self._dtype, self._device = dtype, device
         self._indices = model.context.dp.size
         self.max_rows = max_rows_per_step(max_batch_size, pipeline.size)
         self._tables = BlockTables(max_batch_size, max_seq_len, block_size, device)
-        self._last_tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
+        self._state = torch.zeros(1 if not max_drafts else DRAFTS + max_drafts, max_batch_size, dtype=torch.int64, device=device)
+        self._last_tokens = self._state[LAST]
+        self.max_drafts, self._proposer, self._acceptance = max_drafts, proposer, acceptance
+        self._verified = Upload(device)
+        self._adapters, self._adapter_of = adapters, np.full(max_batch_size, -1, dtype=np.int64)  # by slot
+        self._token_adapters: Ints | None = None  # of the step that is being run, where it has any
+        self._layers = len(model.layers)
+        self.take_caches(caches)
+        self._inner_layers = () if proposer is None else proposer.inner_layers
+        if any(layer < model.layer_range.start for layer in self._inner_layers):
+            raise EngineError(
+                f"the proposer reads inner states before layers {self._inner_layers}",
+                held=f"this stage has layers {model.layer_range.start} to {model.layer_range.stop - 1}",
+                why="inner states of other pipeline stages do not reach it", next="use pipeline_parallel_size=1",
+            )  # fmt: skip
         self._token_return = None
         if ends is not None and ends.size > 1:
-            self._token_return = TokenReturn(ends, self._last_tokens, pipeline.size)
-        self._prompts = PromptLogprobs()
+            self._token_return = TokenReturn(ends, self._state, pipeline.size)
+        self._prompts, self._pooled = PromptLogprobs(), PooledStates()
         self._reporting: set[int] = set()  # slots whose prompt logprobs are wanted
         self._upload = Upload(device)
         self._first, self._last = pipeline.rank == 0, pipeline.rank == pipeline.size - 1
@@ -124,8 +166,20 @@ class ModelRunner:
         if capturer is not None and backend.graphs is not None:
             self.graphs = StepGraphs(
                 model, backend, self._tables, self._last_tokens, capturer, first=self._first, last=self._last, dtype=dtype,
-                max_rows=self.max_rows, max_num_tokens=max_num_tokens, returns_tokens=self._token_return is not None,
+                max_rows=max_decode_rows(self.max_rows, max_drafts), max_num_tokens=max_num_tokens,
+                returns_tokens=self._token_return is not None, proposer=proposer,
             )  # fmt: skip
+
+    def take_caches(self, caches: Sequence[LayerCache]) -> None:
+        """The caches from now on: those of the stage's layers, then those that the proposer declares."""
+        self.caches = caches[: self._layers]
+        if self._proposer is not None:
+            self._proposer.caches = caches[self._layers :]
+
+    @property
+    def all_caches(self) -> list[LayerCache]:
+        """As `take_caches` takes them."""
+        return [*self.caches, *([] if self._proposer is None else self._proposer.caches)]
 
     @torch.inference_mode()
     def run(self, step: StepBatch, extent: StepExtent | None = None) -> StepOutput:
@@ -146,19 +200,77 @@ class ModelRunner:
         if not step.rows:
             return self._without_rows(extent)
         reported = self._reported(step.rows)
-        host_batch, new = self._build(step.rows, reported)
-        size = self._graph_size(host_batch, extent)
+        verifying = verifying_rows(step.rows) if self.max_drafts else 0
+        host_batch, new = self._build(step.rows, reported, verifying)
+        verification = self._verification(step.rows, host_batch, verifying)
+        expand = None if verification is None or not verifying else partial(self._expand, step.rows, verification)
+        size = None if step.adapted else self._graph_size(host_batch, extent)
+        if size is not None and not size.prefill_rows and self._pooled.any_of(step.rows):
+            size = None  # a decode graph leaves no hidden states
         self.ran.add(size, len(host_batch.token_ids))
-        hidden_states, forwarded = self._eager(host_batch, new, extent) if size is None else self._replay(size, host_batch, new)
+        if size is None:
+            with self._adapting(step, host_batch):
+                hidden_states, forwarded = self._eager(host_batch, new, extent, expand)
+        else:
+            hidden_states, forwarded = self._replay(size, host_batch, new, expand)
         output = StepOutput()
         if forwarded is not None:
-            output = self._sample(step.rows, host_batch, reported, forwarded)
+            output = self._sample(step.rows, host_batch, reported, forwarded, verification)
+            if self._proposer is not None:
+                self._propose(self._proposer, step, forwarded, verification, output)
         elif hidden_states is not None:
             self._pipeline.send(hidden_states, self._pipeline.rank + 1)
-        if self._device.type == "cuda" and (output.sampled is None or output.scores is not None):
+        if self._device.type == "cuda" and (
+            output.sampled is None or output.scores is not None or output.drafts is not None or output.pooled is not None
+        ):
             output.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             output.event.record()
         return output
+
+    def _verification(self, rows: Sequence[StepRow], host_batch: HostBatch, verifying: int) -> Verification | None:
+        """The rows of the step that sample; None where there is no speculation, or nothing of it in this step on this stage."""
+        sampling = [row for row in rows if row.samples] if self.max_drafts else []
+        if not sampling or not (verifying or self._last):
+            return None
+        return Verification(self._state, self._tables, self._verified, sampling, verifying, host_batch, self._acceptance)
+
+    def _expand(
+        self, rows: Sequence[StepRow], verification: Verification, token_ids: Tensor, positions: Tensor, kv_slots: Tensor,
+        kv_lengths: Tensor,
+    ) -> None:  # fmt: skip
+        """Write the input of rows that verify. A stage between the first and the last one has no state of slots: with late rows,
+        each stage tells the next one where they start."""
+        stage, stages = self._pipeline.rank, self._pipeline.size
+        relays = stages > 2 and any(row.late for row in rows)
+        if relays and not self._first:
+            starts = torch.empty(verification.rows, dtype=torch.int64, device=self._device)
+            verification.take_starts(self._pipeline.receive(starts, stage - 1))
+        verification.expand(token_ids, positions, kv_slots, kv_lengths)
+        if relays and not self._last:
+            self._pipeline.send(verification.starts[: verification.rows], stage + 1)
+
+    def _propose(
+        self, proposer: Proposer, step: StepBatch, forwarded: ForwardOutput, verification: Verification | None, output: StepOutput
+    ) -> None:
+        """Propose drafts of what follows the step's tokens, and put them into the slots. verification: None where none is sampled:
+        the proposer may have to read the prompts, too."""
+        tokens, batch = sum(row.count for row in step.rows), forwarded.batch
+        inner = None if batch.inner is None else batch.inner.out[:tokens]
+        if verification is None:
+            none = forwarded.slots[:0]
+            rows = SampledRows(batch, tokens, none, none.new_empty((0, 2)), none, none, none, inner, forwarded.size)
+        else:
+            rows = SampledRows(
+                batch, tokens, verification.slots, verification.out, verification.lengths, verification.at,
+                verification.capacities, inner, forwarded.size,
+            )  # fmt: skip
+        drafts = proposer.propose(rows, 0 if verification is None else step.propose)
+        if drafts is not None and verification is not None:
+            if self._acceptance is not None:  # nothing is accepted where there is no draft
+                drafts = drafts.clamp(min=0)
+            self._state[DRAFTS : DRAFTS + drafts.shape[1], verification.slots] = drafts.T
+            if any(row.masks for row in step.rows) or (self._pipeline.size > 1 and self._token_return is None):
+                output.drafts = drafts.to("cpu", non_blocking=True)
 
     def _without_rows(self, extent: StepExtent | None) -> StepOutput:
         """A step in which this dp index has no rows: it computes its experts for the others. Where they replay a graph it replays
@@ -179,7 +291,7 @@ class ModelRunner:
 
     def _graph_size(self, host_batch: HostBatch, extent: StepExtent | None) -> GraphSize | None:
         """The size of the graph that runs the step; None where none does. It is filled with the tokens of each dp index."""
-        if self.graphs is None:
+        if self.graphs is None or (extent is not None and extent.adapted):
             return None
         if extent is None:
             return self.graphs.size_of(host_batch)
@@ -188,16 +300,20 @@ class ModelRunner:
             self.graphs.dp_tokens.fill(extent.tokens)
         return size
 
-    def _replay(self, size: GraphSize, host_batch: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
-        """Forward by the graph of a size. Returns the residual stream for the next stage; on the last stage the ForwardOutput."""
+    def _replay(
+        self, size: GraphSize, host_batch: HostBatch, new: NewBlocks, expand: Expand | None
+    ) -> tuple[Tensor | None, ForwardOutput | None]:
+        """Forward by the graph of a size. Returns the residual stream for the next stage; on the last stage the ForwardOutput.
+        expand: writes the input of rows that verify drafts, for which it reads the device's block tables."""
         assert self.graphs is not None
         buffers, rows, count = self.graphs.buffers(size), len(host_batch.slots), len(host_batch.sampled_slots)
-        if len(new[0]) > buffers.max_new_blocks:
+        if len(new[0]) > buffers.max_new_blocks or expand is not None:
             self._store(new)
             new = new[0][:0], new[1][:0]
-        self.graphs.replay(size, host_batch, new, self._receive)
+        self.graphs.replay(size, host_batch, new, self._receive, expand)
+        batch = self.graphs.batch(size)
         if isinstance(buffers, DecodeGraphBuffers) and buffers.logits is not None:
-            return None, ForwardOutput(buffers.columns.slots[:rows], buffers.logits[:rows], buffers.tokens[:rows])
+            return None, ForwardOutput(batch, buffers.columns.slots[:rows], buffers.logits[:rows], buffers.tokens[:rows], size=size)
         assert buffers.out is not None
         hidden_states, lm_head = buffers.out[: len(host_batch.token_ids)], self._model.lm_head
         if lm_head is None:
@@ -206,8 +322,8 @@ class ModelRunner:
         logit_rows = buffers.columns.logit_rows[: len(host_batch.logit_rows)]
         local = lm_head.local(hidden_states, logit_rows[:count])
         return None, ForwardOutput(
-            buffers.columns.sampled_slots[:count], local, hidden_states=hidden_states, scored=logit_rows[count:]
-        )
+            batch, buffers.columns.sampled_slots[:count], local, hidden_states=hidden_states, scored=logit_rows[count:], size=size,
+        )  # fmt: skip
 
     def _store(self, new: NewBlocks) -> None:
         """Write the new blocks into the device's tables; a graph does this itself."""
@@ -215,40 +331,82 @@ class ModelRunner:
             self._tables.device.view(-1).index_copy_(0, *self._upload.send([*new]))
 
     def _eager(
-        self, host_batch: HostBatch, new: NewBlocks, extent: StepExtent | None
+        self, host_batch: HostBatch, new: NewBlocks, extent: StepExtent | None, expand: Expand | None
     ) -> tuple[Tensor | None, ForwardOutput | None]:
         """Forward without a graph. Returns the same as `_replay`."""
         self._store(new)
         batch, slots = self._batch(host_batch)
+        if expand is not None:
+            expand(batch.token_ids, batch.positions, batch.kv_slots, batch.kv_lengths)
+            if self._device.type == "cpu" or self._backend.graphs is None:  # attention is planned on the host
+                batch.kv_lengths_cpu = batch.kv_lengths.tolist()
         batch.dp_tokens = None if extent is None else DpTokens.of(extent.tokens)
-        batch.attention = self._backend.plan(batch)
+        if self._inner_layers:
+            width = len(self._inner_layers) * self._model.shape.hidden_size
+            out = torch.empty((len(host_batch.token_ids), width), dtype=self._dtype, device=self._device)
+            batch.inner = InnerStates(self._inner_layers, out)
         hidden = None
         if not self._first:
             shape = (int(batch.token_ids.shape[0]), self._model.shape.hidden_size)
             hidden = self._receive(torch.empty(shape, dtype=self._dtype, device=self._device))
-        hidden_states, lm_head = self._model.hidden_states(batch, self.caches, hidden), self._model.lm_head
-        batch.attention = None  # a plan references its batch: both would wait for the cyclic garbage collector
+        parts = [(batch, hidden)] if not self._row_by_row else tokens_of(batch, hidden)
+        hidden_states, lm_head = self._forward(parts), self._model.lm_head
         if lm_head is None:
             return hidden_states, None
         count = len(host_batch.sampled_slots)
         return None, ForwardOutput(
-            slots, lm_head.local(hidden_states, batch.logit_rows[:count]), hidden_states=hidden_states,
+            batch, slots, lm_head.local(hidden_states, batch.logit_rows[:count]), hidden_states=hidden_states,
             scored=batch.logit_rows[count:],
         )  # fmt: skip
 
+    def _forward(self, parts: Iterable[tuple[Batch, Tensor | None]]) -> Tensor:
+        """The residual stream behind the stage, of batches with their residual streams before it."""
+        outputs, begin = [], 0
+        for batch, hidden in parts:
+            if self._adapters is not None and self._token_adapters is not None:
+                end = begin + len(batch.token_ids)
+                self._adapters.begin(self._token_adapters[begin:end])
+                begin = end
+            batch.attention = self._backend.plan(batch)
+            outputs.append(self._model.hidden_states(batch, self.caches, hidden))
+            batch.attention = None  # a plan references its batch: both would wait for the cyclic garbage collector
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
     def _apply(self, step: StepBatch) -> None:
-        """Release and assign slots, before the step's rows."""
+        """Release and assign slots, and copy states, before the step's rows."""
+        for source, target in step.state_copies:
+            for cache in self.caches:
+                cache.copy_state(source, target)
         for slot in step.released:
             self._prompts.release(slot)
+            self._pooled.release(slot)
             self._reporting.discard(slot)
             if self._sampler is not None:
                 self._sampler.release(slot)
         for assignment in step.admitted:
             self._tables.clear(assignment.slot)
+            self._adapter_of[assignment.slot] = assignment.adapter
             self._prompts.admit(assignment)
+            self._pooled.admit(assignment)
             (self._reporting.discard if assignment.params.prompt_logprobs is None else self._reporting.add)(assignment.slot)
             if self._sampler is not None:
                 self._sampler.admit(assignment)
+            if self._proposer is not None:
+                self._proposer.admit(assignment)
+
+    @contextmanager
+    def _adapting(self, step: StepBatch, host_batch: HostBatch) -> Iterator[None]:
+        """Inside, layers add what the adapter of each token's request gives; also for drafts that are verified. Not what proposes
+        drafts: it has no adapter."""
+        if self._adapters is None or not step.adapted:
+            yield
+            return
+        self._token_adapters = np.repeat(self._adapter_of[host_batch.slots], np.diff(host_batch.query_starts))
+        try:
+            yield
+        finally:
+            self._token_adapters = None
+            self._adapters.begin(None)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[GraphSize] | None = None) -> Iterator[GraphSize]:
@@ -256,6 +414,14 @@ class ModelRunner:
         Collective."""
         if self.graphs is not None:
             yield from self.graphs.capture(self.caches, self.graphs.sizes if sizes is None else sizes)
+
+    def capture_again(self) -> None:
+        """Drop all graphs and capture them anew, where memory has moved. Collective."""
+        if self.graphs is not None:
+            self.graphs.reset()
+            self.warm_up_graphs()
+            for _ in self.capture():
+                pass
 
     @torch.inference_mode()
     def warm_up_graphs(self) -> None:
@@ -284,13 +450,16 @@ class ModelRunner:
         """Fill the residual stream [T, hidden_size] from the stage before."""
         return self._pipeline.receive(hidden, self._pipeline.rank - 1)
 
-    def _build(self, rows: Sequence[StepRow], reported: Sequence[range]) -> tuple[HostBatch, NewBlocks]:
+    def _build(self, rows: Sequence[StepRow], reported: Sequence[range], verifying: int) -> tuple[HostBatch, NewBlocks]:
         """The index arrays of the rows on the host, and the blocks that the device's tables still lack."""
         new = self._tables.append(rows)
-        host_batch = self._tables.build(rows, reported)
-        if host_batch.from_slot.size and self._first and not self._last and self._token_return is None:
+        host_batch = self._tables.build(rows, reported, verifying)
+        if rows[0].drafts > self.max_drafts:
+            raise EngineError(f"a step verifies {rows[0].drafts} drafts of slot {rows[0].slot}", held=f"at most {self.max_drafts}")
+        awaits = self._first and not self._last and self._token_return is None
+        if awaits and (unknown := [row.slot for row in rows if not row.tokens]):
             raise EngineError(
-                f"slots {host_batch.from_slot.tolist()} were scheduled before their last token is known",
+                f"slots {unknown} were scheduled before their last token is known",
                 why="with pipeline stages it is sampled on another rank",
             )
         return host_batch, new
@@ -313,35 +482,55 @@ class ModelRunner:
         return batch, sampled_slots
 
     def _sample(
-        self, rows: Sequence[StepRow], host_batch: HostBatch, reported: Sequence[range], forwarded: ForwardOutput
-    ) -> StepOutput:
+        self, rows: Sequence[StepRow], host_batch: HostBatch, reported: Sequence[range], forwarded: ForwardOutput,
+        verification: Verification | None,
+    ) -> StepOutput:  # fmt: skip
         """Sample, write the tokens into the slots, and score prompt tokens. Every rank of the stage takes the same branch: only the
         step decides."""
         sampler, lm_head = self._sampler, self._model.lm_head
         assert sampler is not None
         assert lm_head is not None
         count = len(host_batch.sampled_slots)
-        sampling: Sequence[int] = range(count) if count == len(rows) else [i for i, row in enumerate(rows) if row.samples]
+        if verification is None and count == len(rows):
+            sampling: Sequence[int] = range(count)
+        else:
+            sampling = [i for i, row in enumerate(rows) if row.samples]
         output = StepOutput(len(rows), sampling)
-        if count:
-            positions = host_batch.kv_lengths if count == len(rows) else host_batch.kv_lengths[sampling]
-            arguments = (host_batch.sampled_slots, positions, [rows[index].mask for index in sampling])
+        if sampling:
+            arguments = self._sampling_arguments(rows, sampling, host_batch, verification)
             shard_sampling = sampler.shard_sampling(*arguments)
             if shard_sampling is None:
                 output.sampled = sampler.sample(lm_head.gather(forwarded.local), *arguments)
             elif shard_sampling.temperature is not None and shard_sampling.noise is not None:
                 tokens = lm_head.sample(forwarded.local, shard_sampling.temperature, shard_sampling.noise)
-                output.sampled = sampler.output_of(tokens)
+                output.sampled = sampler.output_of(tokens, verification)
             elif forwarded.tokens is None:
-                output.sampled = sampler.output_of(lm_head.argmax(forwarded.local))
+                output.sampled = sampler.output_of(lm_head.argmax(forwarded.local), verification)
             else:
-                output.sampled = sampler.output_of(forwarded.tokens)
-            if output.sampled.tokens is not forwarded.tokens:
+                output.sampled = sampler.output_of(forwarded.tokens, verification)
+            if verification is None and output.sampled.tokens is not forwarded.tokens:
                 self._last_tokens.index_copy_(0, forwarded.slots, output.sampled.tokens)
         output.scored = [(index, len(part)) for index, part in enumerate(reported) if part] if self._reporting else []
         if output.scored:
             output.scores = self._score(rows, output.scored, forwarded)
+        if self._pooled.any_of(rows):
+            assert forwarded.hidden_states is not None
+            output.pooling, vectors = self._pooled.pool(rows, forwarded.hidden_states)
+            output.pooled = torch.stack(vectors).to("cpu", non_blocking=True) if vectors else None
         return output
+
+    def _sampling_arguments(
+        self, rows: Sequence[StepRow], sampling: Sequence[int], host_batch: HostBatch, verification: Verification | None
+    ) -> tuple[Rows, Rows, Masks, Verification | None]:
+        """Of `Sampler.sample`, for the rows that sample."""
+        if verification is None or not verification.rows:
+            lengths = host_batch.kv_lengths
+            positions = lengths if len(sampling) == len(rows) else lengths[sampling]
+            masks: Masks = [rows[index].masks[0] if rows[index].masks else None for index in sampling]
+            return host_batch.sampled_slots, positions, masks, verification
+        width = verification.k + 1
+        each = [(rows[i].masks + [None] * width)[: width if rows[i].verifies else 1] for i in sampling]
+        return host_batch.sampled_slots, verification.lowest, list(chain.from_iterable(each)), verification
 
     def _score(self, rows: Sequence[StepRow], scored: Sequence[tuple[int, int]], forwarded: ForwardOutput) -> PromptScores:
         """Begin to score prompt tokens. Their logits are computed in parts: those of a long prompt together take gigabytes."""

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from phalanx.engine.messages import SlotAssignment
 from phalanx.kernels.sampling import sampling
+from phalanx.kernels.speculation.drafts import noise_keys
 from phalanx.worker.input_batch import Upload
 from phalanx.worker.sampler_output import PinnedBuffers, PromptScores, SampledTokens
 from phalanx.worker.sampling_metadata import Longs, PenaltyCounts, SamplingMetadata, SamplingState, Words64
+from phalanx.worker.speculation.verification import Verification
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 Rows = Sequence[int] | np.ndarray[Any, np.dtype[Any]]
@@ -68,38 +70,52 @@ class Sampler:
         self._penalty_counts.close(slot)
         self._metadata = None
 
-    def shard_sampling(self, slots: Rows, positions: Rows, masks: Masks) -> ShardSampling | None:
+    def shard_sampling(
+        self, slots: Rows, positions: Rows, masks: Masks, verification: Verification | None = None
+    ) -> ShardSampling | None:
         """How ranks that share a vocabulary sample without gathering the logits; None where `sample` needs all logits. The
         arguments and errors are those of `sample`. The same on every rank."""
-        metadata = self._metadata_of(slots)
+        metadata = self._metadata_of(slots, verifies=verification is not None)
         if _masked_rows(masks) or self._below_min_tokens(metadata, positions).size or not metadata.needs_only_raw_logits:
             return None
-        return ShardSampling(metadata.temperature, None if metadata.temperature is None else self._noise(metadata, positions))
+        if metadata.temperature is None:
+            return ShardSampling(None, None)
+        return ShardSampling(metadata.temperature, self._noise(metadata, positions, verification))
 
-    def output_of(self, tokens: Tensor) -> SampledTokens:
-        """The output of a step whose tokens [S] were sampled as `shard_sampling` tells."""
-        return SampledTokens(tokens, self._pinned)
+    def output_of(self, tokens: Tensor, verification: Verification | None = None) -> SampledTokens:
+        """The output of a step whose tokens were sampled as `shard_sampling` tells."""
+        return SampledTokens(tokens if verification is None else verification.accept(tokens), self._pinned)
 
-    def sample(self, logits: Tensor, slots: Rows, positions: Rows, masks: Masks) -> SampledTokens:
+    def sample(
+        self, logits: Tensor, slots: Rows, positions: Rows, masks: Masks, verification: Verification | None = None
+    ) -> SampledTokens:
         """A token for each of the S rows, and the logprobs that it reports. `logits` [S, V] are not changed; fp32, or a narrower
         dtype, which is widened where more than the order of the logits matters.
 
         slots: of the rows, each at most once. positions: of the new tokens in their sequences, so the number of tokens before them;
-        the first one is at prompt_length. masks: xgrammar's bitmask (StepRow.mask) or None. Order: logprobs are of the raw logits;
-        then bias, mask, min_tokens, penalties, temperature, top-k, top-p, min-p. Greedy ties go to the lowest id.
+        the first one is at prompt_length. masks: one of StepRow.masks, or None. Order: logprobs are of the raw logits;
+        then bias, mask, min_tokens, penalties, temperature, top-k, top-p, min-p. Greedy ties go to the lowest id. A row whose
+        highest logit is NaN or infinite has no token, but NOT_FINITE.
+
+        verification: of rows that may verify drafts. Then S is the number of its sampled tokens: a slot occurs once for each of
+        them, and positions are its `lowest`. Penalties of a token count the drafts before it.
 
         Raises ValueError for a slot that is free, a position inside the prompt, a mask of the wrong size: mistakes of the caller.
         """
-        metadata = self._metadata_of(slots)
-        adjusted = self._adjust(logits, metadata, self._below_min_tokens(metadata, positions), masks)
-        tokens = self._choose(adjusted, metadata, positions)
+        metadata = self._metadata_of(slots, verifies=verification is not None)
+        adjusted = self._adjust(logits, metadata, self._below_min_tokens(metadata, positions), masks, verification)
+        tokens = self._choose(adjusted, metadata, positions, verification)
+        output = tokens if verification is None else verification.accept(tokens)
         if metadata.count_rows is not None and metadata.penalized is not None:
-            self._penalty_counts.count(metadata.count_rows, tokens[metadata.penalized])
-        scores = None
+            kept = None if verification is None else verification.kept[metadata.penalized]
+            self._penalty_counts.count(metadata.count_rows, tokens[metadata.penalized].clamp_min(0), kept)
+        scores, reported, places = None, metadata.reported_rows, None
         if metadata.reported is not None:
             rows = metadata.reported
-            scores = _score(lambda part: logits[rows[part]], tokens[rows], metadata.max_logprobs, self._vocab_size)
-        return SampledTokens(tokens, self._pinned, scores, metadata.reported_rows, metadata.logprobs)
+            scores = _score(lambda part: logits[rows[part]], tokens[rows].clamp_min(0), metadata.max_logprobs, self._vocab_size)
+        if verification is not None:
+            reported, places = verification.row[reported], verification.place[reported]
+        return SampledTokens(output, self._pinned, scores, reported, metadata.logprobs, places)
 
     def score_prompt(self, logits: Callable[[slice], Tensor], targets: Sequence[int], counts: Sequence[int]) -> PromptScores:
         """Begin to score P prompt tokens, the targets, each with so many alternatives (0..20). logits: gives the logits [.., V] of
@@ -108,11 +124,12 @@ class Sampler:
         alternatives = min(max(counts, default=0), self._vocab_size)
         return PromptScores(_score(logits, ids, alternatives, self._vocab_size), targets, counts)
 
-    def _metadata_of(self, slots: Rows) -> SamplingMetadata:
-        """The metadata of these slots; kept while the same slots come again, as they do from decode to decode."""
+    def _metadata_of(self, slots: Rows, *, verifies: bool = False) -> SamplingMetadata:
+        """The metadata of these slots; kept while the same slots come again, as they do from decode to decode. verifies: a slot
+        may occur several times."""
         slots = np.asarray(slots, dtype=np.int64)
         if self._metadata is None or not np.array_equal(self._metadata.slots, slots):
-            if not self._state.occupied[slots].all() or len(np.unique(slots)) < len(slots):
+            if not self._state.occupied[slots].all() or (not verifies and len(np.unique(slots)) < len(slots)):
                 raise ValueError(f"slots {slots.tolist()}: each must have a request, and occur once")
             penalized = slots[self._state.penalized[slots]]
             count_rows = self._penalty_counts.rows(penalized.tolist())
@@ -126,7 +143,9 @@ class Sampler:
             raise ValueError(f"positions {positions.tolist()} lie in the prompts of slots {metadata.slots.tolist()}")
         return np.flatnonzero(positions < metadata.stop_from)
 
-    def _adjust(self, logits: Tensor, metadata: SamplingMetadata, below_min: Longs, masks: Masks) -> Tensor:
+    def _adjust(
+        self, logits: Tensor, metadata: SamplingMetadata, below_min: Longs, masks: Masks, verification: Verification | None
+    ) -> Tensor:
         """The logits from which tokens are sampled: with bias, grammar mask, min_tokens and penalties, in fp32; the same tensor
         where none of these applies."""
         masked = _masked_rows(masks)
@@ -143,24 +162,38 @@ class Sampler:
         if below_min.size:
             pairs = [(row, token) for row in below_min.tolist() for token in self._state.stops[metadata.slots[row]]]
             rows, tokens = (self._send(column, torch.int64) for column in zip(*pairs, strict=True))
-            sampling.forbid(logits, rows, tokens)
+            sampling.forbid(logits, rows, tokens, self._still_below(metadata, rows, verification))
         if metadata.penalized is not None and metadata.count_rows is not None and metadata.penalties is not None:
             counts, in_prompt = self._penalty_counts.counts, self._penalty_counts.in_prompt
 
-            def penalize(part: Tensor, count_rows: Tensor, penalties: Tensor) -> Tensor:
-                return sampling.penalize(part, counts[count_rows], in_prompt[count_rows], *penalties.unbind(1))
+            def penalize(part: Tensor, count_rows: Tensor, penalties: Tensor, drafts: Tensor | None = None) -> Tensor:
+                output = counts[count_rows]
+                if drafts is not None:
+                    output.scatter_add_(1, drafts.clamp(min=0), (drafts >= 0).to(output.dtype))
+                return sampling.penalize(part, output, in_prompt[count_rows], *penalties.unbind(1))
 
-            _on_rows(logits, metadata.penalized, penalize, metadata.count_rows, metadata.penalties)
+            drafts = [] if verification is None or not verification.k else [verification.drafts_before()[metadata.penalized]]
+            _on_rows(logits, metadata.penalized, penalize, metadata.count_rows, metadata.penalties, *drafts)
         return logits
 
-    def _choose(self, logits: Tensor, metadata: SamplingMetadata, positions: Rows) -> Tensor:
+    def _still_below(self, metadata: SamplingMetadata, rows: Tensor, verification: Verification | None) -> Tensor | None:
+        """Of rows that may lie before the first position at which they may stop: whether they do. None: all do."""
+        if verification is None or not verification.rows:
+            return None
+        return verification.positions[rows] < self._send(metadata.stop_from, torch.int64)[rows]
+
+    def _choose(self, logits: Tensor, metadata: SamplingMetadata, positions: Rows, verification: Verification | None) -> Tensor:
         """tokens [S] int64: the argmax in greedy rows, a random sample in the others."""
         if metadata.temperature is None:
             return sampling.argmax(logits)
-        return sampling.sample(logits, metadata.temperature, self._noise(metadata, positions), metadata.filters)
+        noise = self._noise(metadata, positions, verification)
+        return sampling.sample(logits, metadata.temperature, noise, metadata.filters)
 
-    def _noise(self, metadata: SamplingMetadata, positions: Rows) -> Tensor:
+    def _noise(self, metadata: SamplingMetadata, positions: Rows, verification: Verification | None) -> Tensor:
         """The keys of the rows' noise [2, S] int32: see `sampling.gumbel_max`."""
+        if verification is not None and verification.rows:
+            (seeds,) = self._keys.send([metadata.seeds.view(np.int64)])
+            return noise_keys(seeds, verification.positions)
         (keys,) = self._keys.send([_noise_keys(metadata.seeds, np.asarray(positions, dtype=np.uint64))])
         return keys
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.engine.messages import RowResult, TokenLogprobs
+from phalanx.engine.messages import NO_DRAFT, RowResult, TokenLogprobs
+from phalanx.kernels.reference import NOT_FINITE
 
 Longs = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -32,32 +34,39 @@ class PinnedBuffers:
         self._count, self._device = count, device
         self._free: list[PinnedBuffer] = []
 
-    def take(self) -> PinnedBuffer:
+    def take(self, count: int) -> PinnedBuffer:
+        """For so many tokens."""
+        if count > self._count:
+            self._count = 2 * count
+            self._free.clear()
         return self._free.pop() if self._free else PinnedBuffer(self._count, self._device)
 
     def give(self, buffer: PinnedBuffer) -> None:
-        self._free.append(buffer)
+        if len(buffer.tokens) == self._count:
+            self._free.append(buffer)
 
 
 class SampledTokens:
-    """The tokens of one step. `tokens` [S] int64 is on the device; its copy to the host has begun, and that of the logprobs if any.
+    """The tokens of one step. `tokens` is on the device: [S] int64, or, of rows that may verify drafts, [S, k + 2] as
+    `accept_drafts` has it. Its copy to the host has begun, and that of the logprobs if any.
 
     `results` waits for that copy alone, not for the work queued on the device since: the step's one host synchronization.
     """
 
     def __init__(
         self, tokens: Tensor, buffers: PinnedBuffers, scores: Tensor | None = None, rows: Longs | None = None,
-        counts: Longs | None = None,
+        counts: Longs | None = None, places: Longs | None = None,
     ) -> None:  # fmt: skip
-        """scores: `sampling.score` of some rows, each with as many alternatives as `counts` tells."""
+        """scores: `sampling.score` of some of the tokens, each with as many alternatives as `counts` tells. rows: of these tokens;
+        places: which of its row's tokens each is, where they are [S, k + 2]."""
         self.tokens = tokens
         self._buffers = buffers
         self._scores = None
         if scores is not None and rows is not None and counts is not None:
-            self._scores = _HostCopy(scores), rows.tolist(), counts.tolist()
-        self._buffer: PinnedBuffer | None = buffers.take()
+            self._scores = _HostCopy(scores), rows.tolist(), (np.zeros_like(rows) if places is None else places).tolist(), counts
+        self._buffer: PinnedBuffer | None = buffers.take(tokens.numel())
         self._host_tokens: Longs | None = None
-        self._buffer.tokens[: len(tokens)].copy_(tokens, non_blocking=True)
+        self._buffer.tokens[: tokens.numel()].copy_(tokens.view(-1), non_blocking=True)
         if self._buffer.event is not None:
             self._buffer.event.record()
 
@@ -68,24 +77,36 @@ class SampledTokens:
         return buffer is None or buffer.event is None or bool(buffer.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> Longs:
-        """The tokens [S] on the host."""
+        """The tokens on the host."""
         if self._buffer is not None:
             if self._buffer.event is not None:
                 self._buffer.event.synchronize()
-            self._host_tokens = self._buffer.tokens[: len(self.tokens)].numpy().copy()
+            self._host_tokens = self._buffer.tokens[: self.tokens.numel()].numpy().copy().reshape(self.tokens.shape)
             self._buffers.give(self._buffer)
             self._buffer = None
         assert self._host_tokens is not None
         return self._host_tokens
 
     def results(self) -> list[RowResult]:
-        """One per row, in order; `logprobs` where the request wants them."""
-        tokens = self.wait().tolist()
-        results = [RowResult(token=token) for token in tokens]
+        """One per row, in order; `logprobs` where the request wants them. A token is negative where there is none, since the
+        logits are not finite."""
+        tokens = self.wait()
+        if tokens.ndim == 1:
+            results = [RowResult([token]) for token in tokens.tolist()]
+        else:
+            results = [RowResult([token for token in row[:-1] if token != NO_DRAFT], drafted=row[-1]) for row in tokens.tolist()]
         if self._scores is not None:
-            scores, rows, counts = self._scores
-            for row, entry in zip(rows, read_scores(scores.wait(), [tokens[row] for row in rows], counts), strict=True):
-                results[row].logprobs = entry
+            scores, rows, places, counts = self._scores
+            # Of tokens that are no part of the result, too.
+            targets = [
+                results[row].tokens[place] if place < len(results[row].tokens) else -1
+                for row, place in zip(rows, places, strict=True)
+            ]
+            for row, entry in zip(rows, read_scores(scores.wait(), targets, counts.tolist()), strict=True):
+                if entry.token >= 0 and math.isnan(entry.logprob):  # NaN among logits that could not be chosen
+                    results[row].tokens.append(NOT_FINITE)
+                elif entry.token >= 0:
+                    results[row].logprobs.append(entry)
         return results
 
 

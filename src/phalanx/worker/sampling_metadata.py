@@ -152,9 +152,12 @@ class PenaltyCounts:
         """The rows of those slots that have one, in the order of the slots."""
         return [self._row_of_slot[slot] for slot in slots if slot in self._row_of_slot]
 
-    def count(self, rows: Tensor, tokens: Tensor) -> None:
-        """Count tokens [M] in rows [M]; no row twice."""
-        self.counts[rows, tokens] += 1
+    def count(self, rows: Tensor, tokens: Tensor, kept: Tensor | None = None) -> None:
+        """Count tokens [M] in rows [M], no row twice; or, with `kept` [M] bool, those that are kept, in any rows."""
+        if kept is None:
+            self.counts[rows, tokens] += 1
+        else:
+            self.counts.index_put_((rows, tokens), kept.to(self.counts.dtype), accumulate=True)
 
     def _grow(self) -> None:
         size = len(self.counts)

@@ -18,7 +18,7 @@ from phalanx.config.options import EngineOptions
 from phalanx.engine.messages import StepBatch
 from phalanx.kernels.compiling.ahead import ahead, can_compile_ahead
 from phalanx.kernels.compiling.record import KernelRecord, sources_digest
-from phalanx.models.registry import Model
+from phalanx.models.decoder import Decoder
 from phalanx.worker.model_runner import ModelRunner
 
 MAX_PROCESSES = 16
@@ -34,7 +34,7 @@ def compile_processes(local_ranks: int) -> int:
 
 
 def kernel_record(
-    options: EngineOptions, rank: int, model: Model, steps: Sequence[StepBatch], device: torch.device
+    options: EngineOptions, rank: int, model: Decoder, steps: Sequence[StepBatch], device: torch.device
 ) -> KernelRecord:  # fmt: skip
     """The record of the kernels that this rank calls in `steps` and graphs, in each start with the same options, model, GPU,
     tables, versions and sources. If anything else decides which kernels these are, a start compiles some at their first launch."""

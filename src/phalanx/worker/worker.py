@@ -25,45 +25,55 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from phalanx import log
-from phalanx.comm import launch
+from phalanx import launch, log
 from phalanx.config.host_facts import host_facts
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
+from phalanx.config.quantization import on_load
 from phalanx.config.resolve import compute_dtype
-from phalanx.engine.messages import RankFacts, Step
+from phalanx.engine.messages import ExpertMove, PlaceAdapter, RankFacts, Step
 from phalanx.errors import EngineError, PhalanxError
 from phalanx.executor.protocol import (
     Allocate,
+    DropAdapter,
     Hello,
     KvCapacity,
     RankError,
     RankReady,
+    ReadAdapter,
     StartupProgress,
     StepDone,
     Stop,
+    WorkDone,
 )
 from phalanx.hardware.gauges import GpuSampler
 from phalanx.hardware.probe import address_towards, cores
-from phalanx.plan import Layout, stages
-from phalanx.plan.weight_tensors import layer_bytes
+from phalanx.layout import Layout
+from phalanx.layout.cache import request_bytes
+from phalanx.layout.memory import block_bytes
+from phalanx.layout.weights import stage_layers
 from phalanx.worker.channel import EngineChannel
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from phalanx.comm.group import Group
     from phalanx.comm.one_sided import OneSided
     from phalanx.comm.torch_group import Groups
-    from phalanx.models.registry import Model
-    from phalanx.plan.memory import KvSpec
+    from phalanx.layout.cache import Cache
+    from phalanx.models.adapters import ModelAdapters
+    from phalanx.models.decoder import Decoder
     from phalanx.tables.exchange import ExchangeTable
+    from phalanx.worker.adapter_store import AdapterStore
     from phalanx.worker.cuda_graphs import StepCounts
     from phalanx.worker.engine_store import EngineStore
     from phalanx.worker.expert_load import ExpertLoad
     from phalanx.worker.expert_moves import ExpertMover, MoveTime
+    from phalanx.worker.model_memory import ModelMemory
     from phalanx.worker.model_runner import ModelRunner, StepOutput
+    from phalanx.worker.speculation.proposer import Proposer
 
 logger = log.get_logger(__name__)
 
@@ -72,17 +82,20 @@ ReportProgress = Callable[[int, int], None]
 
 _START_MARGIN_SECONDS = 30.0
 """How much longer than start_timeout a rank waits for its peers: the engine, which knows who is missing, gives up first."""
+_READING_SECONDS = 2e-3
+"""How often it asks whether an adapter has been read."""
 _POLL_SECONDS = 80e-6
 """How often a rank asks whether the device has finished a step."""
 
 
 class _QueuedStep(NamedTuple):
-    """A step on the device's queue. move: of experts, before it."""
+    """A step on the device's queue. moves: of experts, before it. calls: see `StepDone`."""
 
     number: int
     digest: bytes
     output: StepOutput
-    move: MoveTime | None
+    moves: list[MoveTime]
+    calls: bytes
 
 
 class StopRequested(Exception):
@@ -109,6 +122,8 @@ class Worker:
         self._expert_load: ExpertLoad | None = None
         self._sent_experts = b""
         self._mover: ExpertMover | None = None
+        self._memory: ModelMemory | None = None
+        self._adapters: AdapterStore | None = None
 
     def run(self) -> None:
         """Get ready and run steps. Raises what goes wrong; returns when told to stop."""
@@ -123,23 +138,31 @@ class Worker:
     def _get_ready(self) -> ModelRunner:
         with self._phase("import torch"):
             self._import()
+        from phalanx.comm.marked_group import marked_groups
+
         with self._phase("open the device"):
             device = self._take_device()
         self.channel.start_heartbeat(self._bytes_now, self._counts)
         with self._phase("find the model"):
             folder = locate(self.options.model, self.options.revision)
-            shape = ModelShape.from_folder(folder)
+            shape = self._shape_of(folder)
         with self._phase("form groups"):
             groups = self._form(device, folder)
         with self._phase("make the all-reduce"):
-            groups = self._groups = self._with_table(groups, shape, device)
+            self._groups = self._with_table(groups, shape, device)
+            groups = marked_groups(self._groups, self.channel.progress, device)
         with self._phase("build"):
             self._warn_of_slower_kernels(device)
-            model, layers = self._build(shape, device)
+            model, layers = self._build(shape, groups, device)
+            model.progress = self.channel.progress
             self._prepare_experts(model, device)
         with self._phase("load weights") as report:
             self._load(model, folder, report)
-        return self._allocate(model, layers, groups, device)
+        return self._allocate(model, layers, groups, device, folder)
+
+    def _shape_of(self, folder: Path) -> ModelShape:
+        shape = ModelShape.from_folder(folder, quiet=True)  # the engine logs
+        return shape.within(self.options.max_seq_len or shape.max_positions)
 
     def _import(self) -> None:
         """Import what takes long, so that the phases that follow are quick."""
@@ -158,10 +181,13 @@ class Worker:
         if self.options.device != "cuda":
             return torch.device("cpu")
         if not torch.cuda.is_available():
+            cuda = torch.version.cuda
             raise EngineError(
-                "device='cuda', but torch finds no GPU that it can use", held=f"torch {torch.__version__}",
-                why="it is built without CUDA, or the driver is too old", next="install a CUDA build of torch, or use device='cpu'",
-            )  # fmt: skip
+                "device='cuda', but torch finds no GPU that it can use",
+                held=f"torch {torch.__version__} is built {f'for CUDA {cuda}' if cuda else 'without CUDA'}",
+                why="the driver is too old for it, or the GPU is out of order" if cuda else "",
+                next="upgrade the driver, or use device='cpu'" if cuda else "install a CUDA build of torch, or use device='cpu'",
+            )
         if importlib.util.find_spec("triton") is not None:
             compile_time.count_seconds(self._phases.seconds)
             compile_time.begin_hashing_compiler()
@@ -213,30 +239,33 @@ class Worker:
         if self.rank == 0 and (warning := slower_kernels(device)):
             logger.warning("%s", warning)
 
-    def _build(self, shape: ModelShape, device: torch.device) -> tuple[Model, range]:
+    def _build(self, shape: ModelShape, groups: Groups, device: torch.device) -> tuple[Decoder, range]:
+        from phalanx.kernels.adapters.rows import AdapterBatch
         from phalanx.kernels.dtypes import TORCH_DTYPES
         from phalanx.models import registry
+        from phalanx.models.slices import LayerContext
 
         assert self._groups is not None
+        options = self.options
         one_sided, table = self._form_exchange(self._groups.dp, shape, device)
-        fp8 = self.options.dtype == "fp8"
-        name = compute_dtype(self.options.dtype, shape, device.type)
-        per_layer, embedding, head = layer_bytes(shape, "fp8" if fp8 else name)
-        layers = stages(per_layer, self._layout.pp, first_bytes=embedding, last_bytes=head)[self._place.pp_index]
-        model = registry.build(
-            shape, group=self._groups.tp, layers=layers, dtype=TORCH_DTYPES[name], device=device, fp8=fp8,
-            fp8_cache=self.options.kv_cache_dtype == "fp8", int8_cache=self.options.kv_cache_dtype == "int8",
-            moe_ep=self.options.moe_expert_parallel_size, traffic=self.options.expert_traffic, dp=self._groups.dp,
-            expert_exchange=self.options.expert_exchange, one_sided=one_sided, exchange_table=table,
-            redundant_experts=self.options.redundant_experts,
+        quantization = on_load(options.dtype)
+        name = compute_dtype(options.dtype, shape, device.type)
+        layers = stage_layers(shape, options.dtype if quantization else name, self._layout.pp)[self._place.pp_index]
+        context = LayerContext(
+            groups.tp, TORCH_DTYPES[name], device, quantization=quantization,
+            kv_cache_dtype=options.kv_cache_dtype, moe_ep=options.moe_expert_parallel_size, traffic=options.expert_traffic,
+            dp=groups.dp, expert_exchange=options.expert_exchange, one_sided=one_sided, exchange_table=table,
+            redundant_experts=options.redundant_experts, row_by_row=options.deterministic and device.type == "cpu",
+            adapters=AdapterBatch(options.max_loras, options.max_lora_rank) if options.max_loras else None,
         )  # fmt: skip
-        return model, layers
+        return registry.build(shape, layers, context), layers
 
     def _form_exchange(
         self, dp: Group, shape: ModelShape, device: torch.device
     ) -> tuple[OneSided | None, ExchangeTable | None]:  # fmt: skip
         """What tokens go to their experts through, where that may be one-sided, and when; None for always. Collective over dp."""
         from phalanx.comm import one_sided
+        from phalanx.comm.marked_group import marked_exchange
         from phalanx.kernels.dtypes import TORCH_DTYPES
 
         options = self.options
@@ -256,9 +285,9 @@ class Worker:
             return None, None
         decides = "" if table is None else ", where the table says so" if table.rows else " (no table: estimated)"
         logger.info("expert_exchange ONE_SIDED %s%s; else ALL_GATHER", reason, decides)
-        return exchange, table
+        return marked_exchange(exchange, self.channel.progress, device), table
 
-    def _prepare_experts(self, model: Model, device: torch.device) -> None:
+    def _prepare_experts(self, model: Decoder, device: torch.device) -> None:
         """Count their tokens, and get ready to move them. Collective where they can move."""
         from phalanx.worker.expert_load import ExpertLoad
         from phalanx.worker.expert_moves import ExpertMover
@@ -272,7 +301,7 @@ class Worker:
             self._mover = ExpertMover(layers, model.context.group, model.context.moe_ep, load)
             self._mover.warm_up()
 
-    def _load(self, model: Model, folder: Path, report: ReportProgress) -> None:
+    def _load(self, model: Decoder, folder: Path, report: ReportProgress) -> None:
         from phalanx.models import weights
 
         if self.options.load_format == "dummy":
@@ -282,61 +311,124 @@ class Worker:
         tensors = [*model.parameters(), *model.buffers()]
         self._bytes["weights"] = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
-    def _allocate(self, model: Model, layers: range, groups: Groups, device: torch.device) -> ModelRunner:
-        """Measure and report how many KV blocks fit, make caches of as many blocks as the engine decides, and capture graphs."""
-        import torch
+    def _reload(self, model: Decoder, first: Path, folder: Path) -> None:
+        """Read the weights of a folder again, or others. first: where dummy weights are made."""
+        from phalanx.models import weights
 
-        from phalanx.models.batch import KvCache, empty_cache
+        if self.options.load_format == "dummy" and folder == first:
+            weights.dummy(model, self.options.seed)
+        else:
+            weights.load(model, folder)
+
+    def _allocate(
+        self, model: Decoder, layers: range, groups: Groups, device: torch.device, folder: Path
+    ) -> ModelRunner:  # fmt: skip
+        """Measure and report how many KV blocks fit, make caches of as many blocks as the engine decides, and capture graphs."""
+        from phalanx.models.cache import CACHE_DTYPES, empty_caches
         from phalanx.models.layers.attention.select import select_backend
+        from phalanx.worker import memory_profile
         from phalanx.worker.cuda_graphs import CudaGraphCapturer, StepCounts
         from phalanx.worker.model_runner import ModelRunner
         from phalanx.worker.sampler import Sampler
 
-        options, specs, shape = self.options, model.kv_specs(), model.shape
-        dtype = model.context.dtype
-        max_seq_len = options.max_seq_len or shape.max_positions
+        assert self._groups is not None
+        options, shape, dtype, tp = self.options, model.shape, model.context.dtype, self._groups.tp
+        last, max_seq_len = groups.pp.rank == groups.pp.size - 1, options.max_seq_len or shape.max_positions
+        proposer, network = self._proposer(model, max_seq_len) if last else (None, None)
+        declared = [*model.declared_caches(), *([] if proposer is None else proposer.declared_caches())]
+        memory_profile.require_state_fits(options, declared, device)
+        caches = partial(empty_caches, declared, block_size=options.kv_block_size, device=device)
         max_num_tokens = options.index_num_tokens or max_seq_len
         attention = select_backend(
-            device, dtype, shape.head_dim, shape.latent, cache_dtype=model.context.cache_dtype, sinks=shape.sinks,
+            device, dtype, shape.head_dim, shape.latent, cache_dtype=CACHE_DTYPES[model.context.kv_dtype], sinks=shape.sinks,
             block_size=options.kv_block_size, windows=any(window is not None for window in shape.windows),
-            most_tokens=max_num_tokens,
+            capped=shape.multipliers.attention_cap is not None, most_tokens=max_num_tokens,
         )  # fmt: skip
-        last = groups.pp.rank == groups.pp.size - 1
         sampler = Sampler(options.index_batch_size, shape.vocab_size, device) if last else None
-
-        def caches(blocks: int) -> list[KvCache]:
-            return [empty_cache(spec, blocks, options.kv_block_size, model.context.cache_dtype, device) for spec in specs]
-
-        graphs = options.cuda_graphs and device.type == "cuda"
-        capturer = CudaGraphCapturer(device, getattr(groups.tp, "calls", None)) if graphs else None
+        capturer = None
+        if options.cuda_graphs and device.type == "cuda":
+            capturer = CudaGraphCapturer(device, getattr(tp, "calls", None))
+        first = caches(1, slots=options.index_states)
         runner = ModelRunner(
-            model, caches(1), attention, sampler, groups.pp, max_batch_size=options.index_batch_size, max_seq_len=max_seq_len,
-            block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=max_num_tokens,
-            capturer=capturer, ends=groups.ends if self._returns_tokens else None,
+            model, first, attention, sampler, groups.pp,
+            max_batch_size=options.index_batch_size, max_seq_len=max_seq_len, block_size=options.kv_block_size, dtype=dtype,
+            device=device, max_num_tokens=max_num_tokens, capturer=capturer, ends=groups.ends if self._returns_tokens else None,
+            max_drafts=options.max_drafts, proposer=proposer, acceptance=self._acceptance(device),
+            adapters=self._make_adapters(model),
         )  # fmt: skip
-        self.channel.send(KvCapacity(self.rank, self._measure(runner, model, specs, max_seq_len, groups.world, device)))
+        self.channel.send(KvCapacity(self.rank, self._measure(runner, model, declared, max_seq_len, groups.world, device)))
         blocks = self._await(Allocate).blocks
         with self._phase("make the KV cache"):
-            runner.caches = caches(blocks)
-            self._bytes["kv"] = sum(cache.nbytes for cache in runner.caches)
+            runner.take_caches(caches(blocks, states=first))
+            self._bytes["kv"] = blocks * block_bytes(declared, options.kv_block_size)
+            if state := options.index_states * request_bytes(declared):
+                self._bytes["state"] = state
         self._capture(runner, device)
+        self._memory = self._memory_of(model, runner, folder, network)
         self._ran = runner.ran = StepCounts()  # from here on steps are the engine's
         if self._expert_load is not None:
             self._expert_load.reset()
-        calls = getattr(groups.tp, "calls", {})
+        calls = getattr(tp, "calls", {})
         for name in calls:  # not cleared: a graph counts up the entries that it holds
             calls[name] = 0
-        facts = RankFacts(
-            self.rank, self._config["node"], device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            layers=(layers.start, layers.stop), bytes=self._bytes_now(), phases=self._phases.seconds, attention=attention.name,
-            allreduce=getattr(groups.tp, "digest", ""), expert_bytes=0 if self._mover is None else self._mover.expert_bytes,
-            moe_layers=list(model.moe_layers) if self._reports_experts else [],
-        )  # fmt: skip
-        self.channel.send(RankReady(self.rank, facts))
+        self.channel.send(RankReady(self.rank, self._facts(model, layers, attention.name, device)))
         return runner
 
+    def _facts(self, model: Decoder, layers: range, attention: str, device: torch.device) -> RankFacts:
+        import torch
+
+        assert self._groups is not None
+        return RankFacts(
+            self.rank, self._config["node"], device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            layers=(layers.start, layers.stop), bytes=self._bytes_now(), phases=self._phases.seconds, attention=attention,
+            allreduce=getattr(self._groups.tp, "digest", ""), expert_bytes=0 if self._mover is None else self._mover.expert_bytes,
+            moe_layers=list(model.moe_layers) if self._reports_experts else [],
+        )  # fmt: skip
+
+    def _make_adapters(self, model: Decoder) -> ModelAdapters | None:
+        """The layers that can be adapted, and a store for adapters; None where there are no slots."""
+        from phalanx.models.adapters import ModelAdapters
+        from phalanx.worker.adapter_store import AdapterStore
+
+        if model.context.adapters is None:
+            return None
+        adapters = ModelAdapters(model, model.context.adapters)
+        self._bytes["adapters"] = adapters.nbytes
+        self._adapters = AdapterStore(self.rank, adapters)
+        with self._phase("compile the kernels of adapters"):
+            adapters.launch_kernels()
+        return adapters
+
+    def _memory_of(self, model: Decoder, runner: ModelRunner, folder: Path, network: nn.Module | None) -> ModelMemory:
+        from phalanx.worker.model_memory import ModelMemory
+
+        return ModelMemory(
+            model, runner, folder, partial(self._reload, model, folder), self._shape_of, bytes_of=self._bytes,
+            local_ranks=self._config["local_ranks"], expert_load=self._expert_load, more=[] if network is None else [network],
+        )  # fmt: skip
+
+    def _proposer(self, model: Decoder, max_seq_len: int) -> tuple[Proposer | None, nn.Module | None]:
+        """What proposes drafts, None without speculation; and the network that it has, if it has one."""
+        from phalanx.worker.speculation.build import build
+
+        if self.options.speculation is None:
+            return None, None
+        with self._phase("load the proposer of drafts") as report:
+            proposer, network = build(self.options, model, max_seq_len, report)
+        if network is not None:
+            tensors = [*network.parameters(), *network.buffers()]
+            self._bytes["weights"] += sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        return proposer, network
+
+    def _acceptance(self, device: torch.device) -> torch.Tensor | None:
+        """Synthetic rates of acceptance; None where tokens decide."""
+        import torch
+
+        rates = None if self.options.speculation is None else self.options.speculation.acceptance
+        return None if rates is None else torch.tensor(rates, dtype=torch.float32, device=device)
+
     def _measure(
-        self, runner: ModelRunner, model: Model, specs: Sequence[KvSpec], max_seq_len: int, world: Group, device: torch.device
+        self, runner: ModelRunner, model: Decoder, caches: Sequence[Cache], max_seq_len: int, world: Group, device: torch.device
     ) -> int:
         """How many KV blocks this rank has memory for: on a GPU measured by the largest steps, whose kernels are compiled first."""
         import torch
@@ -348,10 +440,10 @@ class Worker:
         options, graphs = self.options, runner.graphs
         if device.type != "cuda":
             with self._phase("measure"):
-                return memory_profile.cpu_blocks(options, specs, max_seq_len)
+                return memory_profile.cpu_blocks(options, caches, max_seq_len)
         steps = memory_profile.profiling_steps(
             max_num_tokens=options.index_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.max_rows,
-            block_size=options.kv_block_size,
+            block_size=options.kv_block_size, max_drafts=options.max_drafts,
             more_counts=partial(
                 more_token_counts, model.context.group, max_tokens=options.index_num_tokens or max_seq_len,
                 hidden=model.shape.hidden_size, dtype=model.context.dtype,
@@ -367,7 +459,7 @@ class Worker:
             peak = memory_profile.measure_activations(runner, steps, device, step_done)
             self._bytes["activations"] = peak.tensors
             graph_bytes = memory_profile.measure_graphs(runner, device, step_done)
-            return memory_profile.gpu_blocks(options, specs, peak.reserved, graph_bytes, device)
+            return memory_profile.gpu_blocks(options, caches, max_seq_len, peak.reserved, graph_bytes, device)
 
     def _capture(self, runner: ModelRunner, device: torch.device) -> None:
         """Capture graphs of all sizes, where graphs are enabled and the attention back end supports them."""
@@ -442,6 +534,7 @@ class Worker:
         gc.freeze()
         _sharpen_timers()
         queued: deque[_QueuedStep] = deque()
+        progress = self.channel.progress
         load = self._expert_load
         while True:
             # A new step wakes this at once. An event of the device does not: it is polled, and in between the core and the
@@ -449,28 +542,54 @@ class Worker:
             timeout = None if not queued else 0.0 if queued[0].output.ready else _POLL_SECONDS
             if load is not None and timeout is None:
                 timeout = load.seconds_left
+            if self._adapters is not None and self._adapters.reading:
+                timeout = _READING_SECONDS if timeout is None else min(timeout, _READING_SECONDS)
             message = self.channel.receive(timeout)
             if isinstance(message, Step):
-                self.channel.begun = message.number
-                move = None if message.move is None or self._mover is None else self._mover.apply(message.move)
+                progress.begin(message.number)
+                moves = self._work_before(message)
                 output = runner.run(message.batches[self._place.dp_index], message.extent)
-                queued.append(_QueuedStep(message.number, self.channel.digest, output, move))
+                progress.queued = True
+                queued.append(_QueuedStep(message.number, self.channel.digest, output, moves, progress.packed_calls))
                 if load is not None:
                     load.step_queued()
             elif isinstance(message, Stop):
                 return
+            elif self._adapters is not None and isinstance(message, ReadAdapter):
+                self._adapters.read(message)
+            elif self._adapters is not None and isinstance(message, DropAdapter):
+                self._adapters.drop(message.key)
             elif message is not None:
                 raise EngineError(f"rank {self.rank} received {type(message).__name__}", held="it waits for steps")
             if queued and queued[0].output.ready:
                 self._report(queued.popleft())
             if load is not None:
                 load.read()
+            for answer in self._adapters.answers() if self._adapters is not None else []:
+                self.channel.send(answer)
+
+    def _work_before(self, step: Step) -> list[MoveTime]:
+        """Queue what is to be done before the step's forward. Returns how long moves of experts on this rank take."""
+        moves = []
+        for work in step.before:
+            match work:
+                case ExpertMove():
+                    if self._mover is not None:
+                        moves.append(self._mover.apply(work))
+                case PlaceAdapter():
+                    assert self._adapters is not None
+                    self._adapters.place(work)
+                case _:
+                    assert self._memory is not None
+                    self.channel.send(WorkDone(self.rank, step.number, self._memory.apply(work)))
+        return [move for move in moves if move is not None]
 
     def _report(self, step: _QueuedStep) -> None:
         rows, tokens = step.output.results()
-        self.channel.finished = step.number
-        moved = None if step.move is None else step.move.seconds
-        self.channel.send(StepDone(self.rank, step.number, step.digest, tokens, rows if self._place.tp_index == 0 else None, moved))
+        self.channel.progress.finished = step.number
+        moved = sum(move.seconds for move in step.moves) if step.moves else None
+        rows = rows if self._place.tp_index == 0 else None
+        self.channel.send(StepDone(self.rank, step.number, step.digest, tokens, rows, moved, step.calls))
 
 
 def _sharpen_timers() -> None:
@@ -496,21 +615,22 @@ def main() -> None:
         Worker(config, channel).run()
         status = 0
     except BaseException as error:
-        channel.send(_rank_error(rank, error))
+        channel.send(_rank_error(channel, error))
     channel.close()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _rank_error(rank: int, error: BaseException) -> RankError:
+def _rank_error(channel: EngineChannel, error: BaseException) -> RankError:
     """The error as the engine raises it: it names the rank. The traceback of any other than a PhalanxError goes to the log."""
+    rank, place = channel.rank, channel.place
     if isinstance(error, PhalanxError):
         wire = error.to_wire()
-        return RankError(rank, {**wire, "failure": f"rank {rank}: {wire['failure']}"}, consequence=False)
+        return RankError(rank, {**wire, "failure": f"rank {rank}: {wire['failure']}"}, False, place)
     from phalanx.comm.torch_group import lost_peer
 
     consequence = lost_peer(error)
     if not consequence:
         logger.error("%s", "".join(traceback.format_exception(error)))
     failure = EngineError(f"rank {rank} failed: {type(error).__name__}: {error}", next="its traceback is in the log")
-    return RankError(rank, failure.to_wire(), consequence)
+    return RankError(rank, failure.to_wire(), consequence, place)
