@@ -34,10 +34,12 @@ from phalanx import LLM, SamplingParams
 from phalanx.bench import shapes
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepResult, StepRow
 from phalanx.models import registry, weights
-from phalanx.models.batch import empty_cache
+from phalanx.models.cache import empty_caches
 from phalanx.models.layers.attention.select import select_backend
+from phalanx.models.slices import LayerContext
 from phalanx.worker.cuda_graphs import CudaGraphCapturer
 from phalanx.worker.graph_buffers import GraphSize
 from phalanx.worker.model_runner import ModelRunner
@@ -98,14 +100,16 @@ def make_runner(
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     shape = ModelShape.from_folder(folder)
     model = registry.build(
-        shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8=fp8, fp8_cache=fp8_cache
+        shape,
+        range(shape.num_layers),
+        LayerContext(Solo(), dtype, device, quantization=ON_LOAD if fp8 else None, kv_cache_dtype="fp8" if fp8_cache else "model"),
     )
     if dummy:
         weights.dummy(model, 0)
     else:
         weights.load(model, folder)
     num_blocks = slots * 20 + 1 if blocks is None else blocks
-    caches = [empty_cache(spec, num_blocks, 16, model.context.cache_dtype, device) for spec in model.kv_specs()]
+    caches = empty_caches(model.declared_caches(), num_blocks, 16, device)
     runner = ModelRunner(
         model, caches, select_backend(device, dtype, shape.head_dim, shape.latent), Sampler(slots, shape.vocab_size, device),
         Solo(),
@@ -268,7 +272,7 @@ def prompt_times(runner: ModelRunner, count: int) -> tuple[dict[str, Any], int |
         begin = time.perf_counter()
         output = runner.run(StepBatch(admitted=admitted, rows=rows))
         host = time.perf_counter() - begin
-        sampled.append((output.results()[0] or [])[0].token)
+        sampled.append((output.results()[0] or [])[0].tokens[0])
         total = time.perf_counter() - begin
         runner.run(StepBatch(released=[0]))
         return total, host

@@ -47,6 +47,7 @@ from phalanx.engine.messages import (
     StepBatch,
     Stopped,
 )
+from phalanx.layout import Layout
 
 DECODES = (1, 64, 256, 512)
 KINDS = [*(f"decode-{rows}" for rows in DECODES), "prefill", "mixed"]
@@ -132,7 +133,7 @@ def run_engine(args: dict[str, Any]) -> None:
             prefix_caching=False, vocab_size=VOCABULARY,
         )
     )  # fmt: skip
-    facts = EngineFacts("stub", "", "", 1, (1, 1, 1), 4096, 512, 8192, BLOCK, BLOCKS, VOCABULARY, [])
+    facts = EngineFacts("stub", "", "", Layout(), 4096, 512, 8192, BLOCK, BLOCKS, VOCABULARY, [])
     socket.send(msgspec.msgpack.encode(Started(facts)))
     loop = Loop(socket, executor, scheduler)
     gc.collect()
@@ -158,7 +159,7 @@ def options(ranks: int) -> EngineOptions:
 
 def run_rank() -> None:
     """The same as `worker.main`, with a worker whose runner computes nothing."""
-    from phalanx.comm import launch
+    from phalanx import launch
     from phalanx.executor.protocol import Allocate, Hello, KvCapacity, RankReady
     from phalanx.worker.channel import EngineChannel
     from phalanx.worker.worker import Worker
@@ -202,7 +203,7 @@ class StubOutput:
 
     def results(self) -> tuple[list[RowResult], int]:
         tokens = [0 if row.samples else None for row in self._rows]
-        return [RowResult(token=token) for token in tokens], zlib.crc32(bytes(8 * len(tokens)))
+        return [RowResult(tokens=[token]) for token in tokens], zlib.crc32(bytes(8 * len(tokens)))
 
 
 def stub_runner(log: Log, device_s: float) -> Any:

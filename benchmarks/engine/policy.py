@@ -93,7 +93,8 @@ def simulate(
         for row in step.batches[0].rows:
             name = names.get(row.slot, "")
             count = produced.get(name, 0) + 1
-            results.append(RowResult(token=(2 if count == ends.get(name) and not ignore_eos else 1) if row.samples else None))
+            token = 2 if count == ends.get(name) and not ignore_eos else 1
+            results.append(RowResult(tokens=[token] if row.samples else []))
         for update in scheduler.process_result(StepResult(step.number, [results])):
             produced[update.request_id] = produced.get(update.request_id, 0) + 1
             first.setdefault(update.request_id, at)

@@ -171,6 +171,6 @@ def test_a_result_of_rows_that_no_index_had_is_refused() -> None:
     ranks.step()
     result = ranks.results.popleft()
     with pytest.raises(StepDiverged, match="1 of 2 indices"):
-        ranks.scheduler.process_result(StepResult(result.number, [result.batches[0], [RowResult(1)]]))
+        ranks.scheduler.process_result(StepResult(result.number, [result.batches[0], [RowResult([1])]]))
     with pytest.raises(StepDiverged, match="out of order"):
         ranks.scheduler.process_result(StepResult(result.number + 1, result.batches))

@@ -15,8 +15,9 @@ from phalanx.executor.rank_executor import RankExecutor
 from tests.support.engine_drive import options
 
 SHAPE = ModelShape(
-    architecture="none", vocab_size=50, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
-    max_positions=64,
+    architecture="LlamaForCausalLM", vocab_size=50, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1,
+    head_dim=1,
+    max_positions=64, windows=(None,),
 )  # fmt: skip
 
 

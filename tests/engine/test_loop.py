@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -225,17 +226,16 @@ def test_a_broken_accounting_is_found_when_the_engine_is_idle(make: Callable[...
     assert client.finish() == 1
 
 
-def test_constrained_requests_wait_for_grammars_and_the_others_do_not(make: Callable[..., Client]) -> None:
+def test_constrained_requests_wait_for_their_grammars_and_the_others_do_not(make: Callable[..., Client]) -> None:
     gate = threading.Event()
-    loads: list[int] = []
 
-    def warm() -> None:
-        loads.append(1)
+    def slowly(compiled: str) -> Any:
         gate.wait(30)
+        raise ValueError(f"{compiled!r} is no grammar")
 
-    client = make(warm=warm)
+    client = make(open_matcher=slowly)
     for name in ("constrained", "aborted", "another"):
-        client.add(name, [1], structured_output=StructuredOutputParams(regex="x", compiled="{}"))
+        client.add(name, [1], structured_output=StructuredOutputParams(compiled="{}"))
     client.add("free", [1], max_tokens=3)
     client.say(Abort(["aborted"]))
     ended(client, 1)
@@ -243,7 +243,6 @@ def test_constrained_requests_wait_for_grammars_and_the_others_do_not(make: Call
     assert not client.hear(RequestRejected, 0)
     gate.set()
     assert {message.request_id for message in client.hear(RequestRejected, 2)} == {"constrained", "another"}
-    assert loads == [1]
 
 
 def test_a_result_of_no_step_ends_the_engine(make: Callable[..., Client]) -> None:
@@ -308,3 +307,32 @@ def test_many_long_prompts_do_not_keep_the_ranks_waiting() -> None:
         while one._frames:
             one._receive()
     assert sorted(scheduler.open_ids) == [f"r{i}" for i in range(10)]
+
+
+class Stuck(FakeExecutor):
+    """Ranks that stop at the third step."""
+
+    def collect(self) -> list[StepResult]:
+        return [result for result in super().collect() if result.number < 3]
+
+
+def test_work_that_waits_for_a_step_that_does_not_end_is_reported(make: Callable[..., Client]) -> None:
+    client = make(Stuck.of(vocab_size=50, **SIZES))
+    client.loop._times._step_timeout = 1.0
+    client.add("waits", [1, 2, 3], max_tokens=9)
+    begin = time.monotonic()
+    while not (stats := client.hear(Stats, len([m for m in client.heard if isinstance(m, Stats)]) + 1)[-1]).stalled:
+        assert time.monotonic() - begin < 10
+    assert stats.stalled.startswith("step 3 has run for ")
+    client.say(Abort(["waits"]))
+
+
+def test_requests_for_which_no_step_begins_are_reported(make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "STALLED_SECONDS", 0.3)
+    client = make()
+    monkeypatch.setattr(client.scheduler, "schedule", lambda *_: None)
+    client.add("waits", [1, 2, 3], max_tokens=9)
+    assert any(stats.stalled == "" for stats in client.hear(Stats))
+    while not (stats := client.hear(Stats, len([m for m in client.heard if isinstance(m, Stats)]) + 1)[-1]).stalled:
+        pass
+    assert re.fullmatch(r"requests wait, and no step has begun for \d+ s", stats.stalled)

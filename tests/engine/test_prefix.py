@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.engine.blocks import BlockPool
-from phalanx.engine.prefix import block_key, extend_keys, longest_hit
+from phalanx.engine.prefix import block_key, extend_keys, longest_hit, root_key
 
 
 def keys_of(tokens: list[int], size: int) -> list[bytes]:
@@ -30,7 +32,22 @@ def test_a_key_depends_on_every_token_before_it() -> None:
 def test_equal_blocks_behind_different_beginnings_differ() -> None:
     assert keys_of([1, 1, 5, 5], 2)[1] != keys_of([2, 2, 5, 5], 2)[1]
     assert keys_of([1, 1, 1, 1], 2)[0] != keys_of([1, 1, 1, 1], 2)[1]
-    assert block_key(None, [1]) != block_key(None, [256])
+    assert block_key(root_key(), [1]) != block_key(root_key(), [256])
+
+
+def test_requests_with_other_salts_share_no_block() -> None:
+    tokens, salts = [7] * 8, ["", "a", "b", "phalanx kv block", array("q", [7, 7]).tobytes().decode("latin-1")]
+    salted: list[list[bytes]] = [[] for _ in salts]
+    for salt, keys in zip(salts, salted, strict=True):
+        extend_keys(keys, tokens, 2, 4, root=root_key(salt))
+    assert len({key for keys in salted for key in [*keys, root_key()]}) == 4 * len(salts) + 1
+
+
+def test_adapters_and_salts_are_of_different_kinds() -> None:
+    """A salt that spells an adapter's digest, or the other way round, is another root; and so is each pair of them."""
+    digests = [b"", b"a" * 16, b"b" * 16]
+    salts = ["", "a" * 16, "b" * 16, "a" * 32]
+    assert len({root_key(salt, digest) for salt in salts for digest in digests}) == len(salts) * len(digests)
 
 
 def test_keys_grow_with_the_tokens() -> None:

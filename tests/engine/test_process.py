@@ -7,8 +7,10 @@ import json
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +19,12 @@ import msgspec
 import pytest
 import zmq
 
-from phalanx.comm import launch
+from phalanx import launch
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.engine import process
 from phalanx.engine.executor import FAKE_EXECUTOR, RANK_EXECUTOR
 from phalanx.engine.fake import fake_tokens
+from phalanx.engine.grammar import HEAD, Grammars
 from phalanx.engine.limits import window_blocks
 from phalanx.engine.messages import (
     AddRequest,
@@ -34,8 +37,11 @@ from phalanx.engine.messages import (
     Shutdown,
     Started,
     Stopped,
+    Vocabulary,
 )
 from phalanx.engine.process import _fit_length, _length_hint, facts_line
+from phalanx.errors import RequestError
+from phalanx.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -93,7 +99,7 @@ def test_a_whole_life(engine: Callable[..., EngineProcess], tmp_path: Path) -> N
     process = engine({"model": str(tmp_path), "pipeline_parallel_size": 2})
     process.say(AddRequest("early", [1, 2], SamplingParams(temperature=0, max_tokens=1)))  # before it is ready
     facts = process.hear(Started).facts
-    assert (facts.vocab_size, facts.eos_token_ids, facts.max_seq_len, facts.layout) == (90, [3], 256, (2, 1, 1))
+    assert (facts.vocab_size, facts.eos_token_ids, facts.max_seq_len, facts.layout) == (90, [3], 256, Layout(pp=2))
     assert (facts.dtype, facts.device, len(facts.ranks)) == ("fp32", "cpu", 2)
     assert set(facts.reasons) >= {"max_seq_len", "dtype", "max_num_tokens"}
     assert facts.length_hint == "", "the model ends there"
@@ -182,7 +188,7 @@ def test_the_hint_says_what_raises_max_seq_len(options: dict[str, Any], length: 
 
 def test_the_line_of_facts_has_the_numbers() -> None:
     ranks = [RankFacts(0, 0, "cpu", (0, 2), {"weights": 3 << 20, "kv": 5 << 30})]
-    facts = EngineFacts("m", "fp32", "cpu", 1, (1, 1, 1), 1000, 8, 64, 16, 500, 90, [], ranks, {"a": 1.0, "b": 2.5})
+    facts = EngineFacts("m", "fp32", "cpu", Layout(), 1000, 8, 64, 16, 500, 90, [], ranks, {"a": 1.0, "b": 2.5})
     line = facts_line(facts)
     for part in ("3.5 s", "8,000 tokens", "8.0 requests of full length 1,000", "rank 0 (cpu): weights 3.0 MiB, kv 5.00 GiB"):
         assert part in line
@@ -192,32 +198,29 @@ def test_the_line_of_facts_has_the_numbers() -> None:
 def test_a_window_needs_as_many_blocks_as_the_scheduler_says(num_blocks: int, expected: int) -> None:
     """With a window of 13 and blocks of 8 tokens, a request of any length needs 3 blocks."""
     options = EngineOptions.of(model="x", device="cpu", kv_block_size=8)
-    shape = SimpleNamespace(window=13)
     resolved = options.model_copy(update={"max_seq_len": 256})
     assert window_blocks(13, 8) == 3
-    assert _fit_length(options, resolved, shape, num_blocks, {}) == expected
+    assert _fit_length(options, resolved, 13, num_blocks, {}) == expected
 
 
-def test_grammars_are_imported_while_ranks_start_where_cores_are_left(monkeypatch):
-    calls = []
-    monkeypatch.setattr(process, "warm_grammars", lambda: calls.append("imported"))
+def test_the_vocabulary_is_read_while_ranks_start_where_cores_are_left(monkeypatch):
+    vocabulary = Future()
+    shape = SimpleNamespace(vocab_size=2, eos_token_ids=(1,))
+    prepared = threading.Event()
+    prepare = Grammars.prepare
+    monkeypatch.setattr(Grammars, "prepare", lambda self: (prepare(self), prepared.set())[0])
     monkeypatch.setattr(process, "cores", lambda: 6)
+    threading.Timer(0.1, vocabulary.set_result, [Vocabulary([b"a", b"b"])]).start()
     for options, early in (
         (EngineOptions.of(model="m", device="cuda", tensor_parallel_size=2), True),
         (EngineOptions.of(model="m", device="cuda", tensor_parallel_size=4), False),
         (EngineOptions.of(model="m", device="cpu"), False),
     ):
-        thread = process.import_grammars_early(options)
-        assert (thread is not None) == early
-        if thread is not None:
-            thread.join(10)
-    assert calls == ["imported"]
-
-
-def test_an_import_that_fails_is_left_to_the_first_constrained_request(monkeypatch, capfd):
-    monkeypatch.setattr(process, "warm_grammars", lambda: (_ for _ in ()).throw(ImportError("no library")))
-    monkeypatch.setattr(process, "cores", lambda: 64)
-    thread = process.import_grammars_early(EngineOptions.of(model="m", device="cuda"))
-    thread.join(10)
-    assert not process._imports_run()
-    assert "no library" not in capfd.readouterr().err
+        prepared.clear()
+        grammars = process.grammars_of({"vocabulary": True}, options, shape, vocabulary)
+        assert prepared.wait(10 if early else 0.1) == early
+        assert grammars.open(HEAD + "start: /a/").mask()[0] == 1
+    monkeypatch.setattr(process, "VOCABULARY_SECONDS", 0.05)
+    for config, reason in (({}, "started without one"), ({"vocabulary": True}, "has not sent")):
+        with pytest.raises(RequestError, match=reason):
+            process.grammars_of(config, EngineOptions.of(model="m", device="cpu"), shape, Future()).open(HEAD + "start: /a/")

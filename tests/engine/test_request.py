@@ -33,7 +33,7 @@ def test_when_a_request_ends_and_why(
     tokens: list[int], params: dict[str, object], limit: int, reason: str | None, stop_reason: int | None
 ) -> None:
     pending = request(limit=limit, **params)
-    updates = [pending.take_token(RowResult(), token) for token in tokens]
+    updates = [pending.take_tokens(RowResult([token])) for token in tokens]
     assert [update.finish_reason for update in updates[:-1]] == [None] * (len(tokens) - 1)
     assert (updates[-1].finish_reason, updates[-1].stop_reason) == (reason, stop_reason)
     assert pending.ended == (reason is not None)
@@ -47,25 +47,45 @@ def test_prompt_logprobs_come_whole_and_once() -> None:
     pending.take_prompt_logprobs(0, logprobs[:1])  # preempted, and computed again
     pending.take_prompt_logprobs(1, logprobs[1:])
     pending.take_prompt_logprobs(0, logprobs)
-    assert pending.take_token(RowResult(), 4).prompt_logprobs == [None, *logprobs]
-    assert pending.take_token(RowResult(), 4).prompt_logprobs is None
+    assert pending.take_tokens(RowResult([4])).prompt_logprobs == [None, *logprobs]
+    assert pending.take_tokens(RowResult([4])).prompt_logprobs is None
 
 
 def test_logprobs_come_with_their_token() -> None:
     of_token = TokenLogprobs(4, -1.0, 1)
-    assert request().take_token(RowResult(logprobs=of_token), 4).logprobs == [of_token]
+    assert request().take_tokens(RowResult([4], [of_token])).logprobs == [of_token]
 
 
 def test_an_admission_does_not_change_when_tokens_come() -> None:
     pending = request(min_tokens=1)
     pending.slot = 3
     assignment = pending.assignment()
-    pending.take_token(RowResult(), 4)
+    pending.take_tokens(RowResult([4]))
     assert (assignment.slot, assignment.token_ids, assignment.prompt_length, assignment.stop_token_ids) == (3, [1, 2, 3], 3, [7, 8])
 
 
 def test_the_asker_keeps_its_list() -> None:
     prompt = [1, 2]
     pending = Request(AddRequest("a", prompt, SamplingParams()), seed=0, limit=9, matcher=None)
-    pending.take_token(RowResult(), 4)
+    pending.take_tokens(RowResult([4]))
     assert prompt == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "tokens", "reason", "accepted"),
+    [
+        ([4, 5, 6], [4, 5, 6], None, 2),
+        ([4, 7, 6], [4, 7], "stop", 2),
+        ([8], [8], "stop", 0),
+        ([4, 5, 6, 9, 9], [4, 5, 6, 9], "length", 4),
+        ([4, 5, 6, 7], [4, 5, 6, 7], "stop", 3),
+    ],
+)
+def test_tokens_behind_the_one_that_ends_are_dropped(
+    sampled: list[int], tokens: list[int], reason: str | None, accepted: int
+) -> None:
+    pending = request(limit=7)
+    update = pending.take_tokens(RowResult(sampled, [TokenLogprobs(token, -1.0, 1) for token in sampled]))
+    assert (update.tokens, update.finish_reason, update.accepted) == (tokens, reason, accepted)
+    assert [entry.token for entry in update.logprobs] == tokens
+    assert pending.tokens == [1, 2, 3, *tokens]

@@ -17,11 +17,19 @@ from hypothesis import strategies as st
 
 from phalanx.config import SamplingParams, StructuredOutputParams
 from phalanx.engine import scheduler as scheduler_module
-from phalanx.engine.fake import StepChecker, fake_tokens
+from phalanx.engine.fake import FakeProposer, StepChecker, fake_tokens
 from phalanx.engine.limits import depth_of
-from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, RowResult, Step, StepResult
+from phalanx.engine.messages import (
+    AddRequest,
+    RequestRejected,
+    RequestUpdate,
+    RowResult,
+    Step,
+    StepResult,
+)
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import CapacityError, EngineError, PromptTooLong, RequestError, StepDiverged
+from tests.support.engine_drafts import proposer
 from tests.support.engine_grammar import VOCAB, Evens
 
 ROOMY = SchedulerOptions(num_blocks=256, block_size=4, max_batch_size=16, max_num_tokens=64, max_seq_len=200, vocab_size=VOCAB)
@@ -30,12 +38,12 @@ ROOMY = SchedulerOptions(num_blocks=256, block_size=4, max_batch_size=16, max_nu
 class Ranks:
     """A scheduler, and ranks that give results when asked to."""
 
-    def __init__(self, options: SchedulerOptions) -> None:
+    def __init__(self, options: SchedulerOptions, propose: FakeProposer | None = None) -> None:
         self.scheduler = Scheduler(options, Evens)
         self.checker = StepChecker(
             vocab_size=VOCAB, num_blocks=options.num_blocks, block_size=options.block_size, max_batch_size=options.max_batch_size,
             max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=options.window,
-            token_lag=options.token_lag,
+            token_lag=options.token_lag, propose=propose,
         )  # fmt: skip
         self.results: deque[StepResult] = deque()
         self.steps: list[Step] = []
@@ -122,6 +130,8 @@ def schedulers(draw: st.DrawFn) -> SchedulerOptions:
         chunked_prefill=chunked,
         vocab_size=VOCAB,
         seed=draw(st.integers(0, 3)),
+        max_drafts=draw(st.sampled_from([0, 0, 1, 3, 8])),
+        drafts_keep_kv=draw(st.booleans()),
     )
 
 
@@ -131,7 +141,9 @@ def test_every_request_gets_its_own_tokens_whatever_happens_around_it(
     options: SchedulerOptions, seed: int, requests: int, aborting: bool
 ) -> None:
     chance = random.Random(seed)
-    ranks = Ranks(options)
+    ranks = Ranks(options, proposer(chance, chance.choice([0, 0.3, 0.9, 1])))
+    if chance.random() < 0.5:
+        ranks.scheduler.choose_drafts = lambda _: chance.randrange(options.max_drafts + 1)
     roots = [[chance.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
     added: dict[str, AddRequest] = {}
     seeds: dict[str, int] = {}
@@ -237,7 +249,7 @@ def test_a_constrained_request_finds_a_place_among_others_as_soon_as_its_token_i
     ranks = Ranks(returning(stages, replace(ROOMY, max_seq_len=1000, num_blocks=2048)))
     for number in range(7):
         ranks.add(f"r{number}", [number], max_tokens=800)
-    grammar = StructuredOutputParams(regex="x", compiled="800")
+    grammar = StructuredOutputParams(compiled="800")
     ranks.scheduler.add(AddRequest("even", [7], SamplingParams(max_tokens=800, structured_output=grammar)))
     for _ in range(300):
         ranks.fill()
@@ -246,9 +258,22 @@ def test_a_constrained_request_finds_a_place_among_others_as_soon_as_its_token_i
     assert all(steps_per_token(ranks, f"r{number}") < stages + 0.1 for number in range(7))
 
 
+def test_blocks_ahead_for_drafts_leave_the_next_request_waiting() -> None:
+    """The first prompt takes blocks beyond its own, where its drafts keep their KV; the second has none left, and gets no row."""
+    options = SchedulerOptions(
+        num_blocks=5, block_size=4, max_batch_size=6, max_num_tokens=19, max_seq_len=19, max_drafts=8, drafts_keep_kv=True,
+        window=16, chunked_prefill=False, prefix_caching=False, vocab_size=VOCAB,
+    )  # fmt: skip
+    ranks = Ranks(options)
+    ranks.add("first", list(range(8)), max_tokens=10)
+    ranks.add("second", list(range(6)), max_tokens=10)
+    assert ranks.submit()
+    assert [row.count for row in ranks.steps[0].batches[0].rows] == [8]
+
+
 def test_many_constrained_requests_leave_places_to_another() -> None:
     ranks = Ranks(returning(2, replace(ROOMY, max_seq_len=1000, num_blocks=2048)))
-    grammar = StructuredOutputParams(regex="x", compiled="800")
+    grammar = StructuredOutputParams(compiled="800")
     for number in range(15):
         params = SamplingParams(max_tokens=800, structured_output=grammar)
         ranks.scheduler.add(AddRequest(f"even {number}", [number], params))
@@ -265,7 +290,7 @@ def test_steps_without_rows_are_made_only_for_a_request_that_can_go_on_behind_th
     ranks.add("a", [1], max_tokens=3)
     ranks.finish()
     assert [len(step.batches[0].rows) for step in ranks.steps] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
-    grammar = StructuredOutputParams(regex="x", compiled="9")
+    grammar = StructuredOutputParams(compiled="9")
     ranks.scheduler.add(AddRequest("b", [2], SamplingParams(max_tokens=9, structured_output=grammar)))
     ranks.steps.clear()
     ranks.finish()
@@ -278,7 +303,7 @@ def test_a_token_of_a_grammar_is_awaited_where_others_are_not() -> None:
     for number in range(4):
         ranks.add(f"r{number}", [number], max_tokens=40)
     ranks.scheduler.add(AddRequest("even", [7], SamplingParams(
-        max_tokens=40, structured_output=StructuredOutputParams(regex="x", compiled="40")
+        max_tokens=40, structured_output=StructuredOutputParams(compiled="40")
     )))  # fmt: skip
     constrained = next(request for request in ranks.scheduler.waiting if request.constrained)
     ahead = 0
@@ -528,7 +553,7 @@ def test_a_token_behind_a_late_stop_is_dropped() -> None:
 
 def test_a_constrained_request_waits_for_each_of_its_tokens() -> None:
     ranks = Ranks(ROOMY)
-    ranks.add("constrained", [1], max_tokens=20, structured_output=StructuredOutputParams(regex="x", compiled="4"))
+    ranks.add("constrained", [1], max_tokens=20, structured_output=StructuredOutputParams(compiled="4"))
     ranks.add("free", [1], max_tokens=20)
     ranks.fill()
     assert [len(step.batches[0].rows) for step in ranks.steps] == [2, 1]
@@ -542,7 +567,7 @@ def test_a_constrained_request_waits_for_each_of_its_tokens() -> None:
 def test_a_grammar_that_cannot_be_read_refuses_its_request_only() -> None:
     ranks = Ranks(ROOMY)
     with pytest.raises(RequestError, match="cannot be read"):
-        ranks.add("a", [1], structured_output=StructuredOutputParams(regex="x", compiled="not a number"))
+        ranks.add("a", [1], structured_output=StructuredOutputParams(compiled="not a number"))
     with pytest.raises(RequestError, match="no compiled grammar"):
         ranks.add("b", [1], structured_output=StructuredOutputParams(regex="x"))
     assert ranks.scheduler.idle
@@ -550,14 +575,37 @@ def test_a_grammar_that_cannot_be_read_refuses_its_request_only() -> None:
 
 def test_a_token_that_the_grammar_does_not_take_refuses_its_request_only() -> None:
     scheduler = Scheduler(ROOMY, Evens)
-    scheduler.add(AddRequest("a", [1], SamplingParams(structured_output=StructuredOutputParams(regex="x", compiled="4"))))
+    scheduler.add(AddRequest("a", [1], SamplingParams(structured_output=StructuredOutputParams(compiled="4"))))
     scheduler.add(AddRequest("b", [1], SamplingParams(max_tokens=1)))
     step = scheduler.schedule()
     assert step is not None
-    update, refused = scheduler.process_result(StepResult(step.number, [[RowResult(token=3), RowResult(token=3)]]))
+    update, refused = scheduler.process_result(StepResult(step.number, [[RowResult([3]), RowResult([3])]]))
     assert isinstance(refused, RequestRejected)
     assert "token 3" in refused.error["failure"]
     assert isinstance(update, RequestUpdate)
+    scheduler.check()
+    assert scheduler.idle
+
+
+def test_logits_that_are_not_finite_end_their_request_only() -> None:
+    scheduler = Scheduler(ROOMY)
+    for name in "abc":
+        scheduler.add(AddRequest(name, [1, 2], SamplingParams(max_tokens=2)))
+    step = scheduler.schedule()
+    assert step is not None
+    results = [RowResult([3]), RowResult([4, -2]), RowResult([5])]
+    first, refused, third = scheduler.process_result(StepResult(step.number, [results]))
+    assert isinstance(refused, RequestRejected)
+    assert (refused.request_id, refused.error["kind"]) == ("b", "LogitsNotFinite")
+    assert "the logits of token 2 are NaN or infinite" in refused.error["failure"]
+    assert isinstance(first, RequestUpdate)
+    assert isinstance(third, RequestUpdate)
+    assert (first.tokens, third.tokens) == ([3], [5])
+    assert (scheduler.stats().nonfinite_requests, scheduler.stats().generation_tokens) == (1, 2)
+    step = scheduler.schedule()
+    assert step is not None
+    assert len(step.batches[0].rows) == 2
+    scheduler.process_result(StepResult(step.number, [[RowResult([4]), RowResult([6])]]))
     scheduler.check()
     assert scheduler.idle
 
@@ -655,6 +703,14 @@ def test_a_shared_beginning_is_computed_once() -> None:
     assert ranks.updates["c"][0].cached_tokens == 8
     stats = ranks.scheduler.stats()
     assert (stats.prefix_queries, stats.prefix_hits) == (51, 24)
+
+
+def test_only_requests_with_the_same_salt_share_blocks() -> None:
+    ranks = Ranks(ROOMY)
+    for name, salt in (("plain", None), ("a", "a"), ("b", "b"), ("a again", "a"), ("plain again", None)):
+        ranks.add(name, list(range(20)), max_tokens=4, cache_salt=salt)
+        ranks.finish()
+    assert [updates[0].cached_tokens for updates in ranks.updates.values()] == [0, 0, 0, 16, 16]
 
 
 def test_a_block_is_shared_as_soon_as_the_step_that_computes_it_is_submitted() -> None:
@@ -797,9 +853,9 @@ def test_a_result_of_another_step_stops_the_engine() -> None:
     with pytest.raises(StepDiverged):
         ranks.scheduler.process_result(ranks.results[1])
     with pytest.raises(StepDiverged):
-        ranks.scheduler.process_result(StepResult(1, [[RowResult(token=1), RowResult(token=2)]]))
+        ranks.scheduler.process_result(StepResult(1, [[RowResult([1]), RowResult([2])]]))
     with pytest.raises(StepDiverged):
-        ranks.scheduler.process_result(StepResult(1, [[RowResult(token=None)]]))
+        ranks.scheduler.process_result(StepResult(1, [[RowResult()]]))
 
 
 def test_an_id_is_taken_once() -> None:
@@ -829,7 +885,7 @@ def test_hundreds_of_requests_cost_little_time() -> None:
         step = scheduler.schedule()
         middle = time.perf_counter()
         assert step is not None
-        result = StepResult(step.number, [[RowResult(token=7) for _ in step.batches[0].rows]])
+        result = StepResult(step.number, [[RowResult([7]) for _ in step.batches[0].rows]])
         later = time.perf_counter()
         scheduler.process_result(result)
         best = min(best, time.perf_counter() - later + middle - begin)

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random schedules, differentially: each request must get the same tokens in a crowd as alone, and no block or slot may be lost.
 
-Grammar calls end late and in any order here. Short in CI; `make fuzz` runs it for PHALANX_FUZZ_SECONDS. A failure prints the seed
-of its schedule; PHALANX_FUZZ_SEED begins with that one.
+Grammar calls end late and in any order here; adapters are loaded, replaced and unloaded under few names while requests run, and the
+ranks' keys and values depend on the adapter. A failure prints the seed of its schedule.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from phalanx.config import SamplingParams, StructuredOutputParams
+from phalanx.engine.adapters import Adapter, Adapters
 from phalanx.engine.dp_scheduler import DpScheduler
 from phalanx.engine.fake import FakeExecutor
 from phalanx.engine.grammar_threads import GrammarCall, InlineGrammarCalls
@@ -24,10 +24,12 @@ from phalanx.engine.limits import depth_of
 from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import CapacityError, PromptTooLong
+from phalanx.layout.adapter import AdapterFile
+from tests.support.engine_drafts import proposer
 from tests.support.engine_grammar import VOCAB, Evens
+from tests.support.fuzz import fuzz_seeds
 
-SECONDS = float(os.environ.get("PHALANX_FUZZ_SECONDS", "4"))
-SEED = int(os.environ.get("PHALANX_FUZZ_SEED", "0"))
+ADAPTERS = ("a", "b", "c", "d")
 
 
 class LateGrammarCalls(InlineGrammarCalls):
@@ -67,14 +69,14 @@ class Answer:
 class Simulation:
     """A scheduler on ranks whose steps are all checked."""
 
-    def __init__(self, options: SchedulerOptions, chance: random.Random, indices: int = 1) -> None:
-        self.calls = LateGrammarCalls(chance)
+    def __init__(self, options: SchedulerOptions, chance: random.Random, indices: int = 1, adapters: int = 1) -> None:
+        self.calls, self.adapters = LateGrammarCalls(chance), Adapters(adapters)
         self.scheduler: Scheduler | DpScheduler
         if indices == 1:
-            self.scheduler = Scheduler(options, Evens, grammar_calls=self.calls)
+            self.scheduler = Scheduler(options, Evens, grammar_calls=self.calls, adapters=self.adapters)
             self.schedulers = [self.scheduler]
         else:
-            self.scheduler = DpScheduler(options, indices, Evens, grammar_calls=self.calls)
+            self.scheduler = DpScheduler(options, indices, Evens, grammar_calls=self.calls, adapters=self.adapters)
             self.schedulers = self.scheduler.indices
         self.answers: dict[str, Answer] = {}
         self.steps = 0
@@ -83,7 +85,21 @@ class Simulation:
             vocab_size=VOCAB, num_blocks=options.num_blocks, block_size=options.block_size, max_batch_size=options.max_batch_size,
             max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=options.window, thorough=True,
             indices=indices, pipeline_stages=options.pipeline_stages, returns_tokens=options.returns_tokens,
+            propose=proposer(chance, chance.choice([0, 0.3, 0.9, 1])), state_snapshots=options.state_snapshots,
         )  # fmt: skip
+        if chance.random() < 0.5:
+            self.scheduler.choose_drafts = lambda _: chance.randrange(options.max_drafts + 1)
+
+    def load(self, name: str, digest: bytes) -> None:
+        key, file = self.adapters.next_key(), AdapterFile("", digest, 8, ())
+        self._ranks.read_adapter(key, file)
+        assert self._ranks.adapters_read() == [(key, None)]
+        self.adapters.put(Adapter(name, key, file))
+        self.drop()
+
+    def drop(self) -> None:
+        for key in self.adapters.forgotten(self.scheduler.open_adapters):
+            self._ranks.drop_adapter(key)
 
     def submit(self) -> bool:
         step = self.scheduler.schedule()
@@ -119,12 +135,15 @@ def draw_options(chance: random.Random) -> SchedulerOptions:
     stages, chunked = chance.choice([1, 1, 2, 3, 4]), chance.random() < 0.7
     returns = stages > 1 and chance.random() < 0.6
     max_seq_len, block_size = chance.randrange(12, 61), chance.choice([1, 2, 4, 8])
+    prefix_caching, snapshots = chance.random() < 0.7, chance.choice([0, 0, 0, 1, 3, 8])
     return SchedulerOptions(
         num_blocks=chance.randrange(4, 110) * max_seq_len // (60 * block_size) + 2, block_size=block_size,
         max_batch_size=chance.randrange(1, 9), max_num_tokens=chance.choice([1, 3, 7, 8, 20, 40]) if chunked else max_seq_len,
         max_seq_len=max_seq_len, depth=depth_of(stages, returns_tokens=returns), pipeline_stages=stages,
         returns_tokens=returns, window=chance.choice([None, None, 1, 5, 16]),
-        prefix_caching=chance.random() < 0.7, chunked_prefill=chunked, vocab_size=VOCAB,
+        prefix_caching=prefix_caching, chunked_prefill=chunked, vocab_size=VOCAB,
+        max_drafts=0 if snapshots and prefix_caching else chance.choice([0, 1, 3, 8]), drafts_keep_kv=chance.random() < 0.5,
+        state_snapshots=snapshots if prefix_caching else 0, least_kept=chance.choice([1, 8, 20]),
     )  # fmt: skip
 
 
@@ -139,15 +158,25 @@ def draw_request(chance: random.Random, name: str, roots: list[list[int]], optio
         "prompt_logprobs": chance.choice([None, None, None, 0]), "logprobs": chance.choice([None, 0]),
     }  # fmt: skip
     if constrained:
-        fields["structured_output"] = StructuredOutputParams(regex="x", compiled=str(chance.randrange(1, 20)))
+        fields["structured_output"] = StructuredOutputParams(compiled=str(chance.randrange(1, 20)))
     return AddRequest(name, prompt, SamplingParams(**fields), stop, stop[:2])
 
 
+def change_adapters(crowd: Simulation, chance: random.Random) -> None:
+    name = chance.choice(ADAPTERS)
+    if chance.random() < 0.3 and name in crowd.adapters:
+        crowd.adapters.remove(name)
+        crowd.drop()
+    elif chance.random() < 0.5:
+        crowd.load(name, chance.randbytes(16))
+
+
 def check_schedule(seed: int, indices: int = 1) -> tuple[int, int]:
-    """One schedule; returns its steps and preemptions."""
+    """One schedule; returns its steps and preemptions. Requests alone have no drafts."""
     chance = random.Random(seed)
     options = draw_options(chance)
-    crowd = Simulation(options, chance, indices)
+    slots, others = 1 + seed % 3, random.Random(~seed)  # slots for adapters: fewer than there are
+    crowd, digests = Simulation(options, chance, indices, slots), dict[str, bytes]()
     roots = [[chance.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
     requests: dict[str, AddRequest] = {}
     aborted: set[str] = set()
@@ -155,7 +184,14 @@ def check_schedule(seed: int, indices: int = 1) -> tuple[int, int]:
         for _ in range(chance.randrange(3)):
             if not (chance.random() < 0.6 and crowd.submit()):
                 crowd.process()
+        change_adapters(crowd, others)
         add = draw_request(chance, f"r{number}", roots, options)
+        name = others.choice((None, *ADAPTERS))
+        if name is not None and name in crowd.adapters:
+            add.params = msgspec.structs.replace(add.params, adapter=name)
+            adapter = crowd.adapters.named(name)
+            assert adapter is not None
+            digests[add.request_id] = adapter.file.digest
         try:
             crowd.scheduler.add(add)
         except (PromptTooLong, CapacityError):
@@ -175,7 +211,9 @@ def check_schedule(seed: int, indices: int = 1) -> tuple[int, int]:
         assert scheduler.pool.available == options.num_blocks
 
     for name, add in requests.items():
-        alone = Simulation(options, random.Random(seed))
+        alone = Simulation(replace(options, max_drafts=0), random.Random(seed))
+        if name in digests:
+            alone.load(str(add.params.adapter), digests[name])
         alone.scheduler.add(add)
         alone.finish()
         alone.close()
@@ -190,12 +228,9 @@ def check_schedule(seed: int, indices: int = 1) -> tuple[int, int]:
 
 @pytest.mark.parametrize("indices", [1, 2, 3])
 def test_a_request_gets_the_same_answer_in_a_crowd_as_alone(indices: int) -> None:
-    begun, seed, steps, preemptions = time.monotonic(), SEED, 0, 0
-    while time.monotonic() - begun < SECONDS / 3:
-        try:
+    steps = preemptions = 0
+    with fuzz_seeds(10, tests=3) as seeds:
+        for seed in seeds:
             more_steps, more_preemptions = check_schedule(seed, indices)
-        except BaseException:
-            print(f"failed with PHALANX_FUZZ_SEED={seed}")
-            raise
-        seed, steps, preemptions = seed + 1, steps + more_steps, preemptions + more_preemptions
-    print(f"schedules {SEED} to {seed - 1}: {steps} steps, {preemptions} preemptions")
+            steps, preemptions = steps + more_steps, preemptions + more_preemptions
+    print(f"{seeds.count} schedules: {steps} steps, {preemptions} preemptions")

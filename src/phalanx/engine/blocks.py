@@ -87,6 +87,13 @@ class BlockPool:
         """The block with this content; None where there is none."""
         return self._blocks.get(key)
 
+    def forget(self) -> None:
+        """No content is found any more: cached blocks are free, and those that requests reference have no key."""
+        self._free += reversed(self._cached)
+        self._cached.clear()
+        self._keys = [None] * self.count
+        self._blocks.clear()
+
     def idle(self, block: int) -> bool:
         """Whether no request references the block."""
         return self._references[block] == 0

@@ -13,7 +13,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.engine.grammar import OpenMatcher, TokenMatcher, open_matcher
+from phalanx.engine.adapters import Adapter, Adapters, Claims
+from phalanx.engine.grammar import OpenMatcher, TokenMatcher, no_grammars
 from phalanx.engine.grammar_threads import GrammarCall, GrammarThreads, InlineGrammarCalls
 from phalanx.engine.messages import (
     AddRequest,
@@ -48,26 +49,30 @@ class DpScheduler(StepScheduler[list[int | None]]):
     """Of each index."""
 
     def __init__(
-        self, options: SchedulerOptions, indices: int, open_matcher: OpenMatcher = open_matcher, *,
-        grammar_calls: GrammarThreads | InlineGrammarCalls | None = None,
+        self, options: SchedulerOptions, indices: int, open_matcher: OpenMatcher = no_grammars, *,
+        grammar_calls: GrammarThreads | InlineGrammarCalls | None = None, adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(options, open_matcher, grammar_calls, num_blocks=options.num_blocks * indices)
+        super().__init__(options, open_matcher, grammar_calls, num_blocks=options.num_blocks * indices, adapters=adapters)
         seeds = random.Random(options.seed)
         self.indices = [
-            self.index_type(options, open_matcher, grammar_calls=_SharedCalls(self.grammar_calls), seeds=seeds)
-            for _ in range(indices)
-        ]
+            self.index_type(
+                options, open_matcher, grammar_calls=_SharedCalls(self.grammar_calls), seeds=seeds, adapters=self.adapters
+            ) for _ in range(indices)
+        ]  # fmt: skip
+        self.parts = self.indices
+        for index in self.indices:
+            index.verified = lambda drafts, accepted: self.verified(drafts, accepted)
         self._placed: dict[str, Scheduler] = {}
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
 
-    def add(self, add: AddRequest, matcher: TokenMatcher | None = None) -> None:
+    def add(self, add: AddRequest, matcher: TokenMatcher | None = None, adapter: Adapter | None = None) -> None:
         """As `StepScheduler`."""
         if add.request_id in self._requests:
             raise RequestError(f"request id {add.request_id!r} is in use", next="give each request its own id")
-        request = self.indices[0].request_of(add, matcher)
+        request = self.indices[0].request_of(add, matcher, adapter)
         self._requests[request.id] = request
-        self.waiting.append(request)
+        self._wait(request)
 
     def abort(self, request_id: str) -> None:
         """As `StepScheduler`."""
@@ -78,7 +83,7 @@ class DpScheduler(StepScheduler[list[int | None]]):
             self._placed.pop(request_id).abort(request_id)
         else:
             request.ended = True
-            self.waiting.remove(request)
+            self._stop_waiting(request)
 
     @property
     def running(self) -> list[Request]:
@@ -90,6 +95,7 @@ class DpScheduler(StepScheduler[list[int | None]]):
         stats, parts = self.counters, [index.stats() for index in self.indices]
         for name in _SUMMED:
             setattr(stats, name, sum(getattr(part, name) for part in parts))
+        stats.accepted_tokens = [sum(counts) for counts in zip(*(part.accepted_tokens for part in parts), strict=True)]
         stats.dp_running = [part.running for part in parts]
         stats.dp_blocks_referenced = [part.blocks_referenced for part in parts]
         stats.waiting += len(self.waiting)
@@ -102,31 +108,46 @@ class DpScheduler(StepScheduler[list[int | None]]):
 
     # ---- schedule ----------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Step | None:
+    def schedule(self, now: int = 0) -> Step | None:
         """The next step of all indices; None when `depth` steps are in flight, or no request of any index can go on."""
         if len(self._in_flight) >= self.options.depth or not self._requests:
             return None
         self._place_waiting()
-        steps = [index.schedule() for index in self.indices]
+        drafts = self.choose_drafts(max(1, *(len(index.running) for index in self.indices))) if self.options.max_drafts else 0
+        for index in self.indices:
+            index.choose_drafts, index.times = (lambda _: drafts), self.times
+        steps = [index.schedule(now) for index in self.indices]
         if not any(steps):
             return None
+        return self._close(steps)
+
+    def empty_step(self) -> Step | None:
+        """As `StepScheduler`."""
+        if len(self._in_flight) >= self.options.depth:
+            return None
+        return self._close([None] * len(self.indices))
+
+    def _close(self, steps: list[Step | None]) -> Step:
         batches = [StepBatch() if step is None else step.batches[0] for step in steps]
         self.counters.steps += 1
         self._in_flight.append((self.counters.steps, [None if step is None else step.number for step in steps]))
-        return Step(self.counters.steps, batches, StepExtent.of(batches))
+        before = [work for step in steps if step is not None for work in step.before]
+        return Step(self.counters.steps, batches, StepExtent.of(batches), before)
 
     def _place_waiting(self) -> None:
         """Give waiting requests, in order, to the indices that can begin with them. An index that has not admitted all that it was
         given gets no more: another may have room before it."""
         ready = [(index, index.load()) for index in self.indices if not index.waiting] if self.waiting else []
-        while self.waiting and ready:
-            request = self.waiting[0]
+        claims = Claims(self.adapters.slots)
+        while ready and (request := next((each for each in self.waiting if claims.allow(each.adapter)), None)) is not None:
             tokens = [(index.load_with(request, load), number) for number, (index, load) in enumerate(ready)]
             fitting = [(count, number) for count, number in tokens if count is not None]
             if not fitting:
                 return
             index, load = ready[min(fitting)[1]]
-            index.enqueue(self.waiting.popleft())
+            self.waiting.remove(request)
+            index.enqueue(request)
+            claims.admit(request.adapter)
             load.queued += len(request.tokens)
             self._placed[request.id] = index
 
@@ -171,5 +192,5 @@ class DpScheduler(StepScheduler[list[int | None]]):
 
 _SUMMED = (
     "running", "waiting", "blocks_referenced", "preemptions", "prefix_queries", "prefix_hits", "prompt_tokens",
-    "generation_tokens",
+    "generation_tokens", "drafts", "draft_tokens", "nonfinite_requests",
 )  # fmt: skip

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from phalanx.config.model import ModelShape
     from phalanx.config.options import EngineOptions
     from phalanx.engine.messages import RankFacts, RankStats, Step, StepResult
+    from phalanx.errors import PhalanxError
+    from phalanx.layout.adapter import AdapterFile
 
 RANK_EXECUTOR = "phalanx.executor.rank_executor:RankExecutor"
 FAKE_EXECUTOR = "phalanx.engine.fake:FakeExecutor"
@@ -53,6 +55,15 @@ class Executor(Protocol):
     def collect(self) -> list[StepResult]:
         """The results that have come in, in order; never blocks. Raises an EngineError, or what a rank raised: then every process
         is gone or going, and the executor is of no more use."""
+
+    def read_adapter(self, key: int, file: AdapterFile) -> None:
+        """Have every rank read its part of an adapter into host memory, beside the steps. key: of no other adapter before."""
+
+    def drop_adapter(self, key: int) -> None:
+        """Have every rank forget an adapter that has been read, or that some of them could not read."""
+
+    def adapters_read(self) -> list[tuple[int, PhalanxError | None]]:
+        """The keys of the adapters that all ranks have answered for since the last call, with the first error. Never blocks."""
 
     def waitables(self) -> list[Any]:
         """The sockets and file descriptors that a zmq.Poller waits for: one is readable when `collect` has something to do."""

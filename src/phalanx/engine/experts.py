@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from phalanx.engine.messages import ExpertMove, ExpertStats, RankFacts
+from phalanx.layout.expert_placement import Placement, balanced_placement, default_placement, imbalance, rank_loads, steps_between
 from phalanx.log import get_logger
-from phalanx.plan.expert_placement import Placement, balanced_placement, default_placement, imbalance, rank_loads, steps_between
 
 RECENT_SECONDS = 60.0
 """The load that gauges show, and placements are made for, is that of the last so many seconds."""
@@ -52,7 +52,9 @@ class ExpertLoads:
         self.experts = experts
         self.spread = len(self.ranks[0]) if self.ranks else 1
         """Over how many ranks the experts of a layer are spread."""
-        self.placements: list[Placement] = [default_placement(experts, self.spread, redundant) for _ in self.layers]
+        self._redundant = redundant
+        self.placements: list[Placement] = []
+        self.begin_placements()
         self._of_rank = {rank.rank: rank.moe_layers for rank in facts if rank.moe_layers}
         self._last: dict[int, bytes] = {}
         self.movable = any(rank.expert_bytes for rank in facts)
@@ -82,6 +84,10 @@ class ExpertLoads:
         """The tokens [layers, ranks, experts] of the last seconds, and how many seconds those are."""
         begin, tokens = self._samples[0]
         return self.tokens - tokens, self._clock() - begin
+
+    def begin_placements(self) -> None:
+        """Experts are where weights put them that were just read."""
+        self.placements = [default_placement(self.experts, self.spread, self._redundant) for _ in self.layers]
 
     # ---- moves -------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ import contextlib
 import os
 import threading
 import time
+from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -24,8 +25,25 @@ from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.limits import depth_of, token_lag
-from phalanx.engine.messages import RankFacts, RankStats, RowResult, SlotAssignment, Step, StepResult, StepRow, TokenLogprobs
-from phalanx.errors import StepDiverged
+from phalanx.engine.messages import (
+    NO_DRAFT,
+    PlaceAdapter,
+    RankFacts,
+    RankStats,
+    RowResult,
+    SlotAssignment,
+    Step,
+    StepResult,
+    StepRow,
+    TokenLogprobs,
+)
+from phalanx.errors import PhalanxError, StepDiverged
+from phalanx.layout.adapter import AdapterFile
+from phalanx.layout.cache import group_of
+from phalanx.layout.families import model_cache
+
+FakeProposer = Callable[[SlotAssignment, Sequence[int]], Sequence[int]]
+"""Drafts of what follows these tokens of a request."""
 
 _MASK = (1 << 64) - 1
 
@@ -52,11 +70,18 @@ def _choose(at: int, params: SamplingParams, seed: int, vocab_size: int, forbidd
     return token
 
 
+def _begin(adapter: bytes) -> int:
+    """The number before the first position, for the digest of an adapter: its keys and values are its own from the first token."""
+    return int.from_bytes(adapter[:8], "little")
+
+
 def fake_tokens(
-    prompt: Sequence[int], params: SamplingParams, *, seed: int, vocab_size: int, count: int, stop_token_ids: Sequence[int] = ()
-) -> list[int]:
-    """The first `count` tokens that follow a prompt, computed alone: the output of a FakeExecutor for an unconstrained request."""
-    at = 0
+    prompt: Sequence[int], params: SamplingParams, *, seed: int, vocab_size: int, count: int, stop_token_ids: Sequence[int] = (),
+    adapter: bytes = b"",
+) -> list[int]:  # fmt: skip
+    """The first `count` tokens that follow a prompt, computed alone: the output of a FakeExecutor for an unconstrained request.
+    adapter: the digest of its adapter."""
+    at = _begin(adapter)
     for token in prompt:
         at = _extend(at, token)
     tokens: list[int] = []
@@ -73,18 +98,21 @@ class _Slot:
 
     assignment: SlotAssignment
     tokens: list[int]
+    adapter: bytes
     cells: list[int] = field(default_factory=list)
     computed: int = 0
     sampled_in: int | None = None  # the last step that sampled into it
     begun: bool = False
+    drafts: list[int] = field(default_factory=list)
+    over: bool = False  # its tokens fill its blocks: the engine does not know yet that it has ended
     table: list[int] = field(default_factory=list)
     first_live: int = 0
 
 
 @lru_cache(maxsize=16)
-def _numbers(tokens: tuple[int, ...]) -> list[int]:
+def _numbers(tokens: tuple[int, ...], adapter: bytes) -> list[int]:
     """The number of each position. Kept, since several completions of one long prompt must not hold up a step for each of them."""
-    numbers, at = [], 0
+    numbers, at = [], _begin(adapter)
     for token in tokens:
         at = _extend(at, token)
         numbers.append(at)
@@ -95,18 +123,25 @@ class StepChecker:
     """Applies steps to a model of what ranks keep, and raises StepDiverged at the first step that breaks a rule of messages.Step.
 
     Sizes as in SchedulerOptions. `run` returns the result that the ranks would give. `thorough` checks every position that a row
-    looks back to, otherwise the last one only. token_lag: as in SchedulerOptions.
+    looks back to, otherwise the last one only. token_lag: as in SchedulerOptions. propose: the drafts; none
+    without it. state_snapshots: as in SchedulerOptions; with some, each slot has a state as well.
     """
 
     def __init__(
         self, *, vocab_size: int, num_blocks: int, block_size: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int,
-        window: int | None = None, thorough: bool = True, token_lag: int | None = 1,
+        window: int | None = None, thorough: bool = True, token_lag: int | None = 1, propose: FakeProposer | None = None,
+        state_snapshots: int = 0,
     ) -> None:  # fmt: skip
-        self._token_lag = token_lag
+        self._token_lag, self._propose = token_lag, propose
+        self._states: list[tuple[int, int] | None] | None = None  # (position, number), as in a cell, of slots and of prefixes
+        if state_snapshots:
+            self._states = [None] * (max_batch_size + state_snapshots)
         self._reach = (window or max_seq_len) if thorough else 2
         self.vocab_size, self.block_size, self.window = vocab_size, block_size, window
         self.max_batch_size, self.max_num_tokens, self.max_seq_len = max_batch_size, max_num_tokens, max_seq_len
         self.slots: dict[int, _Slot] = {}
+        self.placed: dict[int, bytes] = {}
+        """The digest of the adapter in each slot for adapters."""
         self._holders: list[set[int]] = [set() for _ in range(num_blocks)]
         self._cells: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)  # (position, number)
         self._number = 0
@@ -117,6 +152,8 @@ class StepChecker:
         self._require(step.number == self._number, f"it is number {step.number}, and {self._number} is due")
         self._require(len(step.batches) == 1, f"it has {len(step.batches)} batches for 1 dp index")
         batch = step.batches[0]
+        for source, target in batch.state_copies:
+            self._copy_state(source, target)
         for slot in batch.released:
             self._require(slot in self.slots, f"it releases slot {slot}, which is free")
             state = self.slots.pop(slot)
@@ -124,45 +161,115 @@ class StepChecker:
         for assignment in batch.admitted:
             self._admit(assignment)
         self._check_rows(batch.rows)
-        results = [self._run_row(row) for row in batch.rows]
+        results = [self._run_row(row, batch.propose) for row in batch.rows]
         if self.window is not None:
             for row in batch.rows:
                 state = self.slots[row.slot]
                 self._drop(row.slot, state, max(0, state.computed - self.window) // self.block_size)
         return StepResult(step.number, [results])
 
+    def _copy_state(self, source: int, target: int) -> None:
+        states = self._states or []
+        self._require(0 <= source < len(states) and 0 <= target < len(states), f"it copies state {source} to {target}")
+        states[target] = states[source]
+
+    def _advance_state(self, slot: int, state: _Slot, start: int, end: int) -> None:
+        """The state of the slot takes these positions in. A request's first position begins with another state."""
+        if self._states is not None:
+            latest, due = self._states[slot], (start, state.cells[start - 1])
+            self._require(not start or latest == due, f"slot {slot} has the state {latest} where {due} should be")
+            self._states[slot] = (end, state.cells[end - 1])
+
     def _admit(self, assignment: SlotAssignment) -> None:
         slot = assignment.slot
         self._require(0 <= slot < self.max_batch_size, f"slot {slot} is not one of {self.max_batch_size}")
         self._require(slot not in self.slots, f"slot {slot} is taken twice")
         self._require(1 <= assignment.prompt_length <= len(assignment.token_ids), f"slot {slot} has no prompt")
-        state = self.slots[slot] = _Slot(assignment, list(assignment.token_ids))
-        state.cells += _numbers(tuple(state.tokens))
+        number = assignment.adapter
+        self._require(number < 0 or number in self.placed, f"slot {slot} has the adapter of slot {number}, in which there is none")
+        adapter = b"" if number < 0 else self.placed[number]
+        state = self.slots[slot] = _Slot(assignment, list(assignment.token_ids), adapter)
+        state.cells += _numbers(tuple(state.tokens), adapter)
 
     def _check_rows(self, rows: Sequence[StepRow]) -> None:
         counts = [row.count for row in rows]
-        singles = sum(count == 1 for count in counts)
+        decodes = sum(row.decodes for row in rows)
         self._require(all(count >= 1 for count in counts), "a row is empty")
         self._require(sum(counts) <= self.max_num_tokens, f"it has {sum(counts)} tokens, more than {self.max_num_tokens}")
-        self._require(all(count == 1 for count in counts[:singles]), "decode rows do not come first")
+        self._require(all(row.decodes for row in rows[:decodes]), "decode rows do not come first")
+        if any(row.drafts or row.late for row in rows):
+            verifying = sum(row.verifies for row in rows)
+            self._require(all(row.verifies and row.samples for row in rows[:verifying]), "rows that verify do not come first")
+            self._require(len({row.drafts for row in rows[:verifying]}) == 1, "rows verify different numbers of drafts")
+        self._require(all(row.count == 1 + row.drafts for row in rows if row.drafts), "a row has tokens beside its drafts")
         self._require(len({row.slot for row in rows}) == len(rows), "a slot has two rows")
 
-    def _run_row(self, row: StepRow) -> RowResult:
+    def _run_row(self, row: StepRow, propose: int) -> RowResult:
         self._require(row.slot in self.slots, f"a row refers to slot {row.slot}, which is free")
         state = self.slots[row.slot]
+        if state.adapter:
+            placed = self.placed[state.assignment.adapter]
+            self._require(placed == state.adapter, f"the adapter of slot {row.slot} has left while its request runs")
+        if row.verifies:
+            return self._verify_row(row, state, propose)
         self._check_start(row, state)
         self._check_tokens(row, state)
         self._extend_table(row, state)
-        self._read(row, state)
-        self._write(row, state)
+        capacity = len(state.table) * self.block_size
+        self._require(row.start + row.count <= capacity, f"slot {row.slot} has blocks for {capacity} positions")
+        self._read(row, state, row.start)
+        self._write(row, state, row.start, state.cells[row.start : row.start + row.count])
         state.computed = end = row.start + row.count
+        self._advance_state(row.slot, state, row.start, end)
         result = RowResult()
         if state.assignment.params.prompt_logprobs is not None:
             last = min(end, state.assignment.prompt_length - 1)
             result.prompt_logprobs = [self._logprobs(state.tokens[p], state) for p in range(row.start + 1, last + 1)]
         if row.samples:
+            if state.assignment.params.pooling is not None:
+                result.pooled = array("f", (state.tokens * 4)[:4]).tobytes()
             self._sample(row, state, result)
+            self._finish(row, state, result, propose)
         return result
+
+    def _verify_row(self, row: StepRow, state: _Slot, propose: int) -> RowResult:
+        """A row whose start, last token or drafts may be in the slot. A draft is verified where it has a block, and every draft
+        before it; the tokens up to the first that differs from its draft are the result."""
+        self._check_tokens(row, state)
+        self._extend_table(row, state)
+        start, capacity = len(state.tokens) - 1, len(state.table) * self.block_size
+        if not state.over:
+            late = f"slot {row.slot} may start at {row.start - row.late} to {row.start}, and goes on at {start}"
+            self._require(row.start - row.late <= start <= row.start, late)
+        state.over |= start >= min(capacity, self.max_seq_len - 1)
+        self._require(
+            not state.over or row.late > 0, f"slot {row.slot} has blocks for {capacity} positions, and goes on at {start}"
+        )
+        if state.over:  # whatever is sampled belongs to a request that has ended
+            return RowResult([0])
+        own = row.tokens[1:] if row.tokens else state.drafts
+        drafts = (own + [NO_DRAFT] * row.drafts)[: min(row.drafts, capacity - 1 - start)]
+        cells = [state.cells[start]]
+        for draft in drafts:
+            cells.append(_extend(cells[-1], draft))
+        self._read(row, state, start)
+        self._write(row, state, start, cells)
+        result = RowResult(drafted=sum(draft != NO_DRAFT for draft in drafts))
+        for number, draft in enumerate([*drafts, NO_DRAFT]):
+            self._sample(row, state, result, row.masks[number] if row.masks else None)
+            if draft != state.tokens[-1]:
+                break
+        state.computed = len(state.tokens) - 1
+        self._advance_state(row.slot, state, start, state.computed)
+        self._finish(row, state, result, propose)
+        return result
+
+    def _finish(self, row: StepRow, state: _Slot, result: RowResult, propose: int) -> None:
+        """Propose drafts of what follows."""
+        state.sampled_in = self._number
+        state.drafts = [] if self._propose is None else list(self._propose(state.assignment, state.tokens))[:propose]
+        if row.masks or self._token_lag is None:
+            result.drafts = state.drafts
 
     def _check_start(self, row: StepRow, state: _Slot) -> None:
         if state.begun:
@@ -179,51 +286,51 @@ class StepChecker:
 
     def _check_tokens(self, row: StepRow, state: _Slot) -> None:
         if row.tokens:
-            self._require(row.tokens == state.tokens[row.start : row.start + row.count], f"slot {row.slot} has other tokens")
+            first, count = row.start, row.count - row.drafts
+            self._require(row.tokens[:count] == state.tokens[first : first + count], f"slot {row.slot} has other tokens")
+            self._require(len(row.tokens) == row.count, f"slot {row.slot} has {len(row.tokens)} tokens for {row.count} positions")
         else:
             sampled, lag = state.sampled_in, self._token_lag
-            known = sampled is not None and row.count == 1 and row.start == len(state.tokens) - 1
+            known = sampled is not None and row.decodes and row.samples
             self._require(known, f"slot {row.slot} has no tokens, and none was sampled into it")
             in_time = sampled is not None and lag is not None and self._number - sampled >= lag
             self._require(in_time, f"slot {row.slot} takes the token of step {sampled}, and may do so {lag} steps later")
 
     def _extend_table(self, row: StepRow, state: _Slot) -> None:
-        live = 0 if self.window is None else max(0, row.start - self.window) // self.block_size
+        live = 0 if self.window is None else max(0, row.start - row.late - self.window) // self.block_size
         for block in row.blocks:
             self._require(0 <= block < len(self._holders), f"block {block} does not exist")
             if len(state.table) >= live:
                 self._holders[block].add(row.slot)
             state.table.append(block)
         state.first_live = max(state.first_live, live)
-        capacity = len(state.table) * self.block_size
-        self._require(row.start + row.count <= capacity, f"slot {row.slot} has blocks for {capacity} positions")
 
-    def _read(self, row: StepRow, state: _Slot) -> None:
+    def _read(self, row: StepRow, state: _Slot, start: int) -> None:
         """Everything that the row's attention looks back to must be there, and be this request's own past."""
-        for position in range(max(0, row.start - self._reach + 1), row.start):
+        for position in range(max(0, start - self._reach + 1), start):
             cell = self._cells[state.table[position // self.block_size] * self.block_size + position % self.block_size]
             expected = (position, state.cells[position])
             self._require(cell == expected, f"slot {row.slot} reads {cell} where {expected} should be")
 
-    def _write(self, row: StepRow, state: _Slot) -> None:
+    def _write(self, row: StepRow, state: _Slot, start: int, cells: Sequence[int]) -> None:
         size = self.block_size
-        for index in range(row.start // size, (row.start + row.count - 1) // size + 1):
+        for index in range(start // size, (start + len(cells) - 1) // size + 1):
             holders = self._holders[state.table[index]]
             self._require(holders == {row.slot}, f"slot {row.slot} writes block {state.table[index]}, held by slots {holders}")
-        for position in range(row.start, row.start + row.count):
-            self._cells[state.table[position // size] * size + position % size] = (position, state.cells[position])
+        for position, cell in enumerate(cells, start):
+            self._cells[state.table[position // size] * size + position % size] = (position, cell)
 
-    def _sample(self, row: StepRow, state: _Slot, result: RowResult) -> None:
+    def _sample(self, row: StepRow, state: _Slot, result: RowResult, mask: bytes | None = None) -> None:
         assignment = state.assignment
         params, out = assignment.params, len(state.tokens) - assignment.prompt_length
         forbidden = assignment.stop_token_ids if out < params.min_tokens else ()
-        token = _choose(state.cells[-1], params, assignment.seed, self.vocab_size, forbidden, row.mask)
+        mask = mask or (row.masks[0] if row.masks else None)
+        token = _choose(state.cells[-1], params, assignment.seed, self.vocab_size, forbidden, mask)
         state.cells.append(_extend(state.cells[-1], token))
         state.tokens.append(token)
-        state.sampled_in = self._number
-        result.token = token
+        result.tokens.append(token)
         if params.logprobs is not None:
-            result.logprobs = self._logprobs(token, state)
+            result.logprobs.append(self._logprobs(token, state))
 
     def _logprobs(self, token: int, state: _Slot) -> TokenLogprobs:
         """Plausible numbers: the chosen token is the most likely, and each alternative is half as likely as the one before it."""
@@ -261,6 +368,8 @@ class FakeExecutor:
         os.set_blocking(self._read, False)
         self._changed = threading.Condition()
         self._ready: deque[StepResult] = deque()
+        self._adapters: dict[int, bytes] = {}  # by key, their digests
+        self._adapters_read: list[tuple[int, PhalanxError | None]] = []
         self._closed = False
         if latency:
             threading.Thread(target=self._wait, name="fake ranks", daemon=True).start()
@@ -274,23 +383,26 @@ class FakeExecutor:
         return cls.of(
             vocab_size=shape.vocab_size, num_blocks=blocks, block_size=options.kv_block_size,
             max_batch_size=options.index_batch_size, max_num_tokens=options.index_num_tokens or options.max_num_tokens,
-            max_seq_len=options.max_seq_len, window=shape.window,
+            max_seq_len=options.max_seq_len, window=group_of(model_cache(shape)).window,
             pipeline_stages=options.pipeline_parallel_size, latency=settings.get("latency", 0.0),
             indices=options.expert_parallel_size, returns_tokens=settings.get("returns_tokens", False),
+            state_snapshots=options.index_snapshots,
         )  # fmt: skip
 
     @classmethod
     def of(
         cls, *, vocab_size: int, num_blocks: int = 512, block_size: int = 16, max_batch_size: int = 256, max_num_tokens: int = 2048,
         max_seq_len: int = 4096, window: int | None = None, pipeline_stages: int = 1, latency: float = 0.0, thorough: bool = False,
-        indices: int = 1, returns_tokens: bool = False,
+        indices: int = 1, returns_tokens: bool = False, propose: FakeProposer | None = None,
+        state_snapshots: int = 0,
     ) -> FakeExecutor:  # fmt: skip
         """From sizes alone, of each of `indices` dp indices."""
         checkers = [
             StepChecker(
                 vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, max_batch_size=max_batch_size,
                 max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, window=window, thorough=thorough,
-                token_lag=token_lag(pipeline_stages, returns_tokens=returns_tokens),
+                token_lag=token_lag(pipeline_stages, returns_tokens=returns_tokens), propose=propose,
+                state_snapshots=state_snapshots,
             )
             for _ in range(indices)
         ]  # fmt: skip
@@ -316,9 +428,16 @@ class FakeExecutor:
             self._due.append((max(time.monotonic(), free) + self._latency, result))
             self._changed.notify()
 
+    def _place(self, work: PlaceAdapter) -> None:
+        for checker in self.checkers:
+            checker.placed[work.slot] = self._adapters[work.key]
+
     def _run(self, step: Step) -> StepResult:
         if len(step.batches) != len(self.checkers):
             raise StepDiverged(f"step {step.number} has {len(step.batches)} batches for {len(self.checkers)} dp indices")
+        for work in step.before:
+            if isinstance(work, PlaceAdapter):
+                self._place(work)
         pairs = zip(self.checkers, step.batches, strict=True)
         return StepResult(step.number, [checker.run(Step(step.number, [batch])).batches[0] for checker, batch in pairs])
 
@@ -341,6 +460,18 @@ class FakeExecutor:
         while self._ready:
             results.append(self._ready.popleft())
         return results
+
+    def read_adapter(self, key: int, file: AdapterFile) -> None:
+        self._adapters[key] = file.digest
+        self._adapters_read.append((key, None))
+        os.write(self._write, b".")
+
+    def drop_adapter(self, key: int) -> None:
+        del self._adapters[key]
+
+    def adapters_read(self) -> list[tuple[int, PhalanxError | None]]:
+        read, self._adapters_read = self._adapters_read, []
+        return read
 
     def waitables(self) -> list[Any]:
         return [self._read]

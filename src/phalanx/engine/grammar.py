@@ -1,26 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output inside the engine: `Matcher`, one per constrained request, tells which tokens its grammar allows next.
+"""Structured output inside the engine: `Grammars` opens a `Matcher` for each constrained request, which tells the tokens that its
+grammar allows next.
 
-`StructuredOutputParams.compiled` names two files that serve wrote on this host, since together they have megabytes: xgrammar's view
-of the tokenizer, and the compiled grammar. Their names are digests of their content, so each is read once.
-xgrammar is imported when the first matcher is made, or by `warm`: it brings torch, which takes seconds.
+The grammars are llguidance's Lark text, as `serve.structured_output` writes and checks it. Nothing is compiled ahead: masks are
+computed lazily. The limits below bound the work of one token; what exceeds them ends its request with an error.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from phalanx.engine.messages import AddRequest
+from phalanx.engine.messages import AddRequest, Vocabulary
 from phalanx.errors import PhalanxError, RequestError
+
+if TYPE_CHECKING:
+    import llguidance
+
+HEAD = '%llguidance {"no_forcing": true}\n'
+"""The first line of each grammar. The model chooses among all tokens of a text that the grammar forces, as it does elsewhere."""
+CACHED_GRAMMARS = 64
+"""Grammars that stay in memory, with the states that their lexers have met."""
+MAX_ITEMS_IN_ROW = 2_000
+"""Parser items at one byte. An object with n optional properties has 4 n."""
+STEP_MAX_ITEMS = 20_000
+"""Parser items of one mask: a millisecond."""
+STEP_LEXER_FUEL = 200_000
+"""Work of the lexer for one mask: 14 ms."""
+MAX_LEXER_STATES = 50_000
+"""States of one grammar's lexer, of 1 to 2 kB."""
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [*(f"{_CHARACTER}{{1,{length}}}" for length in (2, 4, 6, 8, 10, 15, 30)), f"{_CHARACTER}+"]
+"""Kinds of tokens that a mask allows at once, where a string may have so many more characters. With llguidance's own list, which
+lacks the short ones, a mask near the end of a bounded string takes 4 ms for 130,000 tokens; with this one 0.7 ms."""
+
+_LIMITS = ("too many", "max is", "fuel", "limit", "TooComplex")
+"""Words of llguidance's errors of a limit."""
 
 
 class TokenMatcher(Protocol):
@@ -28,6 +48,10 @@ class TokenMatcher(Protocol):
 
     def mask(self) -> bytes:
         """The tokens that may come next: int32 words of (vocab_size + 31) // 32, little endian. Computed once for each token."""
+
+    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        """`mask`, and the masks behind each of these drafts of the next tokens, up to the first that the grammar refuses or that
+        completes the text. The matcher stays where it is."""
 
     def accept(self, token: int) -> None: ...
 
@@ -37,13 +61,10 @@ class TokenMatcher(Protocol):
 
 OpenMatcher = Callable[[str], TokenMatcher]
 
-CACHED_BYTES = 48 << 20
-"""Bytes of the files of grammars that stay in memory. A grammar takes about 1.2 times its file, which may have 32 MiB."""
 
-
-def warm() -> None:
-    """Import what a Matcher needs. For a thread, so that the loop does not wait while the first constrained request does."""
-    import xgrammar  # noqa: F401
+def no_grammars(compiled: str) -> TokenMatcher:
+    """The `OpenMatcher` of an engine without structured output."""
+    raise RequestError(f"the grammar {compiled[:60]!r} cannot be followed", held="this engine opens no grammars")
 
 
 def request_matcher(add: AddRequest, open_matcher: OpenMatcher) -> TokenMatcher | None:
@@ -62,159 +83,188 @@ def request_matcher(add: AddRequest, open_matcher: OpenMatcher) -> TokenMatcher 
         raise RequestError("the compiled grammar cannot be read", why=repr(error), next="compile it again") from error
 
 
-class Matcher:
-    """Follows the output of one request through its grammar.
+@dataclass
+class _TokenList:
+    """A vocabulary as llguidance reads it."""
 
-    compiled: StructuredOutputParams.compiled. Raises RequestError when the files that it names cannot be read.
+    tokens: list[bytes]
+    eos_token_id: int | None
+    bos_token_id: int | None = None
+    special_token_ids: list[int] = field(default_factory=list)
+    is_tokenizer_wrapper: bool = True
+
+    def __call__(self, text: str) -> list[int]:
+        raise NotImplementedError("no grammar forces tokens, so no text is tokenized")
+
+
+class Grammars:
+    """The grammars of one engine. Several threads may open them at once.
+
+    vocabulary: read when it is first needed, which takes a second for 130,000 tokens, in which nothing else runs in this process;
+    `prepare` does it early. vocab_size: the width of the logits. eos_token_ids: of the model.
     """
 
-    def __init__(self, compiled: str) -> None:
-        import xgrammar
+    def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        self._vocabulary, self._size, self._stops = vocabulary, vocab_size, list(eos_token_ids)
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._opened: OrderedDict[str, _Entry] = OrderedDict()
 
-        grammar = _grammars.read(compiled)
-        info = grammar.tokenizer_info
-        self._stops = frozenset(info.stop_token_ids)
-        # Without a stop token, only the end of the grammar can end it.
-        self._matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=not self._stops)
-        self._words = np.zeros((1, (info.vocab_size + 31) // 32), dtype=np.int32)
-        # xgrammar leaves the bits behind the last token set.
-        bits = np.arange(32 * self._words.size) < info.vocab_size
+    def prepare(self) -> llguidance.LLTokenizer:
+        """Read the vocabulary, unless that has been done."""
+        with self._reading:
+            if self._tokenizer is None:
+                vocabulary = self._vocabulary()
+                self._stops = self._stops or vocabulary.eos_token_ids
+                tokens = [*vocabulary.tokens[: self._size], *([b""] * (self._size - len(vocabulary.tokens)))]
+                self._tokenizer = tokenizer_of(tokens, self._stops)
+            return self._tokenizer
+
+    def open(self, grammar: str) -> Matcher:
+        """A matcher at the begin of a grammar, with its first mask. Raises RequestError for a grammar that is not valid, is beyond
+        the limits, or that no text satisfies."""
+        with self._lock:
+            entry = self._opened.setdefault(grammar, _Entry())
+            self._opened.move_to_end(grammar)
+            while len(self._opened) > CACHED_GRAMMARS:
+                self._opened.popitem(last=False)
+        with entry.lock:  # of many completions of one request, one reads the grammar
+            if entry.matcher is None:
+                entry.matcher = self._read(grammar)
+            return entry.matcher.copy()
+
+    def _read(self, grammar: str) -> Matcher:
+        matcher = read_grammar(self.prepare(), grammar)
+        if matcher.is_error():
+            raise RequestError("the grammar of this request cannot be read", why=_reason(matcher), next="simplify it")
+        opened = Matcher(matcher, self._size, self._stops)
+        opened.mask()
+        return opened
+
+
+def tokenizer_of(tokens: list[bytes], stops: Sequence[int], *, slices: Sequence[str] = _SLICES) -> llguidance.LLTokenizer:
+    """llguidance's view of a vocabulary. stops: tokens that end a text."""
+    import llguidance
+
+    listed: Any = _TokenList(tokens, stops[0] if stops else None)
+    return llguidance.LLTokenizer(listed, eos_token=list(stops) or None, slices=list(slices))
+
+
+def read_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    """llguidance's matcher of a grammar, within the limits of one token's work."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(
+        max_items_in_row=MAX_ITEMS_IN_ROW, step_max_items=STEP_MAX_ITEMS, step_lexer_fuel=STEP_LEXER_FUEL,
+        max_lexer_states=MAX_LEXER_STATES, verbose_errors=False,
+    )  # fmt: skip
+    return llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+
+
+@dataclass
+class _Entry:
+    """A grammar, None until it was read. lock: held by whoever reads it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    matcher: Matcher | None = None
+
+
+class Matcher:
+    """Follows the output of one request through its grammar. Opened by `Grammars`."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, stops: Sequence[int]) -> None:
+        self._matcher, self._size, self._stops = matcher, vocab_size, stops
         self._mask: bytes | None = None
-        self._compiled, self._began = compiled, False
-        self._vocabulary = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32).reshape(self._words.shape)
+        self._ended = False  # a stop token was accepted
+
+    def copy(self) -> Matcher:
+        """A matcher in the same state, which goes its own way."""
+        other = Matcher(self._matcher.deep_copy(), self._size, self._stops)
+        other._mask, other._ended = self._mask, self._ended
+        return other
 
     @property
     def finished(self) -> bool:
-        """The text is complete and its stop token was accepted (or the model has none): nothing can follow."""
-        return bool(self._matcher.is_terminated())
+        """The text is complete, and its stop token was accepted. Without one, the end of the grammar ends it."""
+        return self._ended or (not self._stops and self._complete)
+
+    @property
+    def _complete(self) -> bool:
+        """Nothing but a stop token can follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def mask(self) -> bytes:
         """StepRow.mask for the next token: bit t is set where token t is allowed. A stop token is allowed once the text is
-        complete. When finished, only a stop token is allowed (or, where the model has none, any token: the request is over)."""
+        complete. When finished, only a stop token is allowed (or, where the model has none, any token: the request is over).
+
+        Raises RequestError where the grammar allows no token, or is beyond a limit.
+        """
         if self._mask is None:
-            self._mask = self._next_mask() if self._began else _grammars.first_mask(self._compiled, self._next_mask)
+            self._mask = self._next_mask()
         return self._mask
 
-    def _next_mask(self) -> bytes:
-        if not self.finished:
-            self._matcher.fill_next_token_bitmask(self._words)
-            return (self._words & self._vocabulary).astype("<i4").tobytes()
-        words = np.zeros_like(self._words) if self._stops else self._vocabulary.copy()
-        for token in self._stops:
-            words.view(np.uint32)[0, token // 32] |= np.uint32(1 << token % 32)
-        return words.astype("<i4").tobytes()
+    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        """As `TokenMatcher`. Raises as `mask`."""
+        masks, taken = [self.mask()], 0
+        try:
+            for token in drafts:
+                # A draft that ends the text is not followed: the matcher would have to leave its end again.
+                if token < 0 or token in self._stops or self._complete or self._matcher.try_consume_tokens([token]) != 1:
+                    break
+                taken += 1
+                if not self._stops and self._matcher.is_stopped():
+                    break
+                masks.append(self._next_mask())
+        finally:
+            if taken and not self._matcher.is_error():
+                self._matcher.rollback(taken)
+        return masks
 
     def accept(self, token: int) -> None:
-        """Take the token that was sampled; once finished, any token is ignored. Raises RequestError when the grammar rejects it."""
+        """Take the token that was sampled; once finished, any token is ignored. Raises RequestError when the grammar rejects it, or
+        is beyond a limit."""
         if self.finished:
             return
-        self._mask, self._began = None, True
-        if not self._matcher.accept_token(token):
-            self._matcher.fill_next_token_bitmask(self._words)
-            if not (self._words & self._vocabulary).any():  # no token is allowed, so whichever is sampled is rejected
+        if token in self._stops and self._matcher.is_accepting():
+            self._ended, self._mask = True, None
+            return
+        self._mask = None
+        if self._matcher.is_stopped() or not self._matcher.consume_token(token):
+            raise self._error(f"the grammar rejects the sampled token {token}")
+
+    def _next_mask(self) -> bytes:
+        if self._ended or self._complete:
+            return self._final_mask()
+        words = np.zeros((self._size + 32) // 32, dtype=np.int32)  # without a stop token, llguidance adds one
+        width = (self._size + (not self._stops) + 31) // 32
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * width)
+        if self._matcher.is_error():
+            if "NoExtensionBias" in self._matcher.get_error():
                 raise RequestError(
                     "structured output reached a dead end", held="the grammar allows no token of this vocabulary here",
                     why="it leads to a branch that no text satisfies, or to characters for which this model has no tokens",
                     next="check the grammar for unreachable or unsatisfiable branches",
                 )  # fmt: skip
-            raise RequestError(f"the grammar rejects the sampled token {token}", next="report this as a bug")
+            raise self._error("structured output failed")
+        if not self._stops:
+            words[self._size // 32] &= (1 << self._size % 32) - 1
+        return words[: (self._size + 31) // 32].astype("<i4").tobytes()
+
+    def _final_mask(self) -> bytes:
+        allowed = np.zeros(32 * ((self._size + 31) // 32), dtype=np.uint8)
+        allowed[list(self._stops) if self._stops else slice(self._size)] = 1
+        return np.packbits(allowed, bitorder="little").tobytes()
+
+    def _error(self, failure: str) -> RequestError:
+        reason = _reason(self._matcher)
+        if any(words in reason for words in _LIMITS):
+            return RequestError(
+                "structured output takes too long to follow", held=f"the grammar exceeds a limit of the parser: {reason}",
+                why="it is ambiguous, or has too many alternatives at this place", next="simplify it",
+            )  # fmt: skip
+        return RequestError(failure, why=reason, next="report this as a bug")
 
 
-class GrammarCache:
-    """The grammars that were used last, by `StructuredOutputParams.compiled`: as many as `max_bytes` of files, but at least one.
-    Several threads may read at once; of one grammar, each reads it and makes its first mask once, for which the others wait: 128
-    completions of a request would take the cores from the loop for a second."""
-
-    def __init__(self, max_bytes: int = CACHED_BYTES) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return sum(entry.grammar is not None for entry in self._entries.values())
-
-    def read(self, compiled: str) -> Any:
-        """The compiled grammar. Raises RequestError when the files cannot be read."""
-        entry = self._entry(compiled)
-        with entry.lock:
-            if entry.grammar is not None:
-                return entry.grammar
-            try:
-                grammar, size = _read(compiled)
-            except RequestError:
-                with self._lock:
-                    if self._entries.get(compiled) is entry:
-                        del self._entries[compiled]
-                raise
-            with self._lock:
-                entry.grammar, entry.size = grammar, size
-                if self._entries.get(compiled) is entry:
-                    self._bytes += size
-                    self._drop_oldest()
-        return grammar
-
-    def first_mask(self, compiled: str, make: Callable[[], bytes]) -> bytes:
-        """The mask at the begin of a grammar, which `make` makes unless it is there."""
-        with self._lock:
-            entry = self._entries.get(compiled)
-        if entry is None:  # it was dropped
-            return make()
-        with entry.lock:
-            if entry.first_mask is None:
-                entry.first_mask = make()
-            return entry.first_mask
-
-    def _entry(self, compiled: str) -> _Entry:
-        with self._lock:
-            entry = self._entries.setdefault(compiled, _Entry())
-            self._entries.move_to_end(compiled)
-            return entry
-
-    def _drop_oldest(self) -> None:
-        """Drop grammars until the others fit, but no more than all but the last."""
-        for compiled in list(self._entries):
-            if self._bytes <= self._max_bytes or len(self) == 1:
-                return
-            if self._entries[compiled].grammar is not None:
-                self._bytes -= self._entries.pop(compiled).size
-
-
-@dataclass
-class _Entry:
-    """A grammar, None until it was read. lock: held by whoever reads it or makes its first mask. size: bytes of its file."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    grammar: Any = None
-    size: int = 0
-    first_mask: bytes | None = None
-
-
-_grammars = GrammarCache()
-
-
-def _read(compiled: str) -> tuple[Any, int]:
-    """A grammar and the bytes of its file."""
-    import xgrammar
-
-    try:
-        files = json.loads(compiled)
-        content = Path(files["grammar"]).read_bytes()
-        grammar = xgrammar.CompiledGrammar.deserialize_json(content.decode(), _tokenizer_info(files["tokenizer"]))
-        return grammar, len(content)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise RequestError(
-            "the compiled grammar of this request cannot be read", held=str(error) or type(error).__name__,
-            why="it has left the cache, or was compiled by another version or on another host", next="send the request again",
-        ) from None  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4)
-def _tokenizer_info(path: str) -> Any:
-    import xgrammar
-
-    return xgrammar.TokenizerInfo.deserialize_json(Path(path).read_text(encoding="utf-8"))
-
-
-def open_matcher(compiled: str) -> TokenMatcher:
-    """The matcher of a compiled grammar."""
-    return Matcher(compiled)
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """The first line of a matcher's error."""
+    return (matcher.get_error().partition("\n")[0] or str(matcher.stop_reason()))[:300]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from phalanx.engine.messages import AddRequest, max_rows_per_step
 from phalanx.errors import CapacityError, PromptTooLong, RequestError
@@ -17,7 +18,12 @@ class SchedulerOptions:
     max_num_tokens: tokens of one step. max_seq_len: prompt and output of one request. depth: steps in flight. window: tokens that
     every layer looks back over, None for all. returns_tokens: see `Executor`. vocab_size: token ids at or above it are rejected;
     None takes any. seed: seeds the requests that bring no seed, in the order in which they come. length_hint: what would raise
-    max_seq_len, for the error of a longer prompt; empty where nothing does, since the model ends there.
+    max_seq_len, for the error of a longer prompt; empty where nothing does, since the model ends there. max_drafts: that the ranks
+    propose for a row, at most. drafts_keep_kv: they have keys and values before they are verified.
+    state_snapshots: prefixes whose state is kept, where layers have a state of each request, which a prefix hit needs; 0: no layer
+    has one, or prefix_caching is off. least_kept: a state is kept if another request need not compute so many tokens then.
+    max_decode_gap: seconds between two tokens of a request, at most, as far as prompts can be cut for it;
+    "auto": see `step_draft.AUTO_FACTOR`; None for no bound.
     """
 
     num_blocks: int
@@ -34,6 +40,11 @@ class SchedulerOptions:
     vocab_size: int | None = None
     seed: int = 0
     length_hint: str = "raise max_seq_len"
+    max_drafts: int = 0
+    drafts_keep_kv: bool = False
+    max_decode_gap: float | Literal["auto"] | None = None
+    state_snapshots: int = 0
+    least_kept: int = 512
 
     @property
     def max_rows(self) -> int:

@@ -7,18 +7,21 @@ client -> (AddRequest, Abort, ...) -> scheduler -> Step -> executor -> StepResul
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
 
+from phalanx.engine.adapter_loads import AdapterLoads, ReadFile, no_adapter
+from phalanx.engine.adapters import Adapter
 from phalanx.engine.grammar import TokenMatcher, request_matcher
-from phalanx.engine.grammar_threads import OPEN_SECONDS, SLOW_SECONDS, GrammarThreads, require_room
+from phalanx.engine.grammar_threads import GrammarThreads
 from phalanx.engine.messages import (
     Abort,
     AddRequest,
@@ -29,15 +32,25 @@ from phalanx.engine.messages import (
     GetExperts,
     GetStats,
     Heartbeat,
+    LoadAdapter,
     RebalanceExperts,
     RequestRejected,
     RequestUpdate,
     Shutdown,
+    Sleep,
+    Step,
     Stopped,
+    UnloadAdapter,
+    UpdateWeights,
+    Vocabulary,
+    WakeUp,
 )
-from phalanx.engine.scheduler import Scheduler
+from phalanx.engine.model_changes import ModelChanges
+from phalanx.engine.step_draft import price_line
 from phalanx.engine.step_scheduler import StepScheduler
-from phalanx.errors import EngineClosed, EngineError, OptionError, PhalanxError, RequestError
+from phalanx.engine.step_times import StepLoad
+from phalanx.engine.watch_clock import WatchClock
+from phalanx.errors import EngineClosed, EngineError, LogitsNotFinite, OptionError, PhalanxError, RequestError
 from phalanx.log import get_logger
 
 if TYPE_CHECKING:
@@ -55,6 +68,8 @@ SCORES_PER_UPDATE = 256
 SCORES_SECONDS = 0.005
 """Time between two such messages."""
 _MORE, _LAST = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
+STALLED_PART, STALLED_SECONDS = 0.5, 5.0
+"""Work stalls, and /ready says so, once a step has taken this part of its limit, or no step has been in flight for so long."""
 _FRAMES_PER_ITERATION = 512  # so that a flood of messages does not keep the ranks waiting
 RECEIVE_SECONDS = 0.005
 """Time for the messages of one iteration, after which the rest waits for the next: a long prompt takes a millisecond."""
@@ -70,45 +85,43 @@ class ClientSocket(Protocol):
     def send(self, data: bytes, flags: int = 0) -> Any: ...
 
 
-def warm_grammars() -> None:
-    """Import what grammars need, which takes seconds. Only the first constrained request waits for it."""
-    from phalanx.engine.grammar import warm
-
-    warm()
-
-
 class Loop:
     """Runs requests until it is told to stop or the ranks fail. Every message is a frame; an iteration sends its frames as one
     multipart message.
 
-    `rebalance_every`: seconds between two rebalances of `experts`; None: none by itself. `backlog`: frames that came before the
-    loop began. `warm` runs on a thread when the first constrained request comes.
+    `rebalance_every`: seconds between rebalances of `experts`; None: none by itself. `backlog`: frames that came before the loop
+    began. `vocabulary` gets what the client sends for structured output, unless it is there. `folder`: of the weights;
+    `change_timeout`: of a step that changes the model. `read_adapter`: see `AdapterLoads`.
     """
 
     def __init__(
         self, socket: ClientSocket, executor: Executor, scheduler: StepScheduler[Any], *, backlog: Iterable[bytes] = (),
-        experts: ExpertLoads | None = None, rebalance_every: float | None = None, warm: Callable[[], None] = warm_grammars,
-        clock: Callable[[], float] = time.monotonic,
+        vocabulary: Future[Vocabulary] | None = None, experts: ExpertLoads | None = None,
+        rebalance_every: float | None = None, folder: str = "", change_timeout: float = math.inf,
+        read_adapter: ReadFile = no_adapter, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._socket, self._executor, self._scheduler, self._clock = socket, executor, scheduler, clock
+        self._vocabulary = vocabulary or Future()
         self._experts, self._rebalance_every = experts, rebalance_every
+        self._watch, self._times, self._change_timeout = WatchClock(clock), scheduler.times, change_timeout
+        self._changes = ModelChanges(scheduler, self._queue, clock, folder=folder, weights_read=self._weights_read)
         self._rebalance_due = clock() + (rebalance_every or 0.0)
         self._frames = deque(backlog)
         self._outbox: list[EngineToClient] = []  # encoded when they are sent, after the ranks have their step
         self._scores: dict[str, deque[RequestUpdate]] = {}  # of each request whose scores are not all sent: its next updates
         self._heartbeat_due = self._stats_due = self._scores_due = clock()
+        self._progressed = self._watch.look()  # when the engine was idle, or a step ended
+        self._stalled = ""
         self._idle_reported = True  # the client has the statistics of the idle engine
         self._check_due: float | None = None  # when the accounting is to be checked
-        self._stopping = False
+        self._stopping = self._price_told = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         self._polled: list[Any] = []
         self._poller = zmq.Poller()
-        self._warm = warm
-        self._warmed = threading.Event()
-        self._delayed: list[AddRequest] = []  # constrained requests that came before grammars were imported
-        self._opening: dict[str, AddRequest] = {}  # constrained requests whose grammars are being read
-        self._openings = GrammarThreads(self._wake, call_seconds=OPEN_SECONDS)
+        self._opening: dict[str, tuple[AddRequest, Adapter | None]] = {}  # constrained requests whose grammars are being read
+        self._loads = AdapterLoads(scheduler.adapters, executor, read_adapter, self._wake)
+        self._openings = GrammarThreads(self._wake)
         scheduler.grammar_calls.notify = self._wake
 
     def run(self) -> int:
@@ -163,8 +176,6 @@ class Loop:
         if self._scores:
             due = min(due, self._scores_due)
         seconds = 0.0 if self._frames else max(0.0, due - self._clock())
-        if self._scheduler.grammar_calls.busy or self._openings.busy:
-            seconds = min(seconds, SLOW_SECONDS)
         self._poller.poll(min(int(seconds * 1000) + 1, 1000) if seconds else 0)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
@@ -180,44 +191,64 @@ class Loop:
             self._take(self._frames.popleft())
             if self._clock() > until:
                 break
-        if self._delayed and self._warmed.is_set():
-            delayed, self._delayed = self._delayed, []
-            for add in delayed:
-                self._add(add)
         if self._opening or self._openings.busy:  # a request that was aborted leaves its call behind
             self._add_opened()
+        for answer in self._loads.poll(self._open_adapters):
+            self._queue(answer)
 
     def _process_results(self) -> None:
-        for result in self._executor.collect():
+        results = self._executor.collect()
+        if results:
+            self._progressed = self._watch.look()
+        for result in results:
             if self._experts is not None:
                 self._experts.step_done(result.number, result.moved)
             for message in self._scheduler.process_result(result):
+                if isinstance(message, RequestRejected) and message.error["kind"] == LogitsNotFinite.__name__:
+                    logger.error("request %s ends: %s", message.request_id, PhalanxError.from_wire(message.error))
                 self._queue(message)
+            self._changes.step_done(result)
+            self._times.ended(result.number, self._progressed, alone=len(results) == 1)
         self._scheduler.grammar_calls.wait()
         for message in self._scheduler.process_grammar_calls():
             self._queue(message)
 
     def _submit(self) -> None:
-        while (step := self._scheduler.schedule()) is not None:
-            if self._experts is not None and self._experts.moving:
-                step.move = self._experts.next_move(step.number)
+        if (step := self._changes.next_step()) is not None:
+            self._times.submitted(step.number, None, self._watch.look())
+            step.limit = self._change_timeout
             self._executor.submit(step)
+        if self._changes.paused:
+            return
+        while (step := self._scheduler.schedule(int(self._clock() * 1e6))) is not None:
+            self._submit_step(step)
         if self._experts is not None and self._experts.moving and not self._scheduler.steps_in_flight:
-            self._move_without_requests(self._experts)
+            self._move_without_requests()
 
-    def _move_without_requests(self, experts: ExpertLoads) -> None:
+    def _submit_step(self, step: Step) -> None:
+        """Submit a step, with what ranks are to do before it."""
+        if self._experts is not None and self._experts.moving and (move := self._experts.next_move(step.number)) is not None:
+            step.before.append(move)
+        load = None if step.before else StepLoad.of(step)
+        step.limit = self._times.limit(load)
+        self._times.submitted(step.number, load, self._watch.look())
+        self._executor.submit(step)
+
+    def _move_without_requests(self) -> None:
         """No request runs: the moves go on in steps of their own."""
-        assert isinstance(self._scheduler, Scheduler), "experts do not move between data-parallel indices"
         step = self._scheduler.empty_step()
         if step is not None:
-            step.move = experts.next_move(step.number)
-            self._executor.submit(step)
+            self._submit_step(step)
 
     def _report(self) -> None:
         now = self._clock()
         if now >= self._heartbeat_due:
             self._queue(Heartbeat())
             self._heartbeat_due = now + HEARTBEAT_SECONDS
+        stalled = self._why_stalled(self._watch.look())
+        if bool(stalled) != bool(self._stalled):
+            self._stats_due = now
+        self._stalled = stalled
         if not self._scheduler.idle:
             self._idle_reported, self._check_due = False, None
             if self._rebalance_every is not None and now >= self._rebalance_due:
@@ -228,7 +259,31 @@ class Loop:
                 self._stats_due = now + STATS_SECONDS
         elif not self._idle_reported:
             self._idle_reported, self._check_due = True, now + QUIET_SECONDS
+            self._tell_price()
             self._queue_stats()  # the gauges of an idle engine
+
+    def _tell_price(self) -> None:
+        """Log once what the bound on gaps costs, when steps were bounded and enough is known to tell."""
+        pace, options = next((part.pace for part in self._scheduler.parts if part.pace is not None), None), self._scheduler.options
+        if pace is not None and not self._price_told:
+            line = price_line(self._times, pace, options.max_seq_len - 1, options.max_num_tokens)
+            self._price_told = bool(line)
+            if line:
+                logger.info("%s", line)
+
+    def _why_stalled(self, now: float) -> str:
+        """Why work waits and no step ends; empty while steps do, or there is no work."""
+        if self._scheduler.idle or self._changes.state.level:
+            self._progressed = now
+            return ""
+        oldest = self._times.oldest(now)
+        if oldest is None:
+            seconds = now - self._progressed
+            return "" if seconds < STALLED_SECONDS else f"requests wait, and no step has begun for {seconds:.0f} s"
+        number, seconds, limit = oldest
+        if seconds < STALLED_PART * limit:
+            return ""
+        return f"step {number} has run for {seconds:.0f} s and has not ended, which is longer than such steps take here"
 
     def _check(self) -> None:
         """Verify the accounting of blocks and slots. Raises EngineError where it is broken."""
@@ -257,9 +312,13 @@ class Loop:
             case Abort():
                 for request_id in message.request_ids:
                     self._scheduler.abort(request_id)
-                    self._delayed = [add for add in self._delayed if add.request_id != request_id]
                     self._opening.pop(request_id, None)
                     self._scores.pop(request_id, None)
+            case LoadAdapter():
+                if (answer := self._loads.load(message)) is not None:
+                    self._queue(answer)
+            case UnloadAdapter():
+                self._queue(self._loads.unload(message))
             case GetStats():
                 self._queue_stats()
             case GetExperts():
@@ -267,27 +326,32 @@ class Loop:
             case RebalanceExperts():
                 self._begin_rebalance()
                 self._queue_experts()
+            case Sleep() | WakeUp() | UpdateWeights():
+                self._changes.add(message)
+            case Vocabulary():
+                if not self._vocabulary.done():
+                    self._vocabulary.set_result(message)
             case Shutdown():
                 self._stopping = True
 
     def _add(self, add: AddRequest) -> None:
-        if add.params.structured_output is not None and not self._warmed.is_set():
-            self._delay(add)
-            return
         try:
             if add.params.structured_output is not None:
                 self._open(add)
             else:
-                self._scheduler.add(add)
+                self._accept(add)
         except PhalanxError as error:
             self._queue(RequestRejected(add.request_id, error.to_wire()))
 
+    def _accept(self, add: AddRequest, matcher: TokenMatcher | None = None, adapter: Adapter | None = None) -> None:
+        self._changes.require_awake()
+        self._scheduler.add(add, matcher, adapter)
+
     def _open(self, add: AddRequest) -> None:
-        """Read the grammar of a request on a thread: it may have megabytes. The request is queued afterwards."""
+        """Read the grammar of a request on a thread. The request is queued afterwards."""
         if add.request_id in self._opening:
             raise RequestError(f"request id {add.request_id!r} is in use", next="give each request its own id")
-        require_room(self._scheduler.grammar_calls, self._openings)
-        self._opening[add.request_id] = add
+        self._opening[add.request_id] = add, self._scheduler.adapters.named(add.params.adapter)
 
         def work() -> TokenMatcher | None:
             matcher = request_matcher(add, self._scheduler.open_matcher)
@@ -295,37 +359,26 @@ class Loop:
                 matcher.mask()
             return matcher
 
-        self._openings.begin(add, work)
+        self._openings.begin(add, work, quick=False)
 
     def _add_opened(self) -> None:
         """Queue the requests whose grammars have been read, except those that were aborted."""
-        self._openings.wait()
         for call in self._openings.collect():
             add: AddRequest = call.owner
-            if self._opening.get(add.request_id) is not add:
+            opening, adapter = self._opening.get(add.request_id, (None, None))
+            if opening is not add:
                 continue
             del self._opening[add.request_id]
             try:
                 if call.error is not None:
                     raise call.error
-                self._scheduler.add(add, call.value)
+                self._accept(add, call.value, adapter)
             except PhalanxError as error:
                 self._queue(RequestRejected(add.request_id, error.to_wire()))
 
-    def _delay(self, add: AddRequest) -> None:
-        """Let a constrained request wait until grammars are imported; the others go on meanwhile."""
-
-        def load() -> None:
-            try:
-                self._warm()
-            except Exception as error:  # the first matcher fails in the same way, and rejects its request
-                logger.warning("grammars cannot be loaded: %r", error)
-            self._warmed.set()
-            self._wake()
-
-        self._delayed.append(add)
-        if len(self._delayed) == 1:
-            threading.Thread(target=load, name="load grammars", daemon=True).start()
+    def _open_adapters(self) -> list[Adapter | None]:
+        """The adapter of each request that has come and has not ended."""
+        return [*self._scheduler.open_adapters(), *(adapter for _, adapter in self._opening.values())]
 
     def _reject_unreadable(self, frame: bytes, error: Exception) -> None:
         """Reject a request that does not decode, if its id can be read; the engine goes on."""
@@ -340,7 +393,7 @@ class Loop:
 
     def _reject_all(self, error: PhalanxError) -> None:
         wire = error.to_wire()
-        for request_id in [*self._scheduler.open_ids, *(add.request_id for add in self._delayed), *self._opening]:
+        for request_id in [*self._scheduler.open_ids, *self._opening]:
             self._queue(RequestRejected(request_id, wire))
 
     def _queue(self, message: EngineToClient) -> None:
@@ -372,9 +425,15 @@ class Loop:
     def _queue_stats(self) -> None:
         stats, reported = self._scheduler.stats(), self._executor.stats()
         stats.rank_bytes, stats.allreduce, stats.ran, stats.rank_gauges = reported[:4]
+        stats.stalled = self._stalled
+        self._scheduler.count_adapters(stats)
         if self._experts is not None:
             self._experts.update(reported.experts)
         self._queue(stats)
+
+    def _weights_read(self) -> None:
+        if self._experts is not None:
+            self._experts.begin_placements()
 
     def _begin_rebalance(self) -> None:
         if self._experts is not None:

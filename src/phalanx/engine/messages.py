@@ -9,17 +9,22 @@ gc=False: there are hundreds of these per step, and none can be part of a cycle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from phalanx.config.sampling_params import SamplingParams
+from phalanx.layout import Layout
 
 STEP_KINDS = DECODE_GRAPH, MIXED_GRAPH, EAGER = ("decode graph", "prompt graph", "eager")
 """How a step runs: as a graph of decode rows that all sample, as a graph of any rows (decode and prefill), or launched kernel by
 kernel. The names are labels of metrics."""
+
+NO_DRAFT = -1
+"""In the place of a draft."""
 
 PackedCounts = bytes
 """zlib of int64, little endian."""
@@ -36,6 +41,23 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True):
     params: SamplingParams
     stop_token_ids: list[int] = []  # params.stop_token_ids and, unless ignore_eos, the model's eos ids
     eos_token_ids: list[int] = []  # which of them are eos: they end with reason "stop" and no stop_reason
+
+
+class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
+    """Load the adapter in a folder, which every host has, under a name. replace: another one may have the name, and loses it; its
+    requests go on with it. Answered by one AdaptersChanged, once every rank has it, or none."""
+
+    call: int
+    name: str
+    folder: str
+    replace: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, array_like=True):
+    """Take no more requests for an adapter; those that have come go on with it. Answered by one AdaptersChanged."""
+
+    call: int
+    name: str
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -56,11 +78,57 @@ class RebalanceExperts(msgspec.Struct, tag=True, array_like=True):
     """Move experts so that ranks get even parts of the recent load. Answered by one ExpertStats at once, before the first move."""
 
 
+RequestMode = Literal["wait", "abort", "keep"]
+"""What becomes of running requests before the ranks change the model: they finish; they end with reason "abort"; or they stop, and
+compute their tokens again after the wake-up."""
+
+
+class Sleep(msgspec.Struct, tag=True, array_like=True):
+    """Give the memory of the model back: level 1 moves weights to the host's memory, level 2 discards them; both discard the KV
+    cache. Requests that have not begun are rejected, unless mode is "keep". Answered by one ModelState."""
+
+    level: int
+    mode: RequestMode = "wait"
+
+
+class WakeUp(msgspec.Struct, tag=True, array_like=True):
+    """Take the memory again: weights, from the host or from their folder, the KV cache, or both. Answered by one ModelState."""
+
+    weights: bool = True
+    kv_cache: bool = True
+
+
+class UpdateWeights(msgspec.Struct, tag=True, array_like=True):
+    """Read the weights of another checkpoint of the same model. Requests that have not begun wait for them. Answered by one
+    ModelState."""
+
+    folder: str
+    mode: RequestMode = "wait"
+
+
+ModelChange = Sleep | WakeUp | UpdateWeights
+"""Made one after the other, by all ranks or by none."""
+
+
+class Vocabulary(msgspec.Struct, tag=True, array_like=True):
+    """What structured output needs of the tokenizer. No answer.
+
+    tokens: the bytes of each id; empty for ids that no text may use. Special tokens begin with a byte that no text contains.
+    eos_token_ids: the tokenizer's, for a model that names none.
+    """
+
+    tokens: list[bytes]
+    eos_token_ids: list[int] = []
+
+
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """End the engine and its ranks now; every open request gets a RequestRejected(EngineClosed). Answered by Stopped."""
 
 
-ClientToEngine = AddRequest | Abort | GetStats | GetExperts | RebalanceExperts | Shutdown
+ClientToEngine = (
+    AddRequest | LoadAdapter | UnloadAdapter | Abort | GetStats | GetExperts | RebalanceExperts | Sleep | WakeUp | UpdateWeights
+    | Vocabulary | Shutdown
+)  # fmt: skip
 
 # ---- engine -> client ------------------------------------------------------------------------------------------------
 
@@ -85,6 +153,9 @@ class RequestUpdate(msgspec.Struct, tag=True, array_like=True, gc=False):
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | None = None  # the stop token id that ended it, unless that is an eos
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    accepted: int = 0  # tokens that were drafts
+    scheduled: int = 0  # in the one with the first token: when the request's first step was made, microseconds of time.monotonic()
+    pooled: bytes = b""  # with params.pooling: float32, little endian
 
 
 class RequestRejected(msgspec.Struct, tag=True, array_like=True):
@@ -92,6 +163,22 @@ class RequestRejected(msgspec.Struct, tag=True, array_like=True):
 
     request_id: str
     error: dict[str, str]
+
+
+class AdapterFacts(msgspec.Struct, array_like=True):
+    """An adapter that requests may name. rank: the largest of its modules."""
+
+    name: str
+    folder: str
+    rank: int
+
+
+class AdaptersChanged(msgspec.Struct, tag=True, array_like=True):
+    """The answer to call number `call`. error: PhalanxError.to_wire(), where nothing has changed. adapters: all there are now."""
+
+    call: int
+    error: dict[str, str] | None
+    adapters: list[AdapterFacts]
 
 
 class RankFacts(msgspec.Struct, array_like=True):
@@ -112,14 +199,13 @@ class RankFacts(msgspec.Struct, array_like=True):
 
 
 class EngineFacts(msgspec.Struct, array_like=True):
-    """The resolved size and layout of the engine, and how its start went. Of several replicas: layout, world and ranks are of one,
+    """The resolved size and layout of the engine, and how its start went. Of several replicas: ranks are of one,
     max_batch_size and num_blocks of all together."""
 
     model: str
     dtype: str
     device: str
-    world: int
-    layout: tuple[int, int, int]  # pp, dp, tp
+    layout: Layout
     max_seq_len: int
     max_batch_size: int
     max_num_tokens: int
@@ -131,7 +217,7 @@ class EngineFacts(msgspec.Struct, array_like=True):
     phases: dict[str, float] = {}
     reasons: dict[str, str] = {}  # option -> why it has its value
     length_hint: str = ""  # what would raise max_seq_len; empty where nothing does, since the model ends there
-    replicas: int = 1
+    sampling_defaults: dict[str, int | float] = {}  # of requests: the checkpoint's, by generation_config
 
 
 class Started(msgspec.Struct, tag=True, array_like=True):
@@ -153,12 +239,21 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     prefix_hits: int = 0  # tokens
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    nonfinite_requests: int = 0  # ended by logits that were NaN or infinite
     rank_bytes: dict[int, dict[str, int]] = {}
     allreduce: dict[str, int] = {}  # "ONESHOT/RESIDUAL_RMS_NORM" -> calls, on rank 0
     ran: dict[str, int] = {}  # "decode graph/steps", "/tokens" and "/padding" (tokens), and so for each of STEP_KINDS, on rank 0
     rank_gauges: dict[int, dict[str, float]] = {}  # of each rank's GPU, as `hardware.gauges` names them
+    drafts: int = 0  # rows with drafts that were verified
+    draft_tokens: int = 0  # those drafts
+    accepted_tokens: list[int] = []  # of them, by their place in the row
     dp_running: list[int] = []  # `running` of each dp index, where there are several
     dp_blocks_referenced: list[int] = []  # `blocks_referenced` of each, of blocks_total / indices
+    adapters_running: dict[str, int] = {}  # by the names of adapters: their requests that run, and below those that wait
+    adapters_waiting: dict[str, int] = {}
+    adapters_in_slots: list[str] = []
+    max_adapters: int = 0  # that run at once
+    stalled: str = ""  # why work waits and no step ends; empty while steps do, or there is no work
 
 
 class RankStats(NamedTuple):
@@ -196,6 +291,24 @@ class ExpertStats(msgspec.Struct, tag=True, array_like=True):
     movable: bool = False
 
 
+class ModelState(msgspec.Struct, tag=True, array_like=True):
+    """What ranks have of the model. level: 0 awake, else that of the sleep, until weights and KV cache are both there again.
+    weights, kv_cache: whether they are on the devices. folder: of the checkpoint that the weights are from; "" for dummy weights.
+    generation: how often they were replaced. bytes: of each rank, that the last change has freed; negative where it took some.
+    seconds: of the last change, without the wait for requests. kept: requests that go on after the wake-up. error: why the last
+    change was not made, as PhalanxError.to_wire()."""
+
+    level: int = 0
+    weights: bool = True
+    kv_cache: bool = True
+    folder: str = ""
+    generation: int = 0
+    bytes: dict[int, int] = {}
+    seconds: float = 0.0
+    kept: int = 0
+    error: dict[str, str] | None = None
+
+
 class Failed(msgspec.Struct, tag=True, array_like=True):
     """The engine cannot go on and ends; every open request gets this error. Also sent when the start fails."""
 
@@ -210,7 +323,9 @@ class Heartbeat(msgspec.Struct, tag=True, array_like=True):
     """The engine's heartbeat, once a second."""
 
 
-EngineToClient = RequestUpdate | RequestRejected | Started | Stats | ExpertStats | Failed | Stopped | Heartbeat
+EngineToClient = (
+    RequestUpdate | RequestRejected | AdaptersChanged | Started | Stats | ExpertStats | ModelState | Failed | Stopped | Heartbeat
+)  # fmt: skip
 
 # ---- engine -> ranks -------------------------------------------------------------------------------------------------
 
@@ -219,6 +334,7 @@ class SlotAssignment(msgspec.Struct, array_like=True):
     """A request takes a slot (0 .. max_batch_size-1): the sampler state and the block table of the slot are reset.
 
     `token_ids` are all tokens known so far (the prompt, and output from before a preemption); the first `prompt_length` are prompt.
+    `adapter`: the slot of its adapter, which stays there as long as the request has its slot; -1: it has none.
     """
 
     slot: int
@@ -227,15 +343,22 @@ class SlotAssignment(msgspec.Struct, array_like=True):
     params: SamplingParams
     seed: int  # from the params, else drawn by the engine
     stop_token_ids: list[int] = []  # forbidden while fewer than min_tokens are out
+    adapter: int = -1
 
 
 class StepRow(msgspec.Struct, array_like=True, gc=False):
-    """One request's part of a step: positions start .. start+count-1. A decode row has one token, a prefill row several.
+    """One request's part of a step: positions start .. start+count-1. A prefill row has several tokens of the prompt. A decode row
+    has the last token and, behind it, `drafts` drafts of the next ones to verify.
 
-    `tokens` holds their ids; it is empty for a decode row whose id was sampled into the slot by an earlier step (the engine
-    need not know it yet). `blocks` are appended to the slot's block table before the forward; the table's entry for a block that
-    left the sliding window goes stale and is never read. `samples`: the last position yields a token, written to the slot.
-    `mask`: xgrammar's token bitmask for that token, int32 words of (vocab_size + 31) // 32, little endian.
+    tokens: their ids; empty for a decode row whose last token and drafts are in the slot (the engine need not know them yet). A
+    draft of NO_DRAFT takes a place and is never accepted.
+    blocks: appended to the slot's block table before the forward. The table's entry for a block that left the sliding window goes
+    stale and is never read. Drafts behind the last block are not verified.
+    samples: the last token, and each draft, yields a token. Those up to the first that differs from its draft are the result; the
+    last of them is written to the slot.
+    masks: of the tokens that a grammar allows there, one for each of these tokens, or for the first of them where no draft that
+    follows can be accepted: int32 words of (vocab_size + 31) // 32, little endian; empty without a grammar.
+    late: by how many positions `start` may be too high, since steps in flight may accept fewer drafts. The slot has the true one.
     """
 
     slot: int
@@ -244,23 +367,41 @@ class StepRow(msgspec.Struct, array_like=True, gc=False):
     tokens: list[int] = []
     blocks: list[int] = []
     samples: bool = False
-    mask: bytes | None = None
+    masks: list[bytes] = []
+    drafts: int = 0
+    late: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each of its tokens attends as a row of its own."""
+        return self.count == 1 or self.drafts > 0
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the slot may have what the row lacks: its last token, its drafts or its start."""
+        return self.drafts > 0 or self.late > 0 or not self.tokens
 
 
 class StepBatch(msgspec.Struct, array_like=True):
-    """One dp index's part of a step, applied in this order. Decode rows come first."""
+    """One dp index's part of a step; the rows are applied last. Of these, decode rows come first, and of them the ones that verify,
+    which all have the same number of drafts, wherever one of them has drafts or is late. propose: how many drafts are to be
+    proposed for the tokens behind those that the step samples. adapted: the request of some row has an adapter."""
 
     released: list[int] = []  # slots whose request has left
     admitted: list[SlotAssignment] = []
     rows: list[StepRow] = []
+    propose: int = 0
+    state_copies: list[tuple[int, int]] = []  # (from, to): states of slots, and behind those of all slots, of prefixes
+    adapted: bool = False
 
 
 class StepExtent(msgspec.Struct, array_like=True):
     """The size of a step that all dp indices run alike, since they exchange tokens in every layer. A rank pads its own part to it
     and asks no other.
 
-    tokens: of each index. decode_rows, prefill_rows, prefill_pairs: the most that one index has; pairs are of a token of a prefill
-    row and a KV token that it attends to, without windows. decodes: every row has one token and samples.
+    tokens: of each index. decode_rows, prefill_rows, prefill_pairs: the most that one index has. Each token of a decode row counts
+    as a row, since it attends as one; pairs are of a token of a prefill row and a KV token that it attends to, without windows.
+    decodes: every row is a decode row and samples. adapted: as of `StepBatch`, of some index.
     """
 
     tokens: list[int]
@@ -268,34 +409,84 @@ class StepExtent(msgspec.Struct, array_like=True):
     prefill_rows: int
     prefill_pairs: int
     decodes: bool
+    adapted: bool = False
 
     @classmethod
     def of(cls, batches: Sequence[StepBatch]) -> StepExtent:
-        singles = [sum(row.count == 1 for row in batch.rows) for batch in batches]
+        prefills = [[row for row in batch.rows if not row.decodes] for batch in batches]
         return cls(
             [sum(row.count for row in batch.rows) for batch in batches],
-            max(singles),
-            max(len(batch.rows) - single for batch, single in zip(batches, singles, strict=True)),
-            max(sum(row.count * (2 * row.start + row.count + 1) // 2 for row in batch.rows if row.count > 1) for batch in batches),
-            all(row.count == 1 and row.samples for batch in batches for row in batch.rows),
+            max(sum(row.count for row in batch.rows if row.decodes) for batch in batches),
+            max(map(len, prefills)),
+            max(sum(row.count * (2 * row.start + row.count + 1) // 2 for row in rows) for rows in prefills),
+            all(row.decodes and row.samples for batch in batches for row in batch.rows),
+            any(batch.adapted for batch in batches),
         )
 
 
-class ExpertMove(msgspec.Struct, array_like=True):
-    """Experts of a layer change places: placement [P] has the expert of each physical expert (see `plan.expert_placement`). The
+class ExpertMove(msgspec.Struct, tag=True, array_like=True):
+    """Experts of a layer change places: placement [P] has the expert of each physical expert (see `layout.expert_placement`). The
     ranks that have the layer exchange the weights of those that differ."""
 
     layer: int
     placement: list[int]
 
 
+class CheckWeights(msgspec.Struct, tag=True, array_like=True):
+    """Whether the folder has weights of this model: nothing is read but the heads of its files."""
+
+    folder: str
+
+
+class ReadWeights(msgspec.Struct, tag=True, array_like=True):
+    """Read the weights of this folder. What they replace is kept in the host's memory until `EndChange`."""
+
+    folder: str
+
+
+class GiveMemory(msgspec.Struct, tag=True, array_like=True):
+    """Get ready to give the memory of weights and KV cache back, at `EndChange`. keep: weights go to the host's memory."""
+
+    keep: bool
+
+
+class TakeMemory(msgspec.Struct, tag=True, array_like=True):
+    """Allocate weights, filled from the host's memory or from their folder, and the KV cache."""
+
+    weights: bool
+    kv_cache: bool
+
+
+class EndChange(msgspec.Struct, tag=True, array_like=True):
+    """Make the change of the work before final, or undo it: the other ranks have done it, or one of them has not."""
+
+    final: bool
+
+
+class PlaceAdapter(msgspec.Struct, tag=True, array_like=True):
+    """The adapter of this key, which the ranks have read, takes a slot, in the place of another one that no request uses. Keys are
+    never used again."""
+
+    slot: int
+    key: int
+
+
+Work = ExpertMove | PlaceAdapter | CheckWeights | ReadWeights | GiveMemory | TakeMemory | EndChange
+"""What ranks do before a forward, beside requests."""
+
+
 class Step(msgspec.Struct, array_like=True):
-    """One forward of all ranks. Numbers count from 1 without a gap; a rank that sees a gap stops with StepDiverged."""
+    """One forward of all ranks. Numbers count from 1 without a gap; a rank that sees a gap stops with StepDiverged.
+
+    before: in this order. Each rank does the parts that concern it. Steps in flight are safe, since ranks run steps in order.
+    limit: seconds after the end of the step before it within which it ends, or ranks are stuck.
+    """
 
     number: int
     batches: list[StepBatch]  # one per dp index, possibly empty
     extent: StepExtent | None = None  # with several dp indices
-    move: ExpertMove | None = None  # before the forward
+    before: list[Work] = []
+    limit: float = math.inf
 
 
 def max_rows_per_step(max_batch_size: int, pipeline_stages: int) -> int:
@@ -305,16 +496,31 @@ def max_rows_per_step(max_batch_size: int, pipeline_stages: int) -> int:
 
 
 class RowResult(msgspec.Struct, array_like=True, gc=False):
-    """The result of one row. `token` is None where the row does not sample."""
+    """The result of one row. tokens: what it samples, empty where it does not: with drafts one more than were accepted; negative
+    where the logits are not finite. logprobs: of each of them, where the request wants them. drafted: drafts that were verified.
+    drafts: proposed for the tokens behind these, where the engine must know them: of a constrained row, or in a pipeline whose
+    tokens do not return on the device."""
 
-    token: int | None = None
-    logprobs: TokenLogprobs | None = None
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []  # of the positions start+1 .. start+count that lie in the prompt
+    drafted: int = 0
+    drafts: list[int] = []
+    pooled: bytes = b""  # as of `RequestUpdate`
+
+
+class WorkResult(msgspec.Struct, array_like=True):
+    """What became of a step's change of the model on one rank. error: why it did not succeed, as PhalanxError.to_wire(). freed:
+    bytes of the device."""
+
+    error: dict[str, str] | None = None
+    freed: int = 0
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """Per dp index, one RowResult per row, in the order of the rows."""
+    """Per dp index, one RowResult per row, in the order of the rows. works: of each rank, where the step changed the model."""
 
     number: int
     batches: list[list[RowResult]]
-    moved: float | None = None  # seconds that the step's move took on the slowest rank
+    moved: float | None = None  # seconds that the step's moves of experts took on the slowest rank
+    works: dict[int, WorkResult] = {}

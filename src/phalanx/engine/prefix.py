@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefix cache: KV blocks found again by their content.
 
-The key of a full block is a hash of its parent's key and its own token ids, so equal keys mean equal prefixes. A block can be
+The key of a full block is a hash of its parent's key and its own token ids, so equal keys mean equal prefixes. The first block's
+parent is a root: requests with other salts or adapters have other roots, and share no block. A block can be
 shared once the step that computes it has been submitted; nobody waits for the result. Every rank runs steps in the order of their
 numbers, so a later step that reads the block runs after the one that writes it. Only full blocks are shared, and a shared block is
 never written again.
@@ -16,26 +17,36 @@ from collections.abc import Sequence
 from phalanx.engine.blocks import BlockPool
 
 _ROOT = b"phalanx kv block"
+_SALTED = b"phalanx kv salt "
+_ADAPTED, _ADAPTED_SALTED = b"phalanx kv adapter ", b"phalanx kv adapter salt "
 _ID_BYTES = array("q").itemsize
 
 
-def block_key(parent: bytes | None, token_ids: Sequence[int]) -> bytes:
+def root_key(salt: str = "", adapter: bytes = b"") -> bytes:
+    """The parent of the first block. No salt and no adapter makes it the key of a block, or the root of the other: each kind begins
+    with another text. adapter: the digest of its content, so that a name may come to stand for another one."""
+    if adapter:
+        return _key(_ADAPTED_SALTED + adapter, salt.encode()) if salt else _key(_ADAPTED, adapter)
+    return _key(_SALTED, salt.encode()) if salt else _ROOT
+
+
+def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """16 bytes (BLAKE2b) over the parent's key and the block's token ids: no prompt can be crafted to hit the block of another."""
     return _key(parent, array("q", token_ids).tobytes())
 
 
-def _key(parent: bytes | None, ids: bytes) -> bytes:
-    return hashlib.blake2b((parent or _ROOT) + ids, digest_size=16).digest()
+def _key(parent: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(parent + content, digest_size=16).digest()
 
 
-def extend_keys(keys: list[bytes], token_ids: Sequence[int], block_size: int, count: int) -> None:
-    """Append to `keys` until it holds those of the first `count` blocks of `token_ids`, which fill them."""
+def extend_keys(keys: list[bytes], token_ids: Sequence[int], block_size: int, count: int, *, root: bytes = _ROOT) -> None:
+    """Append to `keys` until it holds those of the first `count` blocks of `token_ids`, which fill them. root: see `root_key`."""
     first = len(keys)
     if first >= count:
         return
     # A long prompt has thousands of blocks, and tokens of other requests wait meanwhile: its ids become bytes at once.
     data = array("q", token_ids[first * block_size : count * block_size]).tobytes()
-    size, parent = block_size * _ID_BYTES, keys[-1] if keys else None
+    size, parent = block_size * _ID_BYTES, keys[-1] if keys else root
     for start in range(0, len(data), size):
         parent = _key(parent, data[start : start + size])
         keys.append(parent)

@@ -2,8 +2,9 @@
 """The engine process: start the ranks, report the outcome to the client, and run the loop until the end.
 
 Its config: {"options": fields of EngineOptions, "address": the client's zmq address, "executor": the dotted path of an `Executor`,
-by default that of rank processes, "fake": settings of `FakeExecutor`, each of them optional: "num_blocks", "latency", "vocab_size",
-"eos_token_ids"}. The fake executor has no ranks and needs no checkpoint beyond its config.json; with a vocab_size not even that.
+by default that of rank processes, "vocabulary": whether the client sends a `Vocabulary`, for structured output, "fake": settings of
+`FakeExecutor`, each of them optional: "num_blocks", "latency", "vocab_size", "eos_token_ids"}. The fake executor has no ranks and
+needs no checkpoint beyond its config.json; with a vocab_size not even that.
 """
 
 from __future__ import annotations
@@ -11,37 +12,48 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import logging
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import msgspec
 import zmq
 
-from phalanx import log
-from phalanx.comm import launch
+from phalanx import launch, log
+from phalanx.config.generation import require_possible
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import resolve
+from phalanx.engine.adapter_loads import ReadFile
+from phalanx.engine.adapters import Adapters
 from phalanx.engine.dp_scheduler import DpScheduler
+from phalanx.engine.draft_depth import DraftDepth
 from phalanx.engine.executor import RANK_EXECUTOR, Executor, load_executor
 from phalanx.engine.experts import ExpertLoads
-from phalanx.engine.grammar_threads import GrammarThreads, calls_run
+from phalanx.engine.grammar import Grammars
+from phalanx.engine.grammar_threads import GrammarThreads
 from phalanx.engine.limits import window_blocks
-from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_client_message, warm_grammars
-from phalanx.engine.messages import EngineFacts, EngineToClient, Failed, Heartbeat, Shutdown, Started, Stopped
+from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_client_message
+from phalanx.engine.messages import EngineFacts, EngineToClient, Failed, Heartbeat, Shutdown, Started, Stopped, Vocabulary
 from phalanx.engine.resolve_options import resolve_options
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.engine.step_scheduler import StepScheduler
-from phalanx.errors import EngineError, PhalanxError
-from phalanx.hardware.probe import cores, detect_machine
+from phalanx.engine.step_times import StepTimes
+from phalanx.errors import EngineError, PhalanxError, RequestError
+from phalanx.hardware.probe import cores, usable_machine
+from phalanx.layout import Layout
+from phalanx.layout.adapter import read_adapter
+from phalanx.layout.cache import group_of
+from phalanx.layout.draft import draft_network, network_caches
+from phalanx.layout.families import model_cache
 
 logger = log.get_logger(__name__)
 
@@ -53,6 +65,8 @@ FULL_COLLECTION = 100_000
 0.2 s for a hundred prompts of 20,000 tokens, in which no rank gets a step."""
 SWITCH_INTERVAL_SECONDS = 1e-3
 """For how long a thread that follows a grammar keeps the interpreter lock from the loop; Python's default is 5 ms."""
+VOCABULARY_SECONDS = 30.0
+"""How long the first constrained request waits for the client's vocabulary, which comes while the engine starts."""
 _LINGER_MS = 3000  # how long the last messages may take to leave when the process ends
 
 
@@ -60,11 +74,7 @@ def main() -> None:
     """Read the config and serve until the end."""
     config = launch.read_config()
     log.configure("engine")
-    status = run(config)
-    if calls_run() or _imports_run():
-        logging.shutdown()
-        os._exit(status)
-    sys.exit(status)
+    sys.exit(run(config))
 
 
 def run(config: dict[str, Any]) -> int:
@@ -87,11 +97,12 @@ def run(config: dict[str, Any]) -> int:
 
 
 def _serve(config: dict[str, Any], socket: zmq.Socket[bytes], termination: _Termination) -> int:
-    listener = _StartupListener(socket)
+    vocabulary: Future[Vocabulary] = Future()
+    listener = _StartupListener(socket, vocabulary)
     listener.begin()
     try:
         with termination:
-            engine = start(config)
+            engine = start(config, vocabulary)
     except _Terminated:
         listener.end()
         _send(socket, Stopped())
@@ -104,9 +115,11 @@ def _serve(config: dict[str, Any], socket: zmq.Socket[bytes], termination: _Term
         _send(socket, Failed(_explained(error, config).to_wire()))
         return 1
     listener.end()
+    options = EngineOptions.of(**config["options"])
     loop = Loop(
-        socket, engine.executor, engine.scheduler, backlog=listener.frames, experts=engine.experts,
-        rebalance_every=EngineOptions.of(**config["options"]).rebalance_experts_every,
+        socket, engine.executor, engine.scheduler, backlog=listener.frames, vocabulary=vocabulary, experts=engine.experts,
+        rebalance_every=options.rebalance_experts_every, folder="" if options.load_format == "dummy" else options.model,
+        change_timeout=options.start_timeout, read_adapter=engine.read_adapter,
     )  # fmt: skip
     termination.then(loop.stop)
     _send(socket, Started(engine.facts))
@@ -144,16 +157,18 @@ class EngineCore:
     executor: Executor
     scheduler: StepScheduler[Any]
     facts: EngineFacts
+    read_adapter: ReadFile
     experts: ExpertLoads | None = None
 
 
-def start(config: dict[str, Any]) -> EngineCore:
-    """Resolve the options, start the ranks, and size the scheduler by what they report. Raises what prevents this."""
+def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) -> EngineCore:
+    """Resolve the options, start the ranks, and size the scheduler by what they report. Raises what prevents this. vocabulary:
+    that the client sends, if it sends one."""
     phases = log.Phases(logger)
     given_options = EngineOptions.of(**config["options"])
     with phases.phase("read the model's shape"):
         shape, options, reasons = _resolve(given_options, config)
-    import_grammars_early(options)
+    grammars = grammars_of(config, options, shape, vocabulary or Future())
     with phases.phase("start the ranks"):
         executor = load_executor(config.get("executor", RANK_EXECUTOR), options, shape, config.get("fake", {}))
         try:
@@ -161,27 +176,36 @@ def start(config: dict[str, Any]) -> EngineCore:
         except BaseException:
             executor.shutdown()
             raise
-    max_seq_len = _fit_length(given_options, options, shape, num_blocks, reasons)
+    network = draft_network(options, shape)
+    window = group_of([*model_cache(shape), *([] if network is None else network_caches(network, shape.dtype))]).window
+    max_seq_len = _fit_length(given_options, options, window, num_blocks, reasons)
     length_hint = _length_hint(options, shape, max_seq_len)
     limits = SchedulerOptions(
         num_blocks=num_blocks, block_size=options.kv_block_size, max_batch_size=options.index_batch_size,
         max_num_tokens=_resolved(options.index_num_tokens), max_seq_len=max_seq_len, depth=executor.depth,
-        pipeline_stages=options.pipeline_parallel_size, returns_tokens=executor.returns_tokens, window=shape.window,
+        pipeline_stages=options.pipeline_parallel_size, returns_tokens=executor.returns_tokens, window=window,
         prefix_caching=options.enable_prefix_caching, chunked_prefill=options.enable_chunked_prefill,
-        vocab_size=shape.vocab_size, seed=options.seed, length_hint=length_hint,
+        vocab_size=shape.vocab_size, seed=options.seed, length_hint=length_hint, max_drafts=options.max_drafts,
+        drafts_keep_kv=options.speculation is not None and options.speculation.keeps_kv,
+        max_decode_gap=options.max_decode_gap,
+        state_snapshots=options.index_snapshots,
     )  # fmt: skip
-    indices, grammar_calls = options.expert_parallel_size, GrammarThreads()
+    indices, grammar_calls, adapters = options.expert_parallel_size, GrammarThreads(), Adapters(options.max_loras)
     scheduler: StepScheduler[Any]
     if indices == 1:
-        scheduler = Scheduler(limits, grammar_calls=grammar_calls)
+        scheduler = Scheduler(limits, grammars.open, grammar_calls=grammar_calls, adapters=adapters)
     else:
-        scheduler = DpScheduler(limits, indices, grammar_calls=grammar_calls)
+        scheduler = DpScheduler(limits, indices, grammars.open, grammar_calls=grammar_calls, adapters=adapters)
+    scheduler.times = StepTimes(options.step_timeout)
+    if options.speculation is not None:
+        depth = DraftDepth.of(options, scheduler.times)
+        scheduler.choose_drafts, scheduler.verified = depth.choose, depth.verified
     facts = EngineFacts(
-        model=options.model, dtype=options.dtype, device=options.device, world=options.world_size,
-        layout=(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size),
+        model=options.model, dtype=options.dtype, device=options.device, layout=Layout.of(options),
         max_seq_len=max_seq_len, max_batch_size=options.max_batch_size, max_num_tokens=_resolved(options.max_num_tokens),
         block_size=options.kv_block_size, num_blocks=num_blocks * indices, vocab_size=shape.vocab_size,
         eos_token_ids=list(shape.eos_token_ids), ranks=ranks, phases=phases.seconds, reasons=reasons, length_hint=length_hint,
+        sampling_defaults=require_possible(dict(shape.sampling_defaults) if options.generation_config == "auto" else {}),
     )  # fmt: skip
     for name, why in reasons.items():
         logger.info("%s = %s", name, why)
@@ -189,32 +213,31 @@ def start(config: dict[str, Any]) -> EngineCore:
     experts = None
     if shape.experts is not None and any(rank.moe_layers for rank in ranks):
         experts = ExpertLoads(ranks, shape.experts.count, redundant=options.redundant_experts, clock=time.monotonic)
-    return EngineCore(executor, scheduler, facts, experts)
+    read = partial(read_adapter, shape=shape, max_rank=options.max_lora_rank)
+    return EngineCore(executor, scheduler, facts, read, experts)
 
 
-_IMPORTS = "import grammars"
+def grammars_of(config: dict[str, Any], options: EngineOptions, shape: ModelShape, vocabulary: Future[Vocabulary]) -> Grammars:
+    """The grammars of the vocabulary that the client sends. It is read while the ranks start, where cores are left: nothing else
+    runs in this process meanwhile, so that all streams would wait for the first constrained request."""
+    sent = bool(config.get("vocabulary"))
 
+    def received() -> Vocabulary:
+        try:
+            return vocabulary.result(VOCABULARY_SECONDS if sent else 0.0)
+        except TimeoutError:
+            reason = "the client has not sent its vocabulary" if sent else "the engine was started without one"
+            raise RequestError("structured output needs the tokenizer", held=reason, next="see the log") from None
 
-def import_grammars_early(options: EngineOptions) -> threading.Thread | None:
-    """Import what grammars need while the ranks start, on a thread; None where too few cores are left.
+    grammars = Grammars(received, shape.vocab_size, shape.eos_token_ids)
+    if sent and options.device == "cuda" and cores() >= 2 * options.world_size + 2:
 
-    As its libraries are loaded, nothing else runs in this process for about half a second. Where the first constrained request
-    imports them (`Loop`), all streams wait for that."""
-    if options.device != "cuda" or cores() < 2 * options.world_size + 2:
-        return None
+        def prepare() -> None:
+            with contextlib.suppress(Exception):  # the first constrained request fails in the same way, and says so
+                grammars.prepare()
 
-    def load() -> None:
-        with contextlib.suppress(Exception):  # the first constrained request fails in the same way, and says so
-            warm_grammars()
-
-    thread = threading.Thread(target=load, name=_IMPORTS, daemon=True)
-    thread.start()
-    return thread
-
-
-def _imports_run() -> bool:
-    """Whether modules are being imported: the interpreter's end would tear their libraries down under that thread."""
-    return any(thread.name == _IMPORTS for thread in threading.enumerate())
+        threading.Thread(target=prepare, name="read the vocabulary", daemon=True).start()
+    return grammars
 
 
 def facts_line(facts: EngineFacts) -> str:
@@ -240,21 +263,23 @@ def _resolve(given_options: EngineOptions, config: dict[str, Any]) -> tuple[Mode
     if "vocab_size" not in fake:
         shape, resolved = resolve_options(given_options)
     else:
+        stages = given_options.pipeline_parallel_size
         shape = ModelShape(
-            architecture="none", vocab_size=fake["vocab_size"], hidden_size=1, intermediate_size=1,
-            num_layers=given_options.pipeline_parallel_size, num_heads=1, num_kv_heads=1, head_dim=1,
-            max_positions=given_options.max_seq_len or 2048, eos_token_ids=tuple(fake.get("eos_token_ids", ())),
+            architecture="LlamaForCausalLM", vocab_size=fake["vocab_size"], hidden_size=1, intermediate_size=1,
+            num_layers=stages, num_heads=1, num_kv_heads=1, head_dim=1, max_positions=given_options.max_seq_len or 2048,
+            windows=(None,) * stages, eos_token_ids=tuple(fake.get("eos_token_ids", ())),
         )  # fmt: skip
-        resolved = resolve(given_options, shape, len(detect_machine().gpus))
+        machine = usable_machine(given_options.device)
+        resolved = resolve(given_options, shape, len(machine.gpus), machine.unusable)
     return shape, resolved.options, dict(resolved.reasons)
 
 
 def _fit_length(
-    given_options: EngineOptions, options: EngineOptions, shape: ModelShape, num_blocks: int, reasons: dict[str, str]
+    given_options: EngineOptions, options: EngineOptions, window: int | None, num_blocks: int, reasons: dict[str, str]
 ) -> int:
     """max_seq_len, lowered to what the KV cache holds unless the user gave one."""
     wanted, capacity = _resolved(options.max_seq_len), num_blocks * options.kv_block_size
-    if capacity >= wanted or (shape.window is not None and window_blocks(shape.window, options.kv_block_size) <= num_blocks):
+    if capacity >= wanted or (window is not None and window_blocks(window, options.kv_block_size) <= num_blocks):
         return wanted
     if given_options.max_seq_len is None:
         reasons["max_seq_len"] = f"{capacity}: what the KV cache holds; the model's own limit is {wanted}"
@@ -312,11 +337,11 @@ class _Termination:
 
 class _StartupListener:
     """Serves the client's socket while the ranks start: it sends a Heartbeat each second, and keeps what comes for the loop. A
-    Shutdown becomes a SIGTERM to this process."""
+    Shutdown becomes a SIGTERM to this process, a Vocabulary the result of `vocabulary`."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], vocabulary: Future[Vocabulary]) -> None:
         self.frames: list[bytes] = []
-        self._socket = socket
+        self._socket, self._vocabulary = socket, vocabulary
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="startup listener", daemon=True)
 
@@ -336,17 +361,21 @@ class _StartupListener:
                 due = time.monotonic() + HEARTBEAT_SECONDS
             if self._socket.poll(50):
                 for frame in self._socket.recv_multipart():
-                    if _is_shutdown(frame):
-                        os.kill(os.getpid(), signal.SIGTERM)
-                    else:
-                        self.frames.append(frame)
+                    match _decoded(frame):
+                        case Shutdown():
+                            os.kill(os.getpid(), signal.SIGTERM)
+                        case Vocabulary() as vocabulary:
+                            self._vocabulary.set_result(vocabulary)
+                        case _:
+                            self.frames.append(frame)
 
 
-def _is_shutdown(frame: bytes) -> bool:
+def _decoded(frame: bytes) -> object:
+    """The message; None where it does not decode."""
     try:
-        return isinstance(decode_client_message(frame), Shutdown)
+        return decode_client_message(frame)
     except (msgspec.DecodeError, ValueError):
-        return False
+        return None
 
 
 def _send(socket: zmq.Socket[bytes], message: EngineToClient) -> None:

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
-from phalanx.config.launchers import launcher_class
+from phalanx.config.dotted_path import launcher_class
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import ResolvedOptions, resolve
-from phalanx.hardware.probe import detect_machine
-from phalanx.plan.layout import Layout, require_suits
+from phalanx.errors import OptionError
+from phalanx.hardware.probe import usable_machine
+from phalanx.layout.cache import default_snapshots, request_bytes
+from phalanx.layout.draft import draft_network
+from phalanx.layout.families import model_cache
+from phalanx.layout.layout import Layout, require_suits
 
 
 def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions]:
@@ -18,12 +22,44 @@ def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions
     Raises OptionError, LayoutError or ModelError for options that cannot work.
     """
     shape = ModelShape.from_folder(locate(options.model, options.revision))
-    resolved = resolve(options, shape, _gpus(options))
+    resolved = resolve(options, shape, *_gpus(options))
     require_suits(Layout.of(options), shape)
-    return shape, resolved
+    draft_network(options, shape, quiet=False)
+    keeps_state = request_bytes(model_cache(shape)) > 0
+    if keeps_state and options.speculation is not None:
+        raise OptionError(
+            "speculative_config does not work with this model", held=f"it is a {shape.architecture}",
+            why="some layers keep a state of each request, which a rejected draft would have changed", next="leave it out",
+        )  # fmt: skip
+    return shape, _with_snapshots(resolved, shape, keeps_state=keeps_state)
 
 
-def _gpus(options: EngineOptions) -> int:
-    """GPUs of a host of ranks: this one, unless the launcher finds the hosts (see `executor.launcher.ClusterLauncher`)."""
+def _with_snapshots(resolved: ResolvedOptions, shape: ModelShape, *, keeps_state: bool) -> ResolvedOptions:
+    """state_snapshots is set: 0 where there is no state, or enable_prefix_caching is off."""
+    options, reasons = resolved.options, dict(resolved.reasons)
+    number, changed = options.state_snapshots, {}
+    if number and not keeps_state:
+        raise OptionError(
+            f"state_snapshots={number} does nothing with this model", held=f"it is a {shape.architecture}",
+            why="no layer keeps a state of each request", next="leave it out",
+        )  # fmt: skip
+    if not keeps_state or not options.enable_prefix_caching:
+        changed = {"state_snapshots": 0}
+    elif number == 0:
+        changed = {"enable_prefix_caching": False}
+        reasons["enable_prefix_caching"] = "False: some layers keep a state of each request, and state_snapshots is 0"
+    elif number is None:
+        chosen = default_snapshots(options.max_batch_size)
+        changed = {"state_snapshots": chosen}
+        reasons["state_snapshots"] = f"{chosen}: half of max_batch_size"
+    return ResolvedOptions(options.model_copy(update=changed), reasons)
+
+
+def _gpus(options: EngineOptions) -> tuple[int, str]:
+    """GPUs of a host of ranks, and which of them cannot be used, and why: of this one, unless the launcher finds the hosts (see
+    `executor.launcher.ClusterLauncher`)."""
     gpus_per_host = getattr(launcher_class(options), "gpus_per_host", None)
-    return len(detect_machine().gpus) if gpus_per_host is None else int(gpus_per_host(options))
+    if gpus_per_host is not None:
+        return int(gpus_per_host(options)), ""
+    machine = usable_machine(options.device)
+    return len(machine.gpus), machine.unusable

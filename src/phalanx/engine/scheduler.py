@@ -18,39 +18,33 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 
-from phalanx.engine.blocks import BlockPool
-from phalanx.engine.decode_share import DecodeCounts
-from phalanx.engine.forecast import forecast_of
-from phalanx.engine.grammar import OpenMatcher, TokenMatcher, open_matcher, request_matcher
+from phalanx.engine.adapters import Adapter, Adapters, Claims
+from phalanx.engine.grammar import OpenMatcher, TokenMatcher, no_grammars, request_matcher
 from phalanx.engine.grammar_threads import SLOW_SECONDS, TOKEN_SECONDS, GrammarCall, GrammarThreads, InlineGrammarCalls
 from phalanx.engine.limits import SchedulerOptions, length_limit
 from phalanx.engine.messages import (
+    NO_DRAFT,
     AddRequest,
     RequestRejected,
     RequestUpdate,
     RowResult,
-    SlotAssignment,
     Stats,
     Step,
     StepBatch,
     StepResult,
     StepRow,
 )
-from phalanx.engine.prefix import extend_keys, longest_hit
-from phalanx.engine.request import Request
-from phalanx.engine.step_scheduler import Messages, StepScheduler
-from phalanx.errors import EngineError, RequestError, StepDiverged
-from phalanx.plan.layout import max_chunk
+from phalanx.engine.request import Followed, Request
+from phalanx.engine.request_blocks import RequestBlocks, forecast_of
+from phalanx.engine.step_draft import ADMITTED_TOKENS, DecodeCounts, StepDraft
+from phalanx.engine.step_scheduler import Messages, SchedulerLoad, StepScheduler
+from phalanx.errors import EngineError, LogitsNotFinite, RequestError, StepDiverged
+from phalanx.layout.layout import max_chunk
 
 __all__ = ["Scheduler", "SchedulerOptions"]
-
-ADMITTED_TOKENS = 2**14
-"""Tokens of the prompts that one step admits, at least one, also those of the prefix cache: hashing them takes 5 ms, and every
-running request waits for it. 48 completions of one prompt of 20,000 tokens took 265 ms."""
 
 SHORTER = 4
 """How many times as long as another a prompt is that leaves it room in its steps."""
@@ -59,43 +53,19 @@ FIRST_CHUNK = 16
 """Tokens of a long prompt with which it is admitted where the step's others are left to shorter ones: they come behind it."""
 
 
-@dataclass
-class _StepDraft:
-    """A step that is being built. Tokens have budgets of their own, so that neither decodes nor prefills starve the other."""
-
-    rows_left: int
-    decode_budget: int
-    prefill_budget: int
-    for_shorter: int = 0  # of prefill_budget: what a long prompt leaves to much shorter ones behind it, at most
-    constrained_budget: int = 0  # as decode_budget, of constrained requests where the tokens of others return on the device
-    hash_budget: int = ADMITTED_TOKENS  # tokens of waiting prompts that may be hashed, to ask for their prefix hits
-    arrivals: list[Request] | None = None  # that could be admitted when the step was begun; None: not asked yet
-    assignments: list[SlotAssignment] = field(default_factory=list)
-    decode_rows: list[tuple[Request, StepRow]] = field(default_factory=list)
-    prefill_rows: list[tuple[Request, StepRow]] = field(default_factory=list)
-    reserved_blocks: int = 0  # that running prompts will still take
-
-
-@dataclass
-class SchedulerLoad:
-    """Tokens of a scheduler's requests. running: of those that run; begun: that the next steps compute for them; queued: of those
-    that it has not admitted."""
-
-    running: int
-    begun: int
-    queued: int
-
-
 class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     """A `StepScheduler` whose steps have one batch."""
 
     def __init__(
-        self, options: SchedulerOptions, open_matcher: OpenMatcher = open_matcher, *,
+        self, options: SchedulerOptions, open_matcher: OpenMatcher = no_grammars, *,
         grammar_calls: GrammarThreads | InlineGrammarCalls | None = None, seeds: random.Random | None = None,
+        adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
-        """seeds: shared with other schedulers of one engine; None: from options.seed."""
-        super().__init__(options, open_matcher, grammar_calls, num_blocks=options.num_blocks)
-        self.pool = BlockPool(options.num_blocks)
+        """seeds, adapters: shared with other schedulers of one engine; None: seeds are drawn from options.seed."""
+        super().__init__(options, open_matcher, grammar_calls, num_blocks=options.num_blocks, adapters=adapters)
+        self.adapters.slots.running.append(lambda: (request.adapter for request in self.running))
+        self.kv = RequestBlocks(options)
+        self.pool, self.parts = self.kv.pool, [self]
         self.running: list[Request] = []  # in order of arrival
         self._slots = list(range(options.max_batch_size - 1, -1, -1))
         self._released: list[int] = []
@@ -103,28 +73,27 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
 
-    def add(self, add: AddRequest, matcher: TokenMatcher | None = None) -> None:
+    def add(self, add: AddRequest, matcher: TokenMatcher | None = None, adapter: Adapter | None = None) -> None:
         """As `StepScheduler`."""
-        self.enqueue(self.request_of(add, matcher))
+        self.enqueue(self.request_of(add, matcher, adapter))
 
-    def request_of(self, add: AddRequest, matcher: TokenMatcher | None = None) -> Request:
+    def request_of(self, add: AddRequest, matcher: TokenMatcher | None = None, adapter: Adapter | None = None) -> Request:
         """The request, which is not queued. Raises as `add`."""
         if add.request_id in self._requests:
             raise RequestError(f"request id {add.request_id!r} is in use", next="give each request its own id")
-        limit = length_limit(add, self.options)
+        limit, adapter = length_limit(add, self.options), adapter or self.adapters.named(add.params.adapter)
         matcher = matcher or request_matcher(add, self.open_matcher)
         seed = self._seeds.getrandbits(63) if add.params.seed is None else add.params.seed
-        return Request(add, seed=seed, limit=limit, matcher=matcher)
+        return Request(add, seed=seed, limit=limit, matcher=matcher, adapter=adapter)
 
     def enqueue(self, request: Request) -> None:
         """Queue a request that `request_of` has made."""
         self._requests[request.id] = request
-        self.waiting.append(request)
+        self._wait(request)
 
     def abort(self, request_id: str) -> None:
         """As `StepScheduler`."""
-        request = self._requests.get(request_id)
-        if request is not None:
+        if (request := self._requests.get(request_id)) is not None:
             request.ended = True
             self._remove([request])
 
@@ -144,25 +113,46 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     # ---- schedule ----------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Step | None:
+    def schedule(self, now: int = 0) -> Step | None:
         """As `StepScheduler`."""
         if len(self._in_flight) >= self.options.depth or not self._requests:
             return None
         draft, eligible = self._draft()
+        self._add_drafts(draft, eligible)
+        self.pace = draft.take_pace(self.times, self.options, self.running, eligible, waiting=bool(self.waiting)) or self.pace
         self._continue_running(draft, eligible)
-        self._admit_waiting(draft)
-        rows = draft.decode_rows + draft.prefill_rows
+        self._admit_waiting(draft, now)
+        decode_rows = draft.decode_rows
+        if self.options.max_drafts and any(row.drafts or row.late for _, row in decode_rows):
+            decode_rows.sort(key=lambda pair: not pair[1].verifies)
+        rows = decode_rows + draft.prefill_rows
         return self._close(draft, rows) if rows or self._too_early() else None
+
+    def _add_drafts(self, draft: StepDraft, eligible: list[Request]) -> None:
+        """Decide how many drafts the decode rows of the step verify, and how many are proposed."""
+        if self.options.max_drafts:
+            budget = min(draft.rows_left, draft.decode_budget + draft.constrained_budget)
+            proposed = [request.proposed for request in eligible if request.decoding]
+            rows = min(len(proposed), budget)
+            prompts = bool(self.waiting) or any(len(r.tokens) + r.pending - r.submitted > 1 for r in eligible)
+            draft.propose = self.choose_drafts(max(rows, 1))
+            draft.ahead = draft.propose if self.options.drafts_keep_kv else 0
+            most = min(draft.propose, max(proposed, default=0))
+            draft.take_drafts(most, rows, prompts=prompts, chunked=self.options.chunked_prefill)
 
     def _too_early(self) -> bool:
         """Whether a request waits only for steps between the one that samples its token and its next one, and not for the token:
         then a step without rows, which costs the device nothing, takes less than the token's way to the engine."""
         latest = self._latest_sampling
         return latest is not None and any(
-            request.sampled_in > latest and request.pending and not request.constrained
+            request.sampled_in > latest and self._in_slot(request) and not request.constrained
             and len(request.tokens) + request.pending < request.limit
             for request in self.running
         )  # fmt: skip
+
+    def _in_slot(self, request: Request) -> bool:
+        """Whether its next row takes its last token from the slot, or its drafts."""
+        return request.pending > 0 or (self.options.max_drafts > 0 and request.decoding and not self._knows_drafts(request))
 
     @property
     def _latest_sampling(self) -> int | None:
@@ -171,15 +161,16 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         return None if lag is None else self.counters.steps + 1 - lag
 
     def empty_step(self) -> Step | None:
-        """A step without rows, for what ranks do beside requests; None when `depth` steps are in flight."""
+        """As `StepScheduler`."""
         if len(self._in_flight) >= self.options.depth:
             return None
         draft, _ = self._draft()
         return self._close(draft, [])
 
-    def _draft(self) -> tuple[_StepDraft, list[Request]]:
+    def _draft(self) -> tuple[StepDraft, list[Request]]:
         """The budgets of this step, and the running requests that can go on."""
         options = self.options
+        self.kv.states.begin_step()
         pipelined = options.pipeline_stages > 1
         latest = self._latest_sampling
         eligible: list[Request] = []
@@ -192,19 +183,23 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             decodes = constrained if self._decodes_apart(request) else plain
             decode = goal - request.submitted == 1
             decodes.all += decode
-            if pending and (latest is None or request.sampled_in > latest or request.constrained):
+            if pending and (latest is None or request.constrained):
+                continue
+            if latest is not None and request.sampled_in > latest and self._in_slot(request):
                 continue
             eligible.append(request)
             decodes.ready += decode
             decodes.last += decode and goal + 1 == request.limit
             decodes.without_block += decode and request.submitted < len(request.blocks) * options.block_size
         rows, budget, constrained_budget = options.max_rows, plain.ready, constrained.ready
-        arrivals = self._arrivals() if pipelined or not options.chunked_prefill else []
+        claims = Claims(self.adapters.slots)
+        arrivals = self._arrivals(claims) if pipelined or not options.chunked_prefill else []
         if pipelined:
             # Spread the requests evenly over the steps that are still missing, and over all stages: no stage stands still.
             # Not so the long prompts, which have a row in each step: it must not be the only one, or nobody else would go on.
             missing, stages = max(1, options.pipeline_stages - len(self._in_flight)), options.pipeline_stages
-            long = sum(self._is_long(len(r.tokens) - r.submitted) for r in eligible) if options.chunked_prefill else 0
+            half = options.max_num_tokens // 2
+            long = sum(len(r.tokens) - r.submitted > half for r in eligible) if options.chunked_prefill else 0
             ready, total = (len(requests) + len(arrivals) - long for requests in (eligible, self.running))
             rows = max(1, min(rows, long - (-ready // missing), long - (-total // stages)))
             prompts_wait = bool(self.waiting) or budget + constrained_budget < len(eligible)
@@ -219,11 +214,11 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             budget = min(budget, rows, options.max_num_tokens)
             constrained_budget = min(constrained_budget, rows, options.max_num_tokens - budget)
             prefill_budget = options.max_num_tokens - budget - constrained_budget
-            return _StepDraft(rows, budget, prefill_budget, prefill_budget // 2, constrained_budget), eligible
+            return StepDraft(claims, rows, budget, prefill_budget, prefill_budget // 2, constrained_budget), eligible
         # A prompt that must fit one step would wait for ever behind decodes: it goes first.
         prompts = [r for r in eligible if len(r.tokens) + r.pending - r.submitted > 1] or arrivals
         first_tokens = min(len(prompts[0].tokens) - prompts[0].submitted, options.max_num_tokens) if prompts else 0
-        return _StepDraft(rows, options.max_num_tokens - first_tokens, first_tokens), eligible
+        return StepDraft(claims, rows, options.max_num_tokens - first_tokens, first_tokens), eligible
 
     def _decodes_apart(self, request: Request) -> bool:
         """Whether the request waits for the engine to know its tokens, where those of others return on the device, and has a budget
@@ -236,14 +231,14 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     def _decode_share(self, decodes: DecodeCounts, prompts_wait: bool) -> int:
         return decodes.share(self.options.pipeline_stages, prompts_wait=prompts_wait)
 
-    def _arrivals(self) -> list[Request]:
+    def _arrivals(self, claims: Claims) -> list[Request]:
         """The waiting requests for which there are slots and blocks now (without what the prefix cache saves)."""
         arrivals: list[Request] = []
         left, forecast = self.pool.available - len(self.running), forecast_of(self.running, self.pool.available, self.options)
         for request in self.waiting:
-            if request.grammar_row is not None:  # nobody waits for its grammar
+            if request.grammar_row is not None or not claims.allow(request.adapter):  # nobody waits for these
                 continue
-            left -= self._blocks_for(len(request.tokens))
+            left -= self.kv.blocks_for(len(request.tokens))
             first = not (arrivals or self.running)
             fits = forecast is None or forecast.add_if_fits(len(request.tokens), request.to_go, force=first)
             if request.in_flight or len(arrivals) == len(self._slots) or not fits or (left < 0 and not first):
@@ -251,10 +246,9 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             arrivals.append(request)
         return arrivals
 
-    def _continue_running(self, draft: _StepDraft, eligible: list[Request]) -> None:
+    def _continue_running(self, draft: StepDraft, eligible: list[Request]) -> None:
         """Rows for the running requests, in order of arrival."""
-        size = self.options.block_size
-        decode_rows = draft.decode_rows
+        decode_rows, size = draft.decode_rows, self.options.block_size
         for number, request in enumerate(eligible):
             if not draft.rows_left:
                 return
@@ -266,22 +260,53 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             budget = draft.constrained_budget if apart else draft.decode_budget
             if not budget or request.slot < 0:  # preempted for a request before it
                 continue
+            drafts = draft.drafts if request.decoding else 0
             blocks: list[int] = []
-            if start >= len(request.blocks) * size:
-                self._register_blocks(request)
-                if not self._fitting_positions(request, 1):
+            if start + request.drafted + drafts + draft.ahead >= len(request.blocks) * size:
+                more = self._blocks_of_decode(request, drafts + draft.ahead)
+                if more is None:
                     continue
-                blocks = self._take_blocks(request, 1)
-            mask = request.matcher.mask() if request.matcher is not None else None
-            row = StepRow(request.slot, start, 1, [tokens[start]] if start < len(tokens) else [], blocks, True, mask)
+                blocks = more
+            known = [tokens[start]] if start < len(tokens) and not request.drafted else []
+            masks: list[bytes] = []
+            if request.matcher is not None:
+                masks = request.masks[: 1 + drafts] or [request.matcher.mask()]
+            if drafts:  # the slot has them, unless the engine must know them
+                known = known + (request.drafts[:drafts] + [NO_DRAFT] * drafts)[:drafts] if self._knows_drafts(request) else []
+            row = StepRow(
+                request.slot, start + request.drafted, 1 + drafts, known, blocks, True, masks, drafts, late=request.drafted
+            )
             request.submitted = start + 1
+            request.drafted += drafts
             request.pending += 1
+            request.decoding, request.proposed = True, draft.propose
+            if request.drafts or request.masks:
+                request.drafts, request.masks = [], []
             decode_rows.append((request, row))
             draft.rows_left -= 1
             draft.constrained_budget -= apart
             draft.decode_budget -= not apart
 
-    def _continue_prompt(self, draft: _StepDraft, request: Request, behind: Iterator[Request]) -> None:
+    def _knows_drafts(self, request: Request) -> bool:
+        """Whether the engine must know the drafts of the request's rows: for the masks of its grammar, or since tokens do not
+        return on the device to the stage that embeds them."""
+        return request.constrained or self.options.token_lag is None
+
+    def _blocks_of_decode(self, request: Request, ahead: int) -> list[int] | None:
+        """The blocks that a decode row needs, and those of so many drafts as far as nobody else needs them; None where there is
+        none for the row."""
+        known = len(request.blocks) * self.options.block_size
+        start = min(request.submitted + request.drafted, request.limit - 2)
+        wanted = min(start + ahead, request.limit - 2)
+        if wanted < known:
+            return []
+        self.kv.register(request)
+        positions = start + 1 - request.submitted
+        if start >= known and self._fitting_positions(request, positions) < positions:
+            return None
+        return self.kv.take_ahead(request, start + 1, wanted + 1, kept=len(self.running))
+
+    def _continue_prompt(self, draft: StepDraft, request: Request, behind: Iterator[Request]) -> None:
         if request.slot < 0:
             return
         left = len(request.tokens) - request.submitted
@@ -289,85 +314,70 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         if count:
             self._add_chunk(draft, request, count)
         else:
-            draft.reserved_blocks += self._blocks_for(len(request.tokens)) - len(request.blocks)
+            draft.reserved_blocks += self.kv.blocks_for(len(request.tokens)) - len(request.blocks)
 
-    def _admit_waiting(self, draft: _StepDraft) -> None:
+    def _admit_waiting(self, draft: StepDraft, now: int) -> None:
         """Give slots to waiting requests, in order, as long as there are tokens, slots and blocks, and ADMITTED_TOKENS are not
         reached."""
         pool, size = self.pool, self.options.block_size
-        draft.prefill_budget += draft.decode_budget + draft.constrained_budget
+        draft.prefill_budget += (draft.decode_budget + draft.constrained_budget) * (1 + draft.drafts)
         forecast = forecast_of(self.running, pool.available, self.options) if self.waiting and self._slots else None
         admitted = 0
         while self.waiting and self._slots and draft.rows_left and draft.prefill_budget and admitted < ADMITTED_TOKENS:
-            request = next((request for request in self.waiting if request.grammar_row is None), None)
+            admissible = (each for each in self.waiting if each.grammar_row is None and draft.claims.allow(each.adapter))
+            request = next(admissible, None)
             if request is None or request.in_flight:  # preempted, and its last tokens are not known yet
                 return
-            hit = self._prefix_hit(request)
+            hit = self.kv.prefix_hit(request)
             cached = sum(block >= 0 and pool.idle(block) for block in hit)  # blocks of the hit that `available` counts
             # One block is kept for each running request, so that the new one does not preempt another at once.
             reserved = draft.reserved_blocks + len(self.running)
-            if self.running and self._peak_new_blocks(request, len(hit)) + cached + reserved > pool.available:
+            if self.running and self.kv.peak_new_blocks(request, len(hit)) + cached + reserved > pool.available:
                 return
             left = len(request.tokens) - len(hit) * size
-            if left > draft.prefill_budget and not self._may_split(request):
+            if left > draft.prefill_budget and not self.kv.may_split(request):
+                return
+            if not draft.fitting(len(hit) * size, left):
                 return
             if forecast is not None and not forecast.add_if_fits(left + cached * size, request.to_go, force=not self.running):
                 return
-            self._admit(draft, request, hit)
+            self._admit(draft, request, hit, now)
             admitted += len(request.tokens)
             count = self._chunk(draft, request, left, iter(())) or min(left, draft.prefill_budget, FIRST_CHUNK)
             self._add_chunk(draft, request, self._fitting_positions(request, count))
 
-    def _admit(self, draft: _StepDraft, request: Request, hit: list[int]) -> None:
+    def _admit(self, draft: StepDraft, request: Request, hit: list[int], now: int) -> None:
         self.waiting.remove(request)
         self.running.append(request)
         request.slot = self._slots.pop()
-        for block in hit:
-            if block >= 0:
-                self.pool.share(block)
-        request.blocks, request.sent, request.registered, request.shared = hit, 0, len(hit), len(hit)
-        request.first_live, request.to_compute = hit.count(-1), None
+        draft.claims.admit(request.adapter)
+        self.kv.share(request, hit)
+        request.to_compute = None
         request.submitted = len(hit) * self.options.block_size
         request.chunk_cap = max_chunk(len(request.tokens) - request.submitted, self.options.pipeline_stages)
         draft.assignments.append(request.assignment())
         if not request.was_admitted:
-            request.was_admitted = True
+            request.was_admitted, request.scheduled = True, now
             request.cached_tokens = request.submitted
             self.counters.prompt_tokens += request.prompt_length
             self.counters.prefix_hits += request.submitted
-            self.counters.prefix_queries += request.prompt_length if self._may_hit(request) else 0
+            self.counters.prefix_queries += request.prompt_length if self.kv.may_hit(request) else 0
 
-    def _may_hit(self, request: Request) -> bool:
-        return self.options.prefix_caching and request.prompt_logprobs is None  # those need the logits of every position
-
-    def _prefix_hit(self, request: Request) -> list[int]:
-        """Blocks of the prefix cache for its beginning. The last token is always computed: its logits are needed."""
-        if not self._may_hit(request):
-            return []
-        size = self.options.block_size
-        full = (len(request.tokens) - 1) // size
-        extend_keys(request.keys, request.tokens, size, full)
-        return longest_hit(self.pool, request.keys[:full], size, self.options.window)
-
-    def _chunk(self, draft: _StepDraft, request: Request, left: int, behind: Iterator[Request]) -> int:
+    def _chunk(self, draft: StepDraft, request: Request, left: int, behind: Iterator[Request]) -> int:
         """How many of the `left` known tokens the next row takes. behind: the running requests that came later."""
         budget = draft.prefill_budget
-        if not self._may_split(request):
+        if not self.kv.may_split(request):
             return left if left <= budget else 0
-        if budget and self._is_long(left):
+        if budget and left > min(self.options.max_num_tokens // 2, draft.long):  # it would fill half of a step, and more
             budget = max(budget - self._left_to_shorter(draft, left, behind), 0)
-        return min(left, budget, request.chunk_cap)
+        return draft.fitting(request.submitted, min(left, budget, request.chunk_cap))
 
-    def _is_long(self, tokens: int) -> bool:
-        """Whether a prompt of which so many tokens are left would fill half of a step, and more."""
-        return tokens > self.options.max_num_tokens // 2
-
-    def _left_to_shorter(self, draft: _StepDraft, left: int, behind: Iterator[Request]) -> int:
+    def _left_to_shorter(self, draft: StepDraft, left: int, behind: Iterator[Request]) -> int:
         """Tokens of the step that a long prompt, of which so many are left, leaves to much shorter ones behind it: else each of
         them would wait until all of it is computed. At most half of the step's, so that it takes twice as long at most, and no
         more than they can take: a pipeline's step has few rows."""
         if draft.arrivals is None:
-            draft.arrivals = self._arrivals()
+            draft.arrivals = self._arrivals(draft.claims)
         shorter, first, rows = 0, 0, draft.rows_left - 1
         for other in chain(behind, (request for request in draft.arrivals if request.slot < 0)):
             if not rows:
@@ -384,40 +394,41 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
                 first += FIRST_CHUNK
         return shorter
 
-    def _to_compute(self, draft: _StepDraft, request: Request) -> int:
+    def _to_compute(self, draft: StepDraft, request: Request) -> int:
         """Of the tokens of a request that waits, those that the prefix cache lacked when it was asked, once; all of them where it
         was not, since hashing them takes time."""
-        if request.to_compute is None and draft.hash_budget > 0 and self._may_hit(request):
+        if request.to_compute is None and draft.hash_budget > 0 and self.kv.may_hit(request):
             draft.hash_budget -= len(request.tokens)
-            request.to_compute = len(request.tokens) - len(self._prefix_hit(request)) * self.options.block_size
+            request.to_compute = len(request.tokens) - len(self.kv.prefix_hit(request)) * self.options.block_size
         return len(request.tokens) if request.to_compute is None else request.to_compute
 
-    def _may_split(self, request: Request) -> bool:
-        """Without chunked prefill a prompt stays whole; what a preempted request recomputes may be split all the same."""
-        return self.options.chunked_prefill or len(request.tokens) > request.prompt_length
-
-    def _add_chunk(self, draft: _StepDraft, request: Request, count: int) -> None:
-        start = request.submitted
-        blocks = self._take_blocks(request, count)
+    def _add_chunk(self, draft: StepDraft, request: Request, count: int) -> None:
+        start, count = request.submitted, self.kv.until_kept(request, count)
         end = request.submitted = start + count
+        self.kv.keep_state(request)
         samples = end == len(request.tokens)
-        mask = request.matcher.mask() if samples and request.matcher is not None else None
-        row = StepRow(request.slot, start, count, request.tokens[start:end], blocks, samples, mask)
+        wanted = min(end + draft.ahead, request.limit - 1) if samples else end
+        blocks = self.kv.take_ahead(request, end, wanted, kept=len(self.running))
+        masks = [request.matcher.mask()] if samples and request.matcher is not None else []
+        row = StepRow(request.slot, start, count, request.tokens[start:end], blocks, samples, masks)
         request.pending += samples
+        request.decoding, request.drafts, request.masks, request.proposed = samples, [], [], draft.propose
         (draft.decode_rows if count == 1 else draft.prefill_rows).append((request, row))
-        draft.rows_left -= 1
-        draft.prefill_budget -= count
-        draft.reserved_blocks += self._blocks_for(len(request.tokens)) - len(request.blocks)
+        draft.take_chunk(start, count)
+        draft.reserved_blocks += max(0, self.kv.blocks_for(len(request.tokens)) - len(request.blocks))  # drafts have blocks ahead
 
-    def _close(self, draft: _StepDraft, rows: list[tuple[Request, StepRow]]) -> Step:
+    def _close(self, draft: StepDraft, rows: list[tuple[Request, StepRow]]) -> Step:
         self.counters.steps += 1
         for request, row in rows:
             request.in_flight += 1
             if row.samples:
                 request.sampled_in = self.counters.steps
         for request, _ in draft.prefill_rows:
-            self._register_blocks(request)  # not earlier: a row must not share what another row of its own step computes
-        step = Step(self.counters.steps, [StepBatch(self._released, draft.assignments, [row for _, row in rows])])
+            self.kv.register(request)  # not earlier: a row must not share what another row of its own step computes
+        step_rows, copies = [row for _, row in rows], self.kv.states.take_copies()
+        adapted = bool(self.adapters.slots.occupants) and any(request.adapter is not None for request, _ in rows)
+        batch = StepBatch(self._released, draft.assignments, step_rows, draft.propose, copies, adapted)
+        step = Step(self.counters.steps, [batch], before=list(self.adapters.slots.works()))
         self._in_flight.append((step.number, rows))
         self._released = []
         return step
@@ -443,17 +454,25 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             if not row.samples:
                 request.in_flight -= 1
                 continue
-            token = row_result.token
-            if token is None:
+            tokens = row_result.tokens
+            if not tokens:
                 raise StepDiverged(f"step {number} sampled no token for request {request.id}", held="its row was to sample one")
-            if request.matcher is not None and not request.stops_at(token):
+            if min(tokens) < 0:
+                messages.append(self._end_without_token(request, ended))
+                continue
+            self._count_drafts(row, row_result)
+            if request.slot >= 0:  # else it was preempted
+                request.drafted -= row.drafts
+                request.submitted += len(tokens) - 1
+            if request.matcher is not None and not request.stops_at(tokens[0]):
                 request.grammar_row = row_result
                 self.grammar_calls.begin(
-                    request, partial(request.follow, token), spent=request.grammar_seconds, quick=request.grammar_quick
-                )
+                    request, partial(request.follow, tokens, row_result.drafts), spent=request.grammar_seconds,
+                    quick=request.grammar_quick,
+                )  # fmt: skip
                 continue
-            messages.append(self._take_token(request, row_result, ended, complete=False))
-        self.counters.generation_tokens += len(messages)
+            messages.append(self._take_tokens(request, row_result, ended))
+            request.drafts = row_result.drafts
         self._remove(ended)
         return messages + self.process_grammar_calls()
 
@@ -473,20 +492,45 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             request.grammar_seconds += call.seconds - TOKEN_SECONDS
             request.grammar_quick = call.seconds < SLOW_SECONDS
             if call.error is None:
-                messages.append(self._take_token(request, row_result, ended, complete=call.value))
+                followed: Followed = call.value
+                messages.append(self._take_tokens(request, row_result, ended, complete_at=followed.complete_at))
+                request.drafts, request.masks = followed.drafts, followed.masks
                 continue
             request.ended = True
             ended.append(request)
             messages.append(RequestRejected(request.id, call.error.to_wire()))
-        self.counters.generation_tokens += len(messages)
         self._remove(ended)
         return messages
 
-    def _take_token(self, request: Request, result: RowResult, ended: list[Request], *, complete: bool) -> RequestUpdate:
-        assert result.token is not None
+    def _end_without_token(self, request: Request, ended: list[Request]) -> RequestRejected:
+        """End a request whose logits are not finite."""
+        request.ended = True
+        ended.append(request)
+        self.counters.nonfinite_requests += 1
+        failure = LogitsNotFinite(
+            f"the logits of token {len(request.tokens)} are NaN or infinite",
+            why="weights are not finite, or values exceed the range of the dtype",
+            next="look for such weights in the server's log; with dtype='fp16' try 'bf16'",
+        )
+        return RequestRejected(request.id, failure.to_wire())
+
+    def _count_drafts(self, row: StepRow, result: RowResult) -> None:
+        """Count the drafts of a row that were verified, and those that were accepted."""
+        if row.drafts:
+            self.verified(row.drafts, len(result.tokens) - 1)
+        if result.drafted:
+            self.counters.drafts += 1
+            self.counters.draft_tokens += result.drafted
+            for position in range(len(result.tokens) - 1):
+                self.counters.accepted_tokens[position] += 1
+
+    def _take_tokens(
+        self, request: Request, result: RowResult, ended: list[Request], *, complete_at: int | None = None
+    ) -> RequestUpdate:
         request.in_flight -= 1
         request.pending -= 1
-        update = request.take_token(result, result.token, complete=complete)
+        update = request.take_tokens(result, complete_at=complete_at)
+        self.counters.generation_tokens += len(update.tokens)
         if request.ended:
             ended.append(request)
         return update
@@ -505,8 +549,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         busy = bool(self.running or self.waiting)
         if busy and (len(self.waiting) >= len(self._slots) or load.begun + load.queued >= self.options.max_num_tokens):
             return None
-        hit = len(self._prefix_hit(request))
-        blocks = self._blocks_for(load.queued) + len(self.waiting) + self._peak_new_blocks(request, hit)
+        hit = len(self.kv.prefix_hit(request))
+        blocks = self.kv.blocks_for(load.queued) + len(self.waiting) + self.kv.peak_new_blocks(request, hit)
         if busy and blocks + len(self.running) > self.pool.available:
             return None
         return load.running + load.queued + len(request.tokens) - hit * self.options.block_size
@@ -516,58 +560,17 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         half = self.options.max_num_tokens // 2  # a long prompt leaves the other half to much shorter ones
         return sum(min(max(len(r.tokens) + r.pending - r.submitted, 1), half) for r in self.running)
 
-    def _blocks_for(self, positions: int) -> int:
-        return -(-positions // self.options.block_size)
-
-    def _peak_new_blocks(self, request: Request, shared: int) -> int:
-        """How many blocks the request takes before it gives any back, beyond the `shared` entries of its prefix hit."""
-        needed = self._blocks_for(len(request.tokens)) - shared
-        if self.options.window is None or not self._may_split(request):
-            return needed
-        reach = self._blocks_for(self.options.window + self.options.max_num_tokens) + 1
-        return min(needed, reach)
-
     def _fitting_positions(self, request: Request, count: int) -> int:
         """For how many of the next `count` positions there are blocks; later requests are preempted for them."""
-        self._register_blocks(request)
-        self._release_out_of_window(request)
-        needed = self._blocks_for(request.submitted + count) - len(request.blocks)
+        self.kv.register(request)
+        self.kv.release_out_of_window(request)
+        needed = self.kv.blocks_for(request.submitted + count) - len(request.blocks)
         while self.pool.available < needed and self.running[-1] is not request:
-            self._preempt(self.running[-1])
+            self.preempt(self.running[-1])
         fitting = min(count, (len(request.blocks) + self.pool.available) * self.options.block_size - request.submitted)
-        return fitting if fitting == count or self._may_split(request) else 0
+        return fitting if fitting == count or self.kv.may_split(request) else 0
 
-    def _take_blocks(self, request: Request, count: int) -> list[int]:
-        """Take the blocks of the next `count` positions. Returns those that the ranks' block table of the slot still lacks."""
-        blocks = request.blocks
-        blocks += self.pool.take(self._blocks_for(request.submitted + count) - len(blocks))
-        unsent = [max(block, 0) for block in blocks[request.sent :]]  # any id will do where the window never reaches
-        request.sent = len(blocks)
-        return unsent
-
-    def _register_blocks(self, request: Request) -> None:
-        """Offer the blocks that its steps have filled, as far as their tokens are known, to the prefix cache."""
-        if not self.options.prefix_caching:
-            return
-        full = min(request.submitted, len(request.tokens)) // self.options.block_size
-        if full > request.registered:
-            extend_keys(request.keys, request.tokens, self.options.block_size, full)
-            for index in range(request.registered, full):
-                if request.blocks[index] >= 0:
-                    self.pool.register(request.blocks[index], request.keys[index])
-            request.registered = full
-
-    def _release_out_of_window(self, request: Request) -> None:
-        """Release the blocks that lie entirely before the window of its next position."""
-        if self.options.window is None:
-            return
-        live = max(0, request.submitted - self.options.window) // self.options.block_size
-        for index in range(request.first_live, live):
-            self.pool.release((request.blocks[index],))
-            request.blocks[index] = -1
-        request.first_live = max(request.first_live, live)
-
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Move the request that came last of the running ones back to the queue; it will compute its tokens again."""
         self.running.pop()
         self._release(request)
@@ -576,11 +579,11 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     def _release(self, request: Request) -> None:
         """Free its slot and blocks for the next step."""
-        self._register_blocks(request)
-        self.pool.release(reversed(request.blocks[request.first_live :]))
+        self.kv.release(request)
         self._released.append(request.slot)
         self._slots.append(request.slot)
-        request.blocks, request.slot, request.submitted = [], -1, 0
+        request.slot, request.submitted = -1, 0
+        request.drafted, request.decoding, request.drafts, request.masks = 0, False, [], []
 
     def _remove(self, ended: list[Request]) -> None:
         if not ended:
@@ -588,7 +591,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         for request in ended:
             del self._requests[request.id]
             if request.slot < 0:
-                self.waiting.remove(request)
+                self._stop_waiting(request)
             else:
                 self._release(request)
         self.running = [request for request in self.running if not request.ended]

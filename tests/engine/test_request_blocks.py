@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.engine.forecast import KvForecast
+from phalanx.engine.request_blocks import KvForecast
 
 
 def peak(requests: list[tuple[int, int]], slack: int) -> int:

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV blocks of requests: `RequestBlocks` is what they hold, share through the prefix cache, and give back; `KvForecast` tells
+whether there are enough for what they will need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.engine.blocks import BlockPool
+from phalanx.engine.limits import SchedulerOptions
+from phalanx.engine.prefix import extend_keys, longest_hit
+from phalanx.engine.request import Request
+from phalanx.engine.state_snapshots import StateSnapshots
+
+
+class RequestBlocks:
+    """Of one dp index."""
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        self.pool, self.options = BlockPool(options.num_blocks), options
+        self.states = StateSnapshots(options.max_batch_size, options.state_snapshots)
+
+    def blocks_for(self, positions: int) -> int:
+        """How many blocks hold so many positions."""
+        return -(-positions // self.options.block_size)
+
+    def may_split(self, request: Request) -> bool:
+        """Without chunked prefill a prompt stays whole; what a preempted request recomputes may be split all the same."""
+        return self.options.chunked_prefill or len(request.tokens) > request.prompt_length
+
+    def may_hit(self, request: Request) -> bool:
+        """Whether the prefix cache is asked for its beginning."""
+        every_position = request.prompt_logprobs is not None or request.params.pooling == "mean"
+        return self.options.prefix_caching and not every_position
+
+    def prefix_hit(self, request: Request) -> list[int]:
+        """Blocks of the prefix cache for its beginning. The last token is always computed: its logits are needed."""
+        if not self.may_hit(request):
+            return []
+        size = self.options.block_size
+        full = (len(request.tokens) - 1) // size
+        extend_keys(request.keys, request.tokens, size, full, root=request.root_key)
+        longest = self.states.longest if self.options.state_snapshots else longest_hit
+        return longest(self.pool, request.keys[:full], size, self.options.window)
+
+    def peak_new_blocks(self, request: Request, shared: int) -> int:
+        """How many blocks the request takes before it gives any back, beyond the `shared` entries of its prefix hit."""
+        needed = self.blocks_for(len(request.tokens)) - shared
+        if self.options.window is None or not self.may_split(request):
+            return needed
+        reach = self.blocks_for(self.options.window + self.options.max_num_tokens) + 1
+        return min(needed, reach)
+
+    def share(self, request: Request, hit: list[int]) -> None:
+        """Give a request that takes a slot the blocks of its prefix hit."""
+        for block in hit:
+            if block >= 0:
+                self.pool.share(block)
+        request.blocks, request.sent, request.registered, request.shared = hit, 0, len(hit), len(hit)
+        request.first_live = hit.count(-1)
+        request.kept_at = self._kept_at(request, len(hit))
+        if hit and self.options.state_snapshots:
+            self.states.restore(request.keys[len(hit) - 1], request.slot)
+
+    def _kept_at(self, request: Request, hit: int) -> list[int]:
+        """Where the request's prompt is to end a step, so that its state can be kept: behind its last full block, and, since others
+        have begun like it, behind the last block that the cache has without the state. hit: blocks whose state it has."""
+        if not self.options.state_snapshots or not self.may_hit(request) or not self.may_split(request):
+            return []
+        size, kept, last = self.options.block_size, [], hit * self.options.block_size
+        full = (len(request.tokens) - 1) // size
+        known = longest_hit(self.pool, request.keys[:full], size, self.options.window)
+        for position in (len(known) * size, full * size):
+            if position - last >= self.options.least_kept:
+                kept.append(position)
+                last = position
+        return kept
+
+    def until_kept(self, request: Request, count: int) -> int:
+        """Of the next `count` positions, those up to where the request's state is to be kept."""
+        return min([count, *(position - request.submitted for position in request.kept_at if position > request.submitted)])
+
+    def keep_state(self, request: Request) -> None:
+        """Keep the state behind the step that is being made, if it ends where `share` said."""
+        if request.submitted in request.kept_at:
+            self.states.keep(request.slot, request.keys[request.submitted // self.options.block_size - 1])
+
+    def take(self, request: Request, count: int) -> list[int]:
+        """Take so many blocks. Returns those that the ranks' block table of the slot still lacks."""
+        blocks = request.blocks
+        blocks += self.pool.take(count)
+        unsent = [max(block, 0) for block in blocks[request.sent :]]  # any id will do where the window never reaches
+        request.sent = len(blocks)
+        return unsent
+
+    def take_ahead(self, request: Request, positions: int, wanted: int, *, kept: int) -> list[int]:
+        """As `take`: the blocks of its first `positions` positions, and those up to `wanted` as far as others find `kept`."""
+        needed = max(0, self.blocks_for(positions) - len(request.blocks))
+        spare = max(0, self.pool.available - needed - kept)
+        more = max(0, self.blocks_for(wanted) - len(request.blocks) - needed)
+        return self.take(request, needed + min(more, spare))
+
+    def register(self, request: Request) -> None:
+        """Offer the blocks that its steps have filled, as far as their tokens are known, to the prefix cache."""
+        if not self.options.prefix_caching:
+            return
+        # A row of a request that has ended, which the engine did not know yet, may have no blocks.
+        full = min(min(request.submitted, len(request.tokens)) // self.options.block_size, len(request.blocks))
+        if full > request.registered:
+            extend_keys(request.keys, request.tokens, self.options.block_size, full, root=request.root_key)
+            for index in range(request.registered, full):
+                if request.blocks[index] >= 0:
+                    self.pool.register(request.blocks[index], request.keys[index])
+            request.registered = full
+
+    def release_out_of_window(self, request: Request) -> None:
+        """Release the blocks that lie entirely before the window of its next position."""
+        if self.options.window is None:
+            return
+        live = max(0, request.submitted - self.options.window) // self.options.block_size
+        for index in range(request.first_live, live):
+            self.pool.release((request.blocks[index],))
+            request.blocks[index] = -1
+        request.first_live = max(request.first_live, live)
+
+    def forget_prefixes(self) -> None:
+        """See `StepScheduler`."""
+        self.pool.forget()
+        self.states.forget()
+
+    def release(self, request: Request) -> None:
+        """Give all its blocks back."""
+        self.register(request)
+        self.pool.release(reversed(request.blocks[request.first_live :]))
+        request.blocks = []
+
+
+class KvForecast:
+    """The KV tokens that requests will hold, if each grows by one token per step to its limit and then leaves.
+
+    capacity: tokens that they may hold together. slack: what one may hold beyond its tokens, since blocks are whole.
+    """
+
+    def __init__(self, capacity: int, slack: int) -> None:
+        self._capacity, self._slack = capacity, slack
+        self._requests: list[tuple[int, int]] = []  # (-tokens to go, tokens now)
+        self._upper_bound = 0  # what they would hold if all ended at once: at least the peak
+
+    def add(self, tokens: int, to_go: int | None) -> None:
+        """Add a request with `tokens` now and `to_go` more to its limit. None: it may end at any time, so nothing is reserved for
+        its growth, and nothing is expected back from its end."""
+        if to_go is None:
+            self._capacity -= tokens + self._slack
+        else:
+            self._requests.append((-to_go, tokens))
+            self._upper_bound += tokens + to_go + self._slack
+
+    def add_if_fits(self, tokens: int, to_go: int | None, *, force: bool = False) -> bool:
+        """Whether all requests and this one would have their blocks to the end. If so, or with `force`, it is added."""
+        before = self._capacity, self._upper_bound
+        self.add(tokens, to_go)
+        if force or self._upper_bound <= self._capacity or self._peak() <= self._capacity:
+            return True
+        self._capacity, self._upper_bound = before
+        if to_go is not None:
+            self._requests.remove((-to_go, tokens))
+        return False
+
+    def _peak(self) -> int:
+        """When a request leaves, those that stay have grown by as many tokens as it has."""
+        self._requests.sort()
+        peak = total = 0
+        for count, (minus_to_go, tokens) in enumerate(self._requests, start=1):
+            total += tokens
+            peak = max(peak, total + count * (self._slack - minus_to_go))
+        return peak
+
+
+def forecast_of(running: Sequence[Request], available: int, options: SchedulerOptions) -> KvForecast | None:
+    """The forecast for the running requests. available: blocks without a reference. None with a sliding window, where blocks come
+    back all the time.
+
+    A request that only its limit ends is admitted only if there will be blocks for all of it: preemption means to compute
+    everything again, which costs more than a smaller batch. For other requests nothing is reserved.
+    """
+    if options.window is not None:
+        return None
+    block_size = options.block_size
+    own_blocks = sum(len(request.blocks) - request.shared for request in running)
+    forecast = KvForecast((available + own_blocks) * block_size, block_size)
+    for request in running:
+        forecast.add(len(request.tokens) + request.pending - request.shared * block_size, request.to_go)
+    return forecast

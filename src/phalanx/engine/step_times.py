@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StepTimes`: how long steps take here, by what they compute. Measured once, for all that decides by it: how many drafts rows
+verify (`draft_depth`), how long prompts are cut (`step_draft.StepPace`), and when a step counts as stuck (`limit`). Pure: the time
+is an argument.
+
+The prediction is linear in what a step computes,
+
+    seconds = c_0 + c_1 tokens + c_2 kv_tokens + c_3 pairs + c_4 drafts,    no c below 0
+
+fitted by least squares of relative errors to the steps that have run, the older ones less and less. Decode steps, whose time is no
+straight line, have a table by their numbers of tokens and of drafts beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right, insort
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from phalanx.engine.messages import Step
+
+LEAST_LIMIT, LIMIT_FACTOR = 5.0, 10.0
+"""A step counts as stuck after so many times its predicted time, and so many seconds at least. A clock at a third of its frequency
+takes 3 times as long, and a core that is shared with a neighbour twice as long again."""
+SURE_STEPS = 16
+"""Steps that must have run before one has a limit: the first ones load kernels and connect ranks."""
+REACH = 2.0
+"""The prediction holds for steps of up to so many times what has been measured."""
+WEIGHT_LEFT = 0.99
+"""What one more step leaves of the weight of those before it."""
+TIME_WEIGHT = 0.2
+"""What part a new time has in the average of the decode steps of its size."""
+FORGET_STEPS = 2048
+"""After so many steps the time of a size that was not met is forgotten: requests have grown longer meanwhile."""
+LATE_RATIOS, LATE_PERCENTILE = 64, 0.97
+"""From how many of the latest steps with prompts, and as which percentile, `margin` is taken."""
+
+
+class StepLoad(NamedTuple):
+    """What one step computes, of the dp index that has the most. tokens: all. kv_tokens: that decode rows read. pairs: of prompt
+    tokens with the keys that each sees. drafts: that it proposes for a row, which may take a pass of a network each."""
+
+    tokens: int
+    kv_tokens: int
+    pairs: int
+    drafts: int = 0
+
+    @classmethod
+    def of(cls, step: Step) -> StepLoad:
+        """Each field is that of the index that has the most of it."""
+        parts = []
+        for batch in step.batches:
+            tokens = kv_tokens = pairs = 0
+            for row in batch.rows:
+                count, start = row.count, row.start
+                tokens += count
+                if count == 1 or row.drafts:
+                    kv_tokens += count * (start + count)
+                else:
+                    pairs += count * (2 * start + count + 1) // 2
+            parts.append(cls(tokens, kv_tokens, pairs, batch.propose))
+        return parts[0] if len(parts) == 1 else cls(*map(max, zip(*parts, strict=True)))
+
+    @property
+    def attention(self) -> int:
+        return self.kv_tokens + self.pairs
+
+
+@dataclass
+class _Time:
+    seconds: float
+    step: int
+
+
+class StepTimes:
+    """Of one engine. step_timeout: the limit of a step whose time is unknown, and the most of any."""
+
+    def __init__(self, step_timeout: float = math.inf) -> None:
+        self._step_timeout = step_timeout
+        self.steps = 0
+        """That have ended."""
+        self._decodes: dict[tuple[int, int], _Time] = {}  # by the size of their tokens, and drafts
+        self._fit = _Fit()
+        self._measured = 0
+        self._most_tokens = self._most_attention = 0
+        self._submitted: dict[int, tuple[StepLoad | None, float]] = {}  # in flight, the oldest first
+        self._ended_at = 0.0
+        self._ratios: deque[float] = deque()
+        self._sorted_ratios: list[float] = []
+
+    # ---- what is measured --------------------------------------------------------------------------------------------
+
+    def submitted(self, number: int, load: StepLoad | None, now: float) -> None:
+        """A step was submitted. load: None where it does other work, too, so that its time tells nothing."""
+        self._submitted[number] = None if load is None or not load.tokens else load, now
+
+    def ended(self, number: int, now: float, *, alone: bool = True) -> None:
+        """The result of a step came in. alone: no other did at the same time, so that this is when the step ended."""
+        load, began = self._submitted.pop(number, (None, now))
+        seconds = now - max(began, self._ended_at)
+        self._ended_at = now
+        self.steps += 1
+        if load is None or not alone or seconds <= 0:
+            return
+        if not load.pairs:
+            self._decode_ended(load, seconds)
+        elif self._measured >= SURE_STEPS:
+            self._compared(seconds / max(self._fit.seconds(load), 1e-6))
+        # A step that waited for something else, or whose result was seen late, tells little.
+        most = 3 * self._fit.seconds(load) if self._measured >= SURE_STEPS and self._reaches(load) else seconds
+        self._fit.add(load, min(seconds, most))
+        self._measured += 1
+        self._most_tokens, self._most_attention = max(self._most_tokens, load.tokens), max(self._most_attention, load.attention)
+
+    def _decode_ended(self, load: StepLoad, seconds: float) -> None:
+        kind = _size(load.tokens), load.drafts
+        known = self._decodes.get(kind)
+        if known is None:
+            self._decodes[kind] = _Time(seconds, self.steps)
+        else:
+            known.seconds += TIME_WEIGHT * (min(seconds, 2 * known.seconds) - known.seconds)
+            known.step = self.steps
+
+    def _compared(self, ratio: float) -> None:
+        if len(self._ratios) == LATE_RATIOS:
+            self._sorted_ratios.remove(self._ratios.popleft())
+        self._ratios.append(ratio)
+        insort(self._sorted_ratios, ratio)
+
+    # ---- what is predicted -------------------------------------------------------------------------------------------
+
+    def seconds(self, load: StepLoad) -> float | None:
+        """How long a step takes; None where too little was measured to tell."""
+        return self._fit.seconds(load) if self._measured >= SURE_STEPS and self._reaches(load) else None
+
+    def limit(self, load: StepLoad | None) -> float:
+        """Seconds after which a step is stuck. load: as in `submitted`."""
+        seconds = None if load is None else self.seconds(load)
+        return self._step_timeout if seconds is None else min(max(LEAST_LIMIT, LIMIT_FACTOR * seconds), self._step_timeout)
+
+    def oldest(self, now: float) -> tuple[int, float, float] | None:
+        """The number of the oldest step in flight, for how many seconds it has run, and its limit; None where there is none."""
+        for number, (load, began) in self._submitted.items():
+            return number, now - max(began, self._ended_at), self.limit(load)
+        return None
+
+    @property
+    def margin(self) -> float:
+        """By what factor steps with prompts take longer than predicted, but for a few of them: 1 at least."""
+        ratios = self._sorted_ratios
+        return max(1.0, ratios[int(LATE_PERCENTILE * len(ratios))]) if ratios else 1.0
+
+    def _reaches(self, load: StepLoad) -> bool:
+        return load.tokens <= REACH * self._most_tokens and load.attention <= REACH * self._most_attention
+
+    def decode_seconds(self, tokens: int, drafts: int = 0) -> float:
+        """The time of a step of so many tokens of decode rows that proposes so many drafts: the longest of what smaller ones take,
+        too."""
+        size = _size(tokens)
+        return max(
+            time.seconds for (other, its_drafts), time in self._decodes.items()
+            if other <= size and its_drafts <= drafts and self._is_recent(time)
+        )  # fmt: skip
+
+    def knows_decodes(self, tokens: int) -> bool:
+        """Whether a step of so many tokens of decode rows that proposes nothing was timed lately."""
+        time = self._decodes.get((_size(tokens), 0))
+        return time is not None and self._is_recent(time)
+
+    def _is_recent(self, time: _Time) -> bool:
+        return self.steps - time.step < FORGET_STEPS
+
+
+class _Fit:
+    """Least squares of relative errors, with coefficients of at least 0: by descent along one coordinate after the other, which
+    goes on from step to step."""
+
+    def __init__(self) -> None:
+        self._c = [0.0] * 5
+        self._squares = [[0.0] * 5 for _ in range(5)]  # sums of x_i x_j / seconds^2
+        self._sums = [0.0] * 5  # of x_i / seconds
+
+    def add(self, load: StepLoad, seconds: float) -> None:
+        """One step took so long."""
+        x = [value / seconds for value in (1.0, *load)]
+        for i, row in enumerate(self._squares):
+            at_i = x[i]
+            for j in range(5):
+                row[j] = WEIGHT_LEFT * row[j] + at_i * x[j]
+            self._sums[i] = WEIGHT_LEFT * self._sums[i] + at_i
+        for _ in range(2):
+            self._descend()
+
+    def _descend(self) -> None:
+        c, squares, sums = self._c, self._squares, self._sums
+        for i, row in enumerate(squares):
+            if row[i] > 1e-12:  # else no step of this kind was met for a long time, and what is known of it stays
+                others = row[0] * c[0] + row[1] * c[1] + row[2] * c[2] + row[3] * c[3] + row[4] * c[4] - row[i] * c[i]
+                c[i] = max(0.0, (sums[i] - others) / row[i])
+
+    def seconds(self, load: StepLoad) -> float:
+        c = self._c
+        return c[0] + c[1] * load.tokens + c[2] * load.kv_tokens + c[3] * load.pairs + c[4] * load.drafts
+
+
+_SIZES = [*range(1, 17), *range(24, 65, 8), *range(80, 257, 16), *range(288, 4097, 32)]
+"""Steps of about so many tokens take the same time."""
+
+
+def _size(tokens: int) -> int:
+    size: int = _SIZES[min(bisect_right(_SIZES, tokens - 1), len(_SIZES) - 1)]
+    return size

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of the time of steps: predictions of simulated machines, and the limit from which a step counts as stuck."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from phalanx.engine.messages import Step, StepBatch, StepRow
+from phalanx.engine.step_times import LEAST_LIMIT, SURE_STEPS, StepLoad, StepTimes
+
+
+def machine(load: StepLoad) -> float:
+    """Seconds of a step."""
+    return 4e-3 + 30e-6 * load.tokens + 2e-9 * load.kv_tokens + 3e-9 * load.pairs
+
+
+def ran(times: StepTimes, loads: list[StepLoad], speed: float = 1.0, noise: float = 0.0, seed: int = 1) -> None:
+    chance, now = random.Random(seed), times._ended_at
+    for load in loads:
+        number = times.steps + 1
+        times.submitted(number, load, now)
+        now += machine(load) * speed * (1 + noise * (chance.random() - 0.3))
+        times.ended(number, now)
+
+
+def mixed(count: int, seed: int = 2) -> list[StepLoad]:
+    """Decode steps, and prompts of any length beside them."""
+    chance, loads = random.Random(seed), []
+    for _ in range(count):
+        rows, context = chance.randint(1, 64), chance.randint(100, 100_000)
+        chunk = chance.choice((0, 0, 0, chance.randint(16, 2048)))
+        loads.append(StepLoad(rows + chunk, rows * context, chunk * context))
+    return loads
+
+
+def test_the_load_of_a_step_is_that_of_the_fullest_index() -> None:
+    decode, chunk = StepRow(0, 99, 1), StepRow(1, 10, 20)
+    verifies = StepRow(2, 50, 3, drafts=2)
+    assert StepLoad.of(Step(1, [StepBatch(rows=[decode, chunk])])) == StepLoad(21, 100, 20 * 10 + 210)
+    assert StepLoad.of(Step(1, [StepBatch(rows=[verifies])])) == StepLoad(3, 159, 0)
+    assert StepLoad.of(Step(1, [StepBatch(rows=[decode]), StepBatch(rows=[chunk])])) == StepLoad(20, 100, 410)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_steps_of_any_mixture_are_predicted_by_those_that_ran(noise: float) -> None:
+    times = StepTimes()
+    ran(times, mixed(400), noise=noise)
+    for load in mixed(50, seed=3):
+        seconds = times.seconds(load)
+        assert seconds is not None
+        assert seconds == pytest.approx(machine(load), rel=0.12 + noise)
+
+
+def test_the_prediction_follows_clocks_that_fall() -> None:
+    times = StepTimes()
+    ran(times, mixed(400))
+    ran(times, mixed(600, seed=5), speed=3.0)
+    load = mixed(1, seed=6)[0]
+    assert times.seconds(load) == pytest.approx(3 * machine(load), rel=0.2)
+
+
+def test_what_prompts_cost_is_not_forgotten_while_only_decodes_run() -> None:
+    times = StepTimes()
+    ran(times, mixed(400))
+    ran(times, [StepLoad(32, 32_000, 0)] * 20_000)
+    load = StepLoad(32 + 1024, 32_000, 1024 * 50_000)
+    assert times.seconds(load) == pytest.approx(machine(load), rel=0.3)
+
+
+def test_the_first_steps_and_those_beyond_what_was_measured_may_take_step_timeout() -> None:
+    times, small = StepTimes(300.0), StepLoad(8, 8_000, 0)
+    ran(times, [small] * (SURE_STEPS - 1))
+    assert times.limit(small) == times.limit(None) == 300.0
+    ran(times, [small])
+    assert times.limit(small) == LEAST_LIMIT
+    assert times.limit(StepLoad(17, 8_000, 0)) == 300.0
+    assert times.limit(StepLoad(8, 16_001, 0)) == 300.0
+
+
+def test_a_limit_is_a_multiple_of_long_predictions() -> None:
+    times, long = StepTimes(300.0), StepLoad(8192, 0, 8192 * 100_000)
+    ran(times, [long] * 40)
+    assert times.limit(long) == pytest.approx(10 * machine(long), rel=0.01)
+
+
+def test_a_step_that_waited_for_something_else_tells_little() -> None:
+    times, load = StepTimes(), StepLoad(64, 64_000, 0)
+    ran(times, [load] * 200)
+    ran(times, [load], speed=1000.0)
+    assert times.seconds(load) == pytest.approx(machine(load), rel=0.05)
+    times.submitted(1000, None, times._ended_at)
+    times.ended(1000, times._ended_at + 50.0)
+    assert times.seconds(load) == pytest.approx(machine(load), rel=0.05)
