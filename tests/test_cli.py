@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -49,7 +51,7 @@ def test_every_option_is_a_flag(served, dash):
     for model in (EngineOptions, ServeOptions):
         line, expected = ["serve", "demo"], {"model": "demo"} if model is EngineOptions else {}
         for name, field in model.model_fields.items():
-            if name == "model":
+            if name in ("model", "speculative_config", "lora_modules"):  # of a form that tests/config has
                 continue
             text = other_value(name, field)
             if text == "7":
@@ -112,7 +114,7 @@ def test_what_is_wrong_is_one_line(served, capsys, monkeypatch, line, status, me
 def test_unknown_variable(served, capsys, monkeypatch):
     monkeypatch.setenv("PHALANX_TENSOR_PARALEL_SIZE", "2")
     assert cli.main(["serve", "demo"]) == 2
-    assert "did you mean 'PHALANX_TENSOR_PARALLEL_SIZE'" in capsys.readouterr().err
+    assert "did you mean PHALANX_TENSOR_PARALLEL_SIZE" in capsys.readouterr().err
 
 
 def test_a_key_is_not_shown(served, capsys):
@@ -133,6 +135,27 @@ def test_version_and_help(capsys):
         assert name == "model" or f"--{name}" in page
 
 
+def test_options_are_in_groups(capsys):
+    fields = [*EngineOptions.model_fields, *ServeOptions.model_fields]
+    assert [name for name in fields if name in cli.GROUPS] == list(cli.GROUPS), "the table has the order of the options"
+    assert cli.main(["serve", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert re.findall(r"^(\w.*):$", page, re.M) == ["Arguments", "Options", *cli.GROUPS.values()]
+    assert "--max_batch_size" in page.partition("Batch and KV cache:")[2].partition("\n\n")[0]
+    assert cli.main(["plan", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert "simulate" in page
+    assert "--slo_ttft" in page.partition("Options of phalanx plan MODEL:")[2]
+
+
+@pytest.mark.parametrize(("words", "expected"), [("phalanx ser", "serve"), ("phalanx serve --max_ba", "--max_batch_size")])
+def test_a_shell_completes_verbs_and_flags(words, expected):
+    program = Path(sysconfig.get_path("scripts")) / "phalanx"
+    environment = {**os.environ, "_PHALANX_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert expected in done.stdout.split(), done.stderr
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_nobody_caught_is_one_line_and_can_be_found(unbuffered):
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "PYTHONDEVMODE": ""}
@@ -140,7 +163,10 @@ def test_what_nobody_caught_is_one_line_and_can_be_found(unbuffered):
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
         assert done.returncode == 1
-        assert re.fullmatch(r"phalanx: .*No space left on device; raised at cli\.py:\d+; with PYTHONDEVMODE=1 .*\n", done.stderr)
+        assert re.fullmatch(
+            r"phalanx: .*No space left on device(: 'standard output')?; raised at cli\.py:\d+; with PYTHONDEVMODE=1 .*\n",
+            done.stderr,
+        )
         environment["PYTHONDEVMODE"] = "1"
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
         assert done.returncode == 1
@@ -176,3 +202,12 @@ def test_key_in_the_process_list(served, capsys, monkeypatch):
     monkeypatch.setenv("PHALANX_API_KEY", "hunter2")
     assert cli.main(["serve", "demo"]) == 0
     assert "process list" not in capsys.readouterr().err
+
+
+def test_adapters_are_given_as_vllm_takes_them():
+    from phalanx.cli import _joined
+
+    several = ["serve", "m", "--lora-modules", "a=/x", "b=/y", "--port", "1"]
+    assert _joined(several) == ["serve", "m", "--lora-modules", "a=/x,b=/y", "--port", "1"]
+    assert _joined(["serve", "--lora_modules", "a=/x", "m"]) == ["serve", "--lora_modules", "a=/x", "m"]
+    assert _joined(["serve", "m", "--port", "1", "b=/y"]) == ["serve", "m", "--port", "1", "b=/y"]

@@ -22,11 +22,11 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.serve import started
 from phalanx.bench import load, report, shapes
-from phalanx.bench.prediction import scenario
-from phalanx.bench.prediction.arrivals import Arrival
-from phalanx.bench.prediction.scenario import ReplicaSpec
-from phalanx.plan import subject
-from phalanx.plan.search import PlanRequest
+from phalanx.layout import Layout
+from phalanx.planner import scenario, subject
+from phalanx.planner.arrivals import Arrival
+from phalanx.planner.scenario import ReplicaSpec
+from phalanx.planner.search import PlanRequest
 
 TOKENS, RANGE = 1024, 0.8
 """Of a prompt and an output, at most; and the least part of that."""
@@ -89,7 +89,9 @@ def replica_of(gpu: str, model: str, serve: Sequence[str]) -> ReplicaSpec:
         max_seq_len=options.max_seq_len,
     )  # fmt: skip
     frontend, _ = scenario.frontend_of(machine)
-    return ReplicaSpec.of(subject.shape_for(model), machine, request, tp=options.tp_size, pp=options.pp_size, frontend=frontend)
+    return ReplicaSpec.of(
+        subject.shape_for(model), machine, request, Layout(options.pp_size, tp=options.tp_size), frontend=frontend
+    )
 
 
 def predicted(replica: ReplicaSpec, closed: load.Load) -> dict[str, Any]:

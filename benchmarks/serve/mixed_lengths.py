@@ -23,16 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.plan import history, served
+from benchmarks.planner import history, served
 from benchmarks.serve import started
-from phalanx.bench.prediction import arrivals, simulate
-from phalanx.bench.prediction.arrivals import Arrival
 from phalanx.bench.streaming_client import ApiEndpoint
 from phalanx.engine.scheduler import SchedulerOptions
-from phalanx.plan import subject
-from phalanx.plan.cost import Costs
-from phalanx.plan.footprint import Split
-from phalanx.plan.memory import KvFormat
+from phalanx.layout import Layout
+from phalanx.planner import arrivals, simulate, subject
+from phalanx.planner.arrivals import Arrival
+from phalanx.planner.cost import Costs
 
 STEP_TOKENS, SEQ_LEN = 256, 2048
 """Of the demo's server: steps are short on a CPU, so that a long prompt takes as many of them as 60,000 tokens take on a GPU."""
@@ -90,7 +88,7 @@ def simulated(path: Path, requests: int, slower: float) -> list[dict[str, Any]]:
     trace = arrivals.of(str(path), isl=0, osl=0, requests=0)[:requests]
     trace = [Arrival(each.at * slower, each.input_len, each.output_len, each.content) for each in trace]
     machine, _ = subject.machine_for("H200")
-    costs = Costs(subject.shape_for("llama-3-70b"), "fp8", KvFormat(1), Split(4), machine)
+    costs = Costs(subject.shape_for("llama-3-70b"), "fp8", "fp8", Layout(tp=4), machine)
     limits = SchedulerOptions(
         num_blocks=3_000_000 // 16, block_size=16, max_batch_size=256, max_num_tokens=8192, max_seq_len=131072
     )  # fmt: skip

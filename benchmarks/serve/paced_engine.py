@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from phalanx.comm import launch
+from phalanx import launch
 from phalanx.engine.messages import (
     Abort,
     AddRequest,

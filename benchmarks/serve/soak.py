@@ -225,15 +225,12 @@ def becomes_idle(url: str, seconds: float = 30.0) -> bool:
 
 
 def resident(server: psutil.Process) -> dict[str, int]:
-    """Resident bytes of the server's processes that stay: by title, without those that compile one grammar each. Of those that read
-    large bodies there are several, so that the title has the process id."""
+    """Resident bytes of the server's processes that stay, by title: without the forks that check formats or read bodies."""
     processes = [server, *(child for child in server.children() if child.is_running())]
     processes += [rank for child in processes[1:] for rank in child.children() if "rank" in " ".join(rank.cmdline())]
     sizes: dict[str, int] = {}
     for process in processes:
         title = " ".join(process.cmdline()).strip() or str(process.pid)
-        if "large bodies" in title:
-            title = f"{title} {process.pid}"
         sizes[title] = process.memory_info().rss
     return sizes
 

@@ -25,8 +25,8 @@ import psutil
 
 from benchmarks import harness
 from benchmarks.serve import started
+from phalanx import launch
 from phalanx.bench import load, streaming_client
-from phalanx.comm import launch
 from phalanx.config.locate import DEMO
 from phalanx.serve.tokenizer import Tokenizer
 

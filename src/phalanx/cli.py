@@ -12,23 +12,26 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
 from phalanx import log
 from phalanx.bench.cli import register as register_bench
 from phalanx.bench.prediction.cli import register as register_plan
 from phalanx.config import EngineOptions, SamplingParams
+from phalanx.config.home import ensure_home
+from phalanx.config.options import refuse_unknown
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import ALIASES, RawOptions, build_options, read_sources
 from phalanx.deploy.cli import register as register_deploy
 from phalanx.deploy.ray_serve_cli import register as register_ray_serve
-from phalanx.errors import OptionError, PhalanxError
+from phalanx.errors import OptionError, PhalanxError, UnknownOption, file_named
 from phalanx.health.cli import register as register_health
 from phalanx.tune.cli import app as allreduce
 from phalanx.version import __version__
@@ -38,7 +41,6 @@ logger = log.get_logger(__name__)
 app = typer.Typer(
     name="phalanx",
     help="Phalanx serves large language models on many GPUs, or on any CPU.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_"), "help_option_names": ["-h", "--help"]},
@@ -127,7 +129,33 @@ def _type_name(annotation: Any) -> str:
     return next((name for type_, name in names.items() if annotation is type_ or type_ in get_args(annotation)), "VALUE")
 
 
-@app.command()
+class GroupedCommand(TyperCommand):
+    """A command whose help has its options in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        title = "Options"
+        groups: dict[str, list[Any]] = {}
+        for parameter in self.get_params(ctx):
+            if parameter.param_type_name != "argument":
+                title = GROUPS.get(str(parameter.name), title)
+            if (record := parameter.get_help_record(ctx)) is not None:
+                name = "Arguments" if parameter.param_type_name == "argument" else title if parameter.name != "help" else "Options"
+                groups.setdefault(name, []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+GROUPS = {
+    "tokenizer": "Model", "plan": "Layout", "nnodes": "Hosts", "max_batch_size": "Batch and KV cache", "max_loras": "Adapters",
+    "allreduce_strategy": "Kernels and all-reduce", "stall_timeout": "Limits of time", "host": "Address and access",
+    "metrics_prefix": "Queue and metrics", "reasoning_parser": "Outputs", "open_metrics": "Further access",
+    "log_format": "Logs and traces", "header_timeout": "Requests",
+}  # fmt: skip
+"""The first option of each group of the help -> its title. Options have the order of the option models."""
+
+
+@app.command(cls=GroupedCommand)
 @takes(EngineOptions, ServeOptions)
 def serve(raw_options: RawOptions) -> None:
     """Serve a model with the OpenAI API over HTTP."""
@@ -141,7 +169,7 @@ def serve(raw_options: RawOptions) -> None:
     raise typer.Exit(run(engine, serving))
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes(EngineOptions)
 def generate(
     raw_options: RawOptions,
@@ -165,7 +193,7 @@ def generate(
     complete(build_options(EngineOptions, raw_options), prompts, params)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes(EngineOptions, ServeOptions, model_argument=False)
 def chat(
     raw_options: RawOptions,
@@ -176,7 +204,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option("--max_tokens", help="Maximum number of new tokens per answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 always picks the most likely token.")] = 0.0,
 ) -> None:
-    """Chat with a server, or with a model loaded in this process. End with Ctrl-D."""
+    """Chat with a server, or with a model loaded in this process. /help lists what else a line may be; Ctrl-D ends it."""
     from phalanx.serve.cli_chat import talk
 
     raise typer.Exit(talk(target, raw_options, system=system, max_tokens=max_tokens, temperature=temperature))
@@ -195,11 +223,25 @@ register_ray_serve(app, takes)
 register_deploy(app, takes)
 
 
+def _joined(arguments: list[str]) -> list[str]:
+    """The arguments; several values of --lora_modules, as vLLM takes them, are one."""
+    joined: list[str] = []
+    for argument in arguments:
+        several = len(joined) > 1 and joined[-2].replace("-", "_") == "__lora_modules"
+        if several and not argument.startswith("-") and ("=" in argument or argument.startswith("{")):
+            joined[-1] += f",{argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     log.configure()
+    ensure_home()
     try:
-        status = int(app((sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False) or 0)
+        words = _joined(sys.argv[1:] if arguments is None else arguments)
+        status = int(app(words or ["--help"], standalone_mode=False) or 0)
         _flush()  # so that a full disk is an error here, not when the interpreter exits
         return status
     except (KeyboardInterrupt, typer.Abort):
@@ -222,12 +264,37 @@ def main(arguments: list[str] | None = None) -> int:
         # typer raises this for a command line that it cannot parse; the module of the class depends on typer's version.
         if not hasattr(error, "format_message"):
             raise
-        return _fail(error.format_message(), 2)
+        return _fail(_of_unknown_flag(error) or error.format_message(), 2)
+
+
+def _of_unknown_flag(error: Any) -> str:
+    """The message about a long flag that the verb does not have; "" for any other error of a command line."""
+    flag = getattr(error, "option_name", "")
+    if not hasattr(error, "possibilities") or not flag.startswith("--"):
+        return ""
+    verb = error.ctx.command
+    known = [option[2:] for parameter in verb.params for option in (*parameter.opts, *parameter.secondary_opts)]
+    try:
+        refuse_unknown({flag[2:]: None}, known, what="flag", spell="--{}".format)
+    except UnknownOption as unknown:
+        if not unknown.next.startswith("known: "):
+            return str(unknown)
+        verbs = [context.info_name for context in _contexts(error.ctx) if context.parent is not None]
+        return f"{unknown.failure}; `{' '.join(['phalanx', *reversed(verbs)])} --help` lists those that are"
+    return ""
+
+
+def _contexts(context: Any) -> Iterator[Any]:
+    """A context of typer's, and those around it: of the verb, its group and the program."""
+    while context is not None:
+        yield context
+        context = context.parent
 
 
 def _flush() -> None:
     if sys.stdout is not None:  # None if the parent process closed it
-        sys.stdout.flush()
+        with file_named("standard output"):
+            sys.stdout.flush()
 
 
 def _mute() -> None:

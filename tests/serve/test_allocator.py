@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After bodies at the size limit the server is about as large as before, and so are the processes that read them."""
+"""After bodies at the size limit the server is about as large as before, and so is the process whose forks read them."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_memory_goes_back_after_hostile_bodies(tmp_path, tiny_model):
             return int(server.memory_info().rss)
 
         def readers() -> list[int]:
-            """Of the processes that read large bodies."""
-            children = server.children(recursive=True)
+            """Of the process whose forks read large bodies."""
+            children = server.children()
             return [child.memory_info().rss for child in children if child.cmdline()[0].strip() == "phalanx large bodies"]
 
         with post(served, "/v1/completions", plain()) as connection:
             connection.recv(65536)
         with post(served, "/v1/completions", plain(prompt="x" * 2 * LARGE_BYTES)) as connection:
-            connection.recv(65536)  # the first body for a process of its own
+            connection.recv(65536)  # the first body starts the process of the others
         level, most = memory(), 0
         (reader_level,) = readers()
         for _ in range(2):

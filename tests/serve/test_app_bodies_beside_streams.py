@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import pytest
 
-from phalanx.comm import launch
+from phalanx import launch
 from tests.serve.conftest import LENGTH
 from tests.support.loop_delays import SCHEDSTAT, delays_between
 from tests.support.serve_processes import Served, fake_server

@@ -47,7 +47,7 @@ def test_schemathesis(tmp_path, tiny_model):
         ]  # fmt: skip
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-        assert "Tested: 18" in done.stdout
+        assert "Tested: 28" in done.stdout
         for stem in ("num_requests_running", "num_requests_waiting", "num_requests_queued", "kv_cache_usage_perc"):
             until(lambda stem=stem: served.metric(stem) == 0)
         with served.openai() as client:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import RequestError
-from phalanx.serve import template_sandbox
+from phalanx.serve import chat_template
 from phalanx.serve.chat_template import ChatTemplate
 
 USER = [{"role": "user", "content": "x"}]
@@ -23,25 +23,26 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{
     ],
 )
 def test_limit_of_time(monkeypatch, source):
-    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
     with pytest.raises(RequestError, match="takes longer than 0"):
         ChatTemplate(source, origin="test").render(USER)
+
+
+def test_limit_of_length(monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 2**20)
+    with pytest.raises(RequestError, match="makes a text of"):
+        ChatTemplate(LOOPS.replace("BODY", "0123456789" * 100), origin="test").render(USER)
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        LOOPS.replace("BODY", "0123456789" * 100),
-        "{{ 'x' * 10**9 }}",
-        "{{ [1] * 10**9 }}",
-        "{{ 10 ** (10**9) }}",
-        "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
-        "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+        "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ self.__init__.__globals__ }}", "{{ look() }}",
+        "{% for i in range(10**9) %}{% endfor %}", "{{ environment.look() }}",
     ],
-)
-def test_limit_of_length(monkeypatch, source):
-    monkeypatch.setattr(template_sandbox, "MAX_CHARACTERS", 2**20)
-    with pytest.raises(RequestError, match=r"makes a (text|number) of"):
+)  # fmt: skip
+def test_what_a_template_cannot_reach(source):
+    with pytest.raises(RequestError, match="chat template"):
         ChatTemplate(source, origin="test").render(USER)
 
 
@@ -97,3 +98,15 @@ def test_a_message_without_reasoning_has_no_such_field():
     assert ChatTemplate(GPT_OSS, origin="test").render([{"role": "assistant", "content": "yes", "reasoning": ""}]) == (
         "<|message|>yes<|end|>"
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "variables", "text"),
+    [
+        ("{{ xml_tools }}{{ python_tools }}", {}, "[{'name': 'f'}]"),
+        ("{{ xml_tools }}", {"xml_tools": "own"}, "own"),
+        ("{% if tools %}tools{% endif %}{% if xml_tools %}xml{% endif %}", {}, "tools"),
+    ],
+)
+def test_tools_have_the_name_that_the_template_reads(source, variables, text):
+    assert ChatTemplate(source, origin="test").render([], tools=[{"name": "f"}], **variables) == text

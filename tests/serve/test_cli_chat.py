@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -71,6 +73,41 @@ def test_the_reasoning_of_a_server_goes_to_stderr(capsys, monkeypatch):
     assert output.out == "Hello!\nHello!\n"
     assert "I greet.\n\nI greet.\n\n" in output.err
     assert "I greet" not in tokenizer.decode(engine.added[-1].token_ids)
+
+
+def test_a_terminal_has_a_banner_commands_and_earlier_lines():
+    with live(Scripted("Hello!")) as server:
+        terminal, its_end = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx", "chat", server.url, "--system", "be brief"],
+            stdin=its_end,
+            stdout=its_end,
+            stderr=its_end,
+        )
+        os.close(its_end)
+        screen = ""
+
+        def until(text):
+            nonlocal screen
+            while text not in screen:
+                screen += os.read(terminal, 65536).decode()
+            screen = screen.partition(text)[2]
+
+        until(f"A chat with {server.url}. /help lists")
+        until("> ")
+        for line, shown in (
+            ("one", "Hello!"), ("\x1b[A", "Hello!"), ("/history", "user: one\r\nassistant: Hello!\r\nuser: one"),
+            ("/frob", "there is no /frob"), ("/help", "/clear"), ("/clear", "> "), ("/history", "system: be brief"),
+            ("/system be kind", "> "), ("two", "Hello!"),
+        ):  # fmt: skip
+            os.write(terminal, f"{line}\n".encode())
+            until(shown)
+        os.write(terminal, b"/exit\n")
+        assert process.wait(30) == 0
+        os.close(terminal)
+    texts = [server.engine.tokenizer.decode(added.token_ids) for added in server.engine.added]
+    assert [text.count("one") for text in texts] == [1, 2, 0], "the second line was the first, by the arrow key"
+    assert "be kind" in texts[2]
 
 
 def test_chat_with_a_model_remembers(folder, capsys, monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx.comm import launch
+from phalanx import launch
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.engine.messages import RequestUpdate, TokenLogprobs
 from phalanx.errors import EngineClosed, EngineError, ModelError, PromptTooLong, RankDied, RequestError
@@ -114,11 +114,12 @@ def test_leaving_early_and_abort(scripted):
 def test_what_comes_while_nobody_reads_is_joined():
     async def run():
         stream = UpdateStream()
-        stream.put(RequestUpdate("r", [1], [TokenLogprobs(1, -1.0, 1)], prompt_logprobs=[None], cached_tokens=4))
-        stream.put(RequestUpdate("r", [2, 3], [TokenLogprobs(2, -1.0, 1), TokenLogprobs(3, -1.0, 1)], cached_tokens=4))
+        stream.put(RequestUpdate("r", [1], [TokenLogprobs(1, -1.0, 1)], prompt_logprobs=[None], cached_tokens=4, scheduled=9))
+        stream.put(RequestUpdate("r", [2, 3], [TokenLogprobs(2, -1.0, 1), TokenLogprobs(3, -1.0, 1)], cached_tokens=4, accepted=1))
         joined = await stream.next()
         assert (joined.tokens, [one.token for one in joined.logprobs]) == ([1, 2, 3], [1, 2, 3])
-        assert (joined.prompt_logprobs, joined.cached_tokens, joined.finish_reason) == ([None], 4, None)
+        assert (joined.prompt_logprobs, joined.cached_tokens, joined.finish_reason, joined.accepted) == ([None], 4, None, 1)
+        assert joined.scheduled == 9
         waits = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
         stream.put(RequestUpdate("r", [4]))

@@ -10,11 +10,14 @@ from contextlib import aclosing
 import pytest
 
 from phalanx.config import SamplingParams
+from phalanx.engine.messages import RequestUpdate
 from phalanx.errors import PromptTooLong, RankDied, RequestError
-from phalanx.serve.completions import MAX_BURST, stream_completions
+from phalanx.serve.completions import MAX_BURST, _delta, stream_completions
+from phalanx.serve.detokenize import Detokenizer
 from phalanx.serve.fake_client import FakeEngineClient, fake_facts
 from phalanx.serve.outputs import RequestOutput
 from phalanx.serve.tokenizer import Tokenizer
+from phalanx.serve.update_stream import _first_of
 from tests.support.serve_small_tokenizers import byte_level, write
 
 TEXT = "hello world, 你好 🙂 the end. hello again"
@@ -63,6 +66,17 @@ def test_a_stop_string_ends_here_and_in_the_engine(engine, tokenizer):
     assert len(completion.logprobs) == len(completion.token_ids)
     assert completion.cumulative_logprob == -len(completion.token_ids)
     assert engine.aborted == ["r-0"]
+
+
+def test_drafts_behind_a_stop_string_are_not_counted(tokenizer):
+    """They came in one row with it: usage must not tell of more drafts that were accepted than of tokens."""
+    params, ids = SamplingParams(stop=["好 "]), tokenizer.encode(TEXT, add_special_tokens=False)
+    delta = _delta(RequestUpdate("r", ids, accepted=len(ids) - 1), Detokenizer(tokenizer, params), params, 0)
+    assert delta.text == "hello world, 你"
+    assert 0 < delta.accepted == len(delta.token_ids) < len(ids) - 1
+    rest = RequestUpdate("r", [*ids], accepted=5)
+    first = _first_of(rest, 3)
+    assert (first.accepted, rest.accepted) == (3, 2)
 
 
 @pytest.mark.parametrize(("keep", "text"), [(False, "hello"), (True, "hello world")])

@@ -241,16 +241,6 @@ def test_an_eos_token_that_the_model_lacks_is_dropped_with_a_line(tmp_path, tiny
         assert f"eos ids [{last}] of the tokenizer are dropped: the model has tokens 0..{last - 1}" in served.log
 
 
-def test_on_cpu_the_first_request_for_structured_output_waits_and_the_log_says_why(tmp_path, tiny_model):
-    with fake_server(tmp_path, tiny_model, api_key=None) as served:
-        served.wait_ready()
-        assert "the compiler of structured output starts with the first request" in served.log
-        assert "the compiler of structured output is ready" not in served.log
-        with served.http() as http:
-            assert http.post(PLAIN, json={**ask(1), "guided_regex": "[ab]+"}).status_code == 200
-        until(lambda: "the compiler of structured output is ready" in served.log)
-
-
 def test_the_key_is_nowhere(tmp_path, tiny_model):
     """Not in the log, and not where `ps` would show it."""
     port = free_ports()

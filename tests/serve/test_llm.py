@@ -27,6 +27,7 @@ from phalanx.config import StructuredOutputParams
 from phalanx.deploy.ray_serve import free_ports
 from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.errors import EngineClosed, ModelError, OptionError, RankDied, RequestError, UnknownOption
+from phalanx.layout import Layout
 from phalanx.serve.client import EngineProcessClient
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.checkpoints import write_checkpoint
@@ -77,7 +78,7 @@ def ids_of(llm, text):
 
 def test_facts_and_options(llm):
     facts = llm.facts
-    assert (facts.world, facts.layout, facts.max_num_tokens, facts.max_seq_len) == (2, (1, 1, 2), 24, 256)
+    assert (facts.layout, facts.max_num_tokens, facts.max_seq_len) == (Layout(tp=2), 24, 256)
     assert facts.num_blocks == 22
     assert [rank.rank for rank in facts.ranks] == [0, 1]
     assert facts.phases
@@ -327,6 +328,37 @@ def test_token_ids_only(folder, fake_ranks):
         ):
             with pytest.raises(RequestError, match="skip_tokenizer_init is set"):
                 call()
+
+
+@pytest.fixture
+def stating(tmp_path, folder):
+    """A checkpoint whose generation_config.json has defaults of requests."""
+    copy = shutil.copytree(folder, tmp_path / "stating")
+    config = json.loads((copy / "generation_config.json").read_text())
+    (copy / "generation_config.json").write_text(json.dumps({**config, "top_k": 1, "temperature": 0.7, "max_new_tokens": 5}))
+    return copy
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_checkpoint_has_defaults_of_requests(stating, fake_ranks, caplog, replicas):
+    caplog.set_level("INFO", logger="phalanx")
+    with LLM(stating, replicas=replicas, skip_tokenizer_init=True, device="cpu") as llm:
+        assert llm.default_sampling_params == SamplingParams(top_k=1, temperature=0.7, max_tokens=5)
+        assert len(llm.generate([5, 6]).outputs[0].token_ids) == 5
+        assert len(llm.generate([5, 6], SamplingParams(max_tokens=7, ignore_eos=True)).outputs[0].token_ids) == 7
+    assert "(generation_config.json): temperature 0.7, top_k 1, max_tokens 5;" in caplog.text
+
+
+def test_the_checkpoints_defaults_are_ignored_on_demand(stating, fake_ranks):
+    with LLM(stating, generation_config="none", skip_tokenizer_init=True) as llm:
+        assert llm.default_sampling_params == SamplingParams()
+
+
+def test_the_checkpoints_top_k_of_1_is_greedy(stating, reference):
+    with LLM(stating, device="cpu") as llm:
+        output = llm.generate(PROMPTS[0])
+        expected, _ = reference(output.prompt_token_ids, 5)
+        assert output.outputs[0].token_ids == expected[-5:]
 
 
 def test_an_eos_token_that_the_model_lacks_is_dropped(tmp_path, folder, fake_ranks, caplog):

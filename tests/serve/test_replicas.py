@@ -17,7 +17,9 @@ from phalanx import LLM, SamplingParams
 from phalanx.config import EngineOptions
 from phalanx.engine.messages import EngineFacts, RankFacts, RequestUpdate, Stats
 from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError
-from phalanx.hardware.probe import Gpu, Machine
+from phalanx.hardware.nvml import Gpu
+from phalanx.hardware.probe import Machine
+from phalanx.layout import Layout
 from phalanx.serve import replicas
 from phalanx.serve.replicas import CHUNK_TOKENS, ReplicaChoice, ReplicatedEngineClient
 from tests.support.checkpoints import write_checkpoint
@@ -71,9 +73,10 @@ def _placed(choice: ReplicaChoice, prompt: list[int]) -> int:
 
 def test_facts_and_counters_of_all():
     ranks = [RankFacts(rank, 0, "cpu", (0, 2)) for rank in (0, 1)]
-    facts = EngineFacts("m", "fp32", "cpu", 2, (1, 1, 2), 100, 8, 64, 16, 50, 300, [1], ranks, phases={"load": 2.0})
+    facts = EngineFacts("m", "fp32", "cpu", Layout(tp=2), 100, 8, 64, 16, 50, 300, [1], ranks, phases={"load": 2.0})
     merged = replicas.merged_facts([facts, facts])
-    assert (merged.world, merged.replicas, merged.max_batch_size, merged.num_blocks, merged.max_seq_len) == (2, 2, 16, 100, 100)
+    assert merged.layout == Layout(tp=2, replicas=2)
+    assert (merged.max_batch_size, merged.num_blocks, merged.max_seq_len) == (16, 100, 100)
     assert [rank.rank for rank in merged.ranks] == [0, 1]
     one = Stats(running=1, prompt_tokens=5, rank_bytes={0: {"kv": 1}, 1: {"kv": 2}}, ran={"eager/steps": 3})
     both = replicas.merged_stats([one, one])
@@ -98,7 +101,7 @@ class ScriptedReplica:
     `error`."""
 
     def __init__(self, error: EngineError | None = None) -> None:
-        self.facts = EngineFacts("m", "fp32", "cpu", 1, (1, 1, 1), 100, 8, 64, 16, 50, 300, [1])
+        self.facts = EngineFacts("m", "fp32", "cpu", Layout(), 100, 8, 64, 16, 50, 300, [1])
         self.latest, self.failure, self.error = Stats(), None, error
         self.requests, self.left = 0, 0
 
@@ -153,11 +156,11 @@ def test_after_it_is_closed_every_call_says_so():
 def test_each_replica_has_gpus_of_its_own(monkeypatch):
     gpus = tuple(Gpu(number, f"GPU-{number}", "H200", 90, 1 << 37, 1 << 37) for number in range(4))
     machine = Machine(gpus, 1 << 38, 1 << 38, 8)
-    monkeypatch.setattr(replicas, "detect_machine", lambda: machine)
+    monkeypatch.setattr("phalanx.hardware.probe.detect_machine", lambda: machine)
     options = EngineOptions.of(model="m", replicas=2, tensor_parallel_size=2)
     first, second = {"CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1"}, {"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-3"}
     assert replicas.gpus_of_replicas(options) == [first, second]
-    with pytest.raises(LayoutError, match=r"replicas 3 x 2 ranks = 6 ranks need one GPU each; this host shows 4"):
+    with pytest.raises(LayoutError, match=r"replicas 3 x 2 ranks = 6 ranks need one GPU each; this host has 4"):
         replicas.gpus_of_replicas(options.model_copy(update={"replicas": 3}))
     with pytest.raises(OptionError, match="nnodes=2"):
         replicas.gpus_of_replicas(options.model_copy(update={"nnodes": 2}))

@@ -17,7 +17,7 @@ from enum import Enum
 from types import TracebackType
 
 from phalanx.config.serving import QUEUED_BATCHES
-from phalanx.errors import EngineClosed, Overloaded, PhalanxError, RequestError
+from phalanx.errors import EngineAsleep, EngineClosed, Overloaded, PhalanxError, RequestError
 
 _RECENT = 64
 """Number of finished sequences from which the completion rate is estimated."""
@@ -28,6 +28,7 @@ class Phase(Enum):
 
     STARTING = "starting"
     READY = "ready"
+    SLEEPING = "sleeping"
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -46,7 +47,7 @@ class AdmissionControl:
         clock: Callable[[], float] = time.monotonic,
         refused: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """refused: called with the reason of each rejection: "queue_full", "draining" or "not_ready"."""
+        """refused: called with the reason of each rejection: "queue_full", "draining" or "not_ready" (asleep, too)."""
         self.phase = Phase.STARTING
         self.failure: PhalanxError | None = None
         self.open = self.queued = self.queued_tokens = 0
@@ -65,6 +66,16 @@ class AdmissionControl:
         if self.phase is Phase.STARTING:
             self.phase = Phase.READY
 
+    def sleep(self) -> None:
+        """Accept no requests until `wake`; accepted ones may finish."""
+        if self.phase is Phase.READY:
+            self.phase = Phase.SLEEPING
+
+    def wake(self, *, asleep: bool) -> None:
+        """A change of the model has ended; the engine is asleep or awake."""
+        if self.phase in (Phase.READY, Phase.SLEEPING):
+            self.phase = Phase.SLEEPING if asleep else Phase.READY
+
     def drain(self) -> None:
         """Accept no further requests; accepted ones may finish."""
         if self.phase is not Phase.FAILED:
@@ -80,11 +91,13 @@ class AdmissionControl:
 
     def enter(self, sequences: int) -> Ticket:
         """Take places for this number of sequences. Raises Overloaded if they exceed the queue, RequestError if they exceed even an
-        empty one, EngineClosed if the server is starting, draining, or has failed."""
+        empty one, EngineClosed if the server is starting, asleep, draining, or has failed."""
         if self.phase is not Phase.READY:
             self._refused("draining" if self.phase is Phase.DRAINING else "not_ready")
         if self.phase is Phase.FAILED and self.failure is not None:
             raise EngineClosed("the engine has failed", why=str(self.failure))
+        if self.phase is Phase.SLEEPING:
+            raise EngineAsleep("the engine sleeps", next="POST /wake_up, or try another server")
         if self.phase is not Phase.READY:
             state = "the server is still starting" if self.phase is Phase.STARTING else "the server is shutting down"
             raise EngineClosed(state, next="try another server, or try again later")

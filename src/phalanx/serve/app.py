@@ -26,21 +26,24 @@ from phalanx.config.options import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import place_process
 from phalanx.errors import OptionError, PhalanxError
-from phalanx.log import configure, get_logger
+from phalanx.log import choose, configure, get_logger
 from phalanx.metrics import Metrics
-from phalanx.plan.auto import planned
+from phalanx.planner.auto import planned
 from phalanx.serve.admission import AdmissionControl
-from phalanx.serve.client import EngineClient
+from phalanx.serve.anthropic import routes as messages
+from phalanx.serve.client import EngineClient, MakeVocabulary
 from phalanx.serve.connections.listen import bind
 from phalanx.serve.connections.middleware import install_middleware
 from phalanx.serve.lifecycle import Lifecycle
-from phalanx.serve.openai import chat, completions, experts, status, tokenize
+from phalanx.serve.openai import adapters, chat, completions, embeddings, experts, model_changes, status, tokenize
 from phalanx.serve.openai.api_errors import ApiError
 from phalanx.serve.openai.responses import routes as responses
 from phalanx.serve.openai.responses.store import ResponseStore
 from phalanx.serve.openai.schema.openapi import install_openapi
 from phalanx.serve.openai.service import Service
 from phalanx.serve.replicas import start_engine
+from phalanx.serve.telemetry.request_report import EndOfRequest, always_log_requests, log_request
+from phalanx.serve.telemetry.tracing import Tracer
 from phalanx.version import __version__
 
 logger = get_logger(__name__)
@@ -53,9 +56,20 @@ SWITCH_INTERVAL_SECONDS = 1e-4
 5 ms). The loop gives it up in calls into libraries, several times for each token: with 16 streams and 1 ms, a thread that encodes a
 long answer held up every stream for 45 to 90 ms."""
 
-ROUTERS = (chat.router, completions.router, responses.router, tokenize.router, status.router, experts.router)
+ROUTERS = (
+    chat.router,
+    completions.router,
+    responses.router,
+    messages.router,
+    embeddings.router,
+    tokenize.router,
+    status.router,
+    experts.router,
+    model_changes.router,
+    adapters.router,
+)
 
-StartEngine = Callable[[EngineOptions], Awaitable[EngineClient]]
+StartEngine = Callable[[EngineOptions, MakeVocabulary | None], Awaitable[EngineClient]]
 
 
 def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = start_engine) -> int:
@@ -63,6 +77,7 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = st
 
     With node_rank > 0, this host only runs ranks for the server on node 0, and answers probes.
     """
+    choose(form=serving.log_format, level=serving.log_level)
     configure("phalanx server")
     try:
         engine, local_rank = place_process(planned(engine))
@@ -70,7 +85,9 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = st
             from phalanx.serve.follower import run_follower
 
             return run_follower(engine, serving, local_rank)
+        serving.require_possible(deterministic=engine.deterministic)
         api_keys = serving.read_api_keys()
+        tracer = None if serving.otlp_traces_endpoint is None else Tracer(serving.otlp_traces_endpoint)
         sockets = bind(serving.host, serving.port)
     except OptionError as error:
         logger.error("%s", error)
@@ -79,7 +96,7 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = st
     raise_open_files()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     service = make_service(engine, serving)
-    app = make_app(service, serving, api_keys=api_keys)
+    app = make_app(service, serving, api_keys=api_keys, tracer=tracer)
     lifecycle = Lifecycle(app, service, sockets, engine=engine, serving=serving, start=start)
     try:
         import uvloop
@@ -106,7 +123,10 @@ def make_service(engine: EngineOptions, serving: ServeOptions) -> Service:
     metrics.queued = lambda: (admission.queued, admission.queued_tokens)
     store = ResponseStore(count=serving.max_stored_responses, seconds=serving.stored_response_ttl)
     alias = engine.model if serving.served_model_name is None else name
-    return Service(model_name=name, model_alias=alias, admission=admission, metrics=metrics, responses=store)
+    service = Service(model_name=name, model_alias=alias, admission=admission, metrics=metrics, responses=store)
+    service.pooling, service.sleep_mode = serving.pooling, serving.enable_sleep_mode
+    service.changes_adapters = serving.allow_runtime_lora_updating
+    return service
 
 
 def public_name(model: str) -> str:
@@ -121,8 +141,8 @@ def public_name(model: str) -> str:
     return path.name or model
 
 
-def make_app(service: Service, serving: ServeOptions, *, api_keys: Sequence[str] = ()) -> FastAPI:
-    """The ASGI application over a service. api_keys: those of `serving`, read."""
+def make_app(service: Service, serving: ServeOptions, *, api_keys: Sequence[str] = (), tracer: Tracer | None = None) -> FastAPI:
+    """The ASGI application over a service. api_keys: those of `serving`, read. tracer: that of `serving`; the service closes it."""
     # Not by include_router, whose routers look for the route of a request twice.
     routes = [route for router in ROUTERS for route in router.routes]
     app = FastAPI(title="Phalanx", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, routes=routes)
@@ -136,8 +156,17 @@ def make_app(service: Service, serving: ServeOptions, *, api_keys: Sequence[str]
 
     for kind in (ApiError, PhalanxError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, error_response)
-    install_middleware(app, api_keys=api_keys, open_metrics=serving.open_metrics, cors_origins=serving.read_cors_origins())
+    ends: list[EndOfRequest] = []
+    if serving.log_requests:
+        always_log_requests()
+        ends.append(log_request)
+    if tracer is not None:
+        service.at_close.append(tracer.close)
+        ends.append(tracer.end)
     install_openapi(app, model_name=service.model_name, with_key=bool(api_keys), open_metrics=serving.open_metrics)
+    install_middleware(
+        app, api_keys=api_keys, open_metrics=serving.open_metrics, cors_origins=serving.read_cors_origins(), ends=ends
+    )
     return app
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from phalanx.config import EngineOptions
 from phalanx.errors import EngineClosed
-from phalanx.serve.client import EngineClient
+from phalanx.serve.client import EngineClient, MakeVocabulary
 from phalanx.serve.replicas import start_engine
 
 Result = TypeVar("Result")
@@ -22,8 +22,8 @@ _CLEANUP_SECONDS = 15.0
 class BackgroundEngineClient:
     """An `EngineClient` and its event loop on a thread. Has no reference to the LLM, so that the LLM can be garbage-collected."""
 
-    def __init__(self, options: EngineOptions) -> None:
-        self._options = options
+    def __init__(self, options: EngineOptions, vocabulary: MakeVocabulary | None = None) -> None:
+        self._options, self._vocabulary = options, vocabulary
         self._client: EngineClient | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="phalanx LLM", daemon=True)
@@ -45,7 +45,7 @@ class BackgroundEngineClient:
 
     def start(self) -> EngineClient:
         try:
-            self._client = self.run(start_engine(self._options))
+            self._client = self.run(start_engine(self._options, self._vocabulary))
         except BaseException:
             self.stop()
             raise

@@ -1,33 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
 """Render messages into one prompt text with the checkpoint's Jinja chat template, in a sandbox.
 
-A template comes from the internet. So it runs in a sandbox with limits of time, memory and length (`template_sandbox`), and gets
-only plain JSON data. It has what the reference renderer (transformers' `apply_chat_template`) provides: `messages`, `tools`,
-`documents`, `add_generation_prompt`, the special tokens by name, the filter `tojson`, and the functions `raise_exception` and
-`strftime_now`.
+A template comes from the internet, with the checkpoint that the operator chose; no client can send one. So it runs in Jinja's
+immutable sandbox, as in transformers, with limits of its time and of the text that it writes, and gets only plain JSON data. Long
+conversations are rendered in a fork whose memory the kernel limits (`large_bodies.worker`).
+
+It has what the reference renderer (transformers' `apply_chat_template`) provides: `messages`, `tools`, `documents`,
+`add_generation_prompt`, the special tokens by name, the filter `tojson`, and the functions `raise_exception` and `strftime_now`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from phalanx.errors import ModelError, RequestError
-from phalanx.serve.template_sandbox import BoundedEnvironment, limit_length, limit_value
 
 MessageDict = Mapping[str, Any]
 
+XML_TOOLS = "xml_tools"
+"""What the template of SmolLM3 calls the tools that are called as JSON."""
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message in which templates look for the reasoning of an earlier answer: Qwen3 and most others in the first, gpt-oss
 in the last."""
 
-_MAX_JSON_INDENT = 64
+MAX_SECONDS = 10.0
+"""Time of one rendering. A body at the size limit takes less than a second."""
+MAX_CHARACTERS = 2**25
+"""Characters of the prompt."""
+
+
+class _Deadline(threading.local):
+    """When the rendering on this thread must have ended, by the monotonic clock."""
+
+    at = math.inf
+
+
+_deadline = _Deadline()
+
+
+class _GenerationTag(Extension):
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training; here only its body is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (the interface of Jinja)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox whose templates look at the clock in each iteration and macro."""
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _now}
+
+    def look(self) -> str:
+        if time.monotonic() > _deadline.at:
+            raise RequestError(f"the chat template takes longer than {MAX_SECONDS:g} s", next="shorten the messages")
+        return ""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+            assert isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock))
+            # A template cannot name an attribute of the environment, nor hide it with a variable.
+            call = nodes.Call(nodes.EnvironmentAttribute("look"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
+        return tree
 
 
 class ChatTemplate:
@@ -36,12 +94,9 @@ class ChatTemplate:
     def __init__(self, source: str, *, origin: str) -> None:
         """origin: where the template comes from, for errors. Raises ModelError if it does not compile."""
         self.source, self.origin = source, origin
-        environment = self._environment = BoundedEnvironment()
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _now
+        self._environment = _Environment()
         try:
-            self._template = environment.from_string(source)
+            self._template = self._environment.from_string(source)
         except TemplateError as error:
             raise ModelError(f"the chat template of {origin} cannot be compiled", why=str(error)) from None
 
@@ -68,26 +123,34 @@ class ChatTemplate:
     ) -> str:
         """The prompt text. The reasoning of a message may have any name of REASONING_FIELDS.
 
-        Raises RequestError with the template's own message if the template rejects the messages, and if it takes longer than the
-        limits of `template_sandbox` allow, or writes more.
+        Raises RequestError with the template's own message if the template rejects the messages, and if it takes longer than
+        MAX_SECONDS or writes more than MAX_CHARACTERS.
         """
-        self._environment.begin()
+        _deadline.at = time.monotonic() + MAX_SECONDS
+        shown = _plain(tools) if tools else None
+        if shown is not None and "tools" not in self.variables and XML_TOOLS in self.variables:
+            variables = {XML_TOOLS: shown, **variables}
         try:
             parts, length = [], 0
             for part in self._template.generate(
                 messages=[_with_reasoning(_plain_message(message), self.reasoning_field) for message in messages],
-                tools=_plain(tools) if tools else None,
+                tools=shown,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             ):
                 length += len(part)
-                limit_length(length)
+                if length > MAX_CHARACTERS:
+                    raise RequestError(
+                        f"the chat template makes a text of {length} characters", held=f"the limit is {MAX_CHARACTERS}"
+                    )
                 parts.append(part)
             return "".join(parts)
         except TemplateError as error:
             raise RequestError(f"the chat template of {self.origin} rejects these messages", why=str(error)) from None
         except RequestError:
+            raise
+        except MemoryError:
             raise
         except RecursionError:
             raise RequestError("these messages are nested too deeply", next="flatten them") from None
@@ -96,7 +159,7 @@ class ChatTemplate:
                 f"the chat template of {self.origin} cannot render these messages", why=f"{type(error).__name__}: {error}"
             ) from None
         finally:
-            self._environment.end()
+            _deadline.at = math.inf  # what is compiled next on this thread has none
 
 
 def _plain_message(message: MessageDict) -> dict[str, Any]:
@@ -155,11 +218,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes for HTML, which models are not trained on.
-    limit_value(value)
-    if indent is not None:
-        size = indent if isinstance(indent, int) else len(indent)
-        if size > _MAX_JSON_INDENT:
-            raise RequestError(f"the chat template indents JSON by {size}", held=f"the limit is {_MAX_JSON_INDENT}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -37,28 +37,41 @@ def talk(target: str, raw_options: RawOptions, *, system: str | None, max_tokens
     history: Messages = [{"role": "system", "content": system}] if system else []
     if target.startswith(("http://", "https://")):
         key = next(iter(build_options(ServeOptions, raw_options).read_api_keys()), None)
-        return _talk(history, _over_http(target, key, max_tokens=max_tokens, temperature=temperature))
+        return _talk(history, _over_http(target, key, max_tokens=max_tokens, temperature=temperature), target)
     raw_options = RawOptions({**raw_options.values, "model": target}, {**raw_options.origins, "model": "MODEL"})
     with LLM(**build_options(EngineOptions, raw_options).model_dump()) as llm:
-        return _talk(history, _of_llm(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature)))
+        return _talk(history, _of_llm(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature)), target)
 
 
-def _talk(messages: Messages, respond: Respond) -> int:
-    """Answer one question after the other; an error ends only its own question.
+HELP = """/help          this list
+/clear         begin a new conversation
+/system TEXT   begin a new conversation with this system message
+/history       show the conversation
+/exit          end (or Ctrl-D)"""
+
+
+def _talk(messages: Messages, respond: Respond, target: str) -> int:
+    """Answer one question after the other; an error ends only its own question. At a terminal, lines are edited, earlier ones come
+    back with the arrow keys, and one that begins with a slash is a command.
 
     Returns 1 if a question had no answer and stdin is not a terminal, else 0. Lines are read outside of any event loop, which would
     delay Ctrl-C until the end of the line.
     """
     interactive, status = sys.stdin.isatty(), 0
+    if interactive:
+        import readline  # noqa: F401  input() edits lines and keeps earlier ones where it is loaded
+
+        print(f"A chat with {target}. /help lists what else a line may be; Ctrl-D ends it.", file=sys.stderr)
     while True:
-        if interactive:
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
+        line = _read_line(interactive)
+        if line is None or (interactive and line == "/exit"):
             return status
-        if not line.strip():
+        if not line:
             continue
-        question = [*messages, {"role": "user", "content": line.strip()}]
+        if interactive and line.startswith("/"):
+            messages = _command(line, messages)
+            continue
+        question = [*messages, {"role": "user", "content": line}]
         try:
             text = asyncio.run(_print(respond(question)))
         except EngineError:
@@ -68,6 +81,33 @@ def _talk(messages: Messages, respond: Respond) -> int:
             status = 0 if interactive else 1
             continue
         messages = [*question, {"role": "assistant", "content": text}]
+
+
+def _read_line(interactive: bool) -> str | None:
+    """The next line without the space around it; None at the end of the input."""
+    if not interactive:
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print(file=sys.stderr)
+        return None
+
+
+def _command(line: str, messages: Messages) -> Messages:
+    """Obey a line that begins with a slash; returns the conversation that goes on."""
+    name, _, text = line.partition(" ")
+    system = [message for message in messages if message["role"] == "system"]
+    if name == "/clear":
+        return system
+    if name == "/system":
+        return [{"role": "system", "content": text.strip()}] if text.strip() else []
+    if name == "/history":
+        print("\n".join(f"{message['role']}: {message['content']}" for message in messages) or "nothing yet", file=sys.stderr)
+        return messages
+    print(HELP if name == "/help" else f"there is no {name}\n{HELP}", file=sys.stderr)
+    return messages
 
 
 async def _print(parts: AsyncIterator[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -18,16 +19,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import zmq
 
-from phalanx.comm import launch
+from phalanx import launch
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.engine.executor import RANK_EXECUTOR
 from phalanx.engine.messages import (
     Abort,
+    AdapterFacts,
+    AdaptersChanged,
     AddRequest,
     ClientToEngine,
     EngineFacts,
@@ -36,25 +39,37 @@ from phalanx.engine.messages import (
     Failed,
     GetExperts,
     GetStats,
+    LoadAdapter,
+    ModelChange,
+    ModelState,
     RebalanceExperts,
     RequestRejected,
     RequestUpdate,
     Shutdown,
     Started,
     Stats,
+    UnloadAdapter,
+    Vocabulary,
 )
 from phalanx.errors import EngineClosed, EngineError, PhalanxError, RequestError
+from phalanx.layout import Layout
 from phalanx.log import get_logger
 from phalanx.serve.engine_requests import build_request, check_request
 from phalanx.serve.update_stream import UpdateStream
 
 SILENCE = 25.0
 """Seconds without a heartbeat after which a started engine counts as failed."""
+QUIET = 5.0
+"""Seconds without a heartbeat after which it counts as stalled."""
 _LAST_MESSAGE_SECONDS = 0.5  # time for the last messages of an ended engine to arrive
 _NOBLOCK = int(zmq.NOBLOCK)
 _PATH_LIMIT = 80  # bytes of the folder's path; the kernel's limit for the path of a socket is 107
 
 logger = get_logger(__name__)
+
+
+MakeVocabulary = Callable[[], Vocabulary]
+Answer = TypeVar("Answer")
 
 
 class EngineClient(Protocol):
@@ -99,6 +114,18 @@ class EngineClient(Protocol):
     async def rebalance_experts(self) -> list[ExpertStats]:
         """Have each engine move its experts to where their load is even, and return at once, with what it has to do."""
 
+    async def change_model(self, message: ModelChange) -> list[ModelState]:
+        """Have each engine sleep, wake up or read other weights, and wait for the end. A state with an `error` did not change."""
+
+    async def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> list[AdapterFacts]:
+        """Load the adapter in a folder under a name, and return when requests may give it. Returns all adapters that are loaded.
+
+        replace: as of `LoadAdapter`. Raises AdapterError, and what makes the adapter unusable.
+        """
+
+    async def unload_adapter(self, name: str) -> list[AdapterFacts]:
+        """Take no more requests for the adapter. Returns those that remain. Raises AdapterNotFound."""
+
     def on_failure(self, callback: Callable[[PhalanxError], None]) -> None:
         """Register a callback that runs on the event loop when the engine fails (not when it is closed)."""
 
@@ -120,10 +147,13 @@ class EngineProcessClient:
         self._streams: dict[str, UpdateStream] = {}
         self._stats_futures: list[asyncio.Future[Stats]] = []
         self._expert_futures: deque[asyncio.Future[ExpertStats]] = deque()
+        self._change_futures: deque[asyncio.Future[ModelState]] = deque()
+        self._adapter_calls = itertools.count()
+        self._adapter_futures: dict[int, asyncio.Future[list[AdapterFacts]]] = {}
         self._failure_callbacks: list[Callable[[PhalanxError], None]] = []
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = self._loop.create_future()
-        self._ended = asyncio.Event()
+        self._connected, self._ended = asyncio.Event(), asyncio.Event()
         self._closing = False
         self._silent = 0.0  # seconds since the last message of the engine
         self._child: launch.Child | None = None
@@ -140,17 +170,18 @@ class EngineProcessClient:
     @classmethod
     async def start(
         cls, options: EngineOptions, *, executor: str = RANK_EXECUTOR, title: str = "phalanx engine",
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None, vocabulary: MakeVocabulary | None = None,
     ) -> EngineProcessClient:  # fmt: skip
         """Start an engine process and wait until it accepts requests. executor: the dotted path of the engine's `Executor`. title:
-        of the process; environment: variables that it has besides those of this process.
+        of the process; environment: variables that it has besides those of this process. vocabulary: what structured output needs
+        of the tokenizer; made on a thread while the engine starts.
 
         Raises the error of a failed start (ModelError, LayoutError, CapacityError, EngineError, ...). When it raises, or is
         cancelled, no process is left.
         """
         client = cls(options)
         try:
-            client._launch(executor, title, environment)
+            client._launch(executor, title, environment, vocabulary)
             # The engine observes start_timeout itself; this limit is for an engine that hangs.
             async with asyncio.timeout(options.start_timeout + SILENCE):
                 await client._started
@@ -208,6 +239,9 @@ class EngineProcessClient:
         return [] if self.failure is not None else [0]
 
     def latest_by_replica(self) -> list[Stats]:
+        if self._silent > QUIET:
+            why = f"the engine process has sent nothing for {self._silent:.0f} s"
+            return [msgspec.structs.replace(self.latest, stalled=why)]
         return [self.latest]
 
     async def stats_by_replica(self) -> list[Stats]:
@@ -219,10 +253,30 @@ class EngineProcessClient:
     async def rebalance_experts(self) -> list[ExpertStats]:
         return [await self._ask_experts(RebalanceExperts())]
 
+    async def change_model(self, message: ModelChange) -> list[ModelState]:
+        self._raise_if_failed()
+        answer: asyncio.Future[ModelState] = self._loop.create_future()
+        self._change_futures.append(answer)
+        self._send(message)
+        return [await answer]
+
     async def _ask_experts(self, message: GetExperts | RebalanceExperts) -> ExpertStats:
         self._raise_if_failed()
         answer: asyncio.Future[ExpertStats] = self._loop.create_future()
         self._expert_futures.append(answer)
+        self._send(message)
+        return await answer
+
+    async def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> list[AdapterFacts]:
+        return await self._ask_adapters(LoadAdapter(next(self._adapter_calls), name, folder, replace))
+
+    async def unload_adapter(self, name: str) -> list[AdapterFacts]:
+        return await self._ask_adapters(UnloadAdapter(next(self._adapter_calls), name))
+
+    async def _ask_adapters(self, message: LoadAdapter | UnloadAdapter) -> list[AdapterFacts]:
+        self._raise_if_failed()
+        answer: asyncio.Future[list[AdapterFacts]] = self._loop.create_future()
+        self._adapter_futures[message.call] = answer
         self._send(message)
         return await answer
 
@@ -251,18 +305,29 @@ class EngineProcessClient:
 
     # ---- the process -----------------------------------------------------------------------------------------------------
 
-    def _launch(self, executor: str, title: str, environment: Mapping[str, str] | None) -> None:
+    def _launch(self, executor: str, title: str, environment: Mapping[str, str] | None, vocabulary: MakeVocabulary | None) -> None:
         address = f"ipc://{self._folder}/engine"
         # No message is dropped: the requests bound what is in flight.
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.bind(address)
-        config = {"address": address, "options": self.options.model_dump(), "executor": executor}
+        config: dict[str, Any] = {"address": address, "options": self.options.model_dump(), "executor": executor}
+        config["vocabulary"] = vocabulary is not None
         self._child = launch.start("phalanx.engine", config, title, environment=environment)
         self._watch.add(self._child)
         self._loop.add_reader(self._watch.fileno(), self._child_ended)
         self._loop.add_reader(self._descriptor, self._receive)
         self._tasks = [asyncio.create_task(self._watch_heartbeat())]
+        if vocabulary is not None:
+            self._tasks.append(asyncio.create_task(self._send_vocabulary(vocabulary)))
+
+    async def _send_vocabulary(self, vocabulary: MakeVocabulary) -> None:
+        try:
+            message = await asyncio.to_thread(vocabulary)
+            await self._connected.wait()  # a message would be lost before
+            self._send(message)
+        except Exception as error:
+            logger.warning("structured output will not be possible: the vocabulary cannot be read: %r", error)
 
     def _child_ended(self) -> None:
         for end in self._watch.ended():
@@ -337,6 +402,7 @@ class EngineProcessClient:
 
     def _handle(self, message: Any) -> None:
         """Handle the rare messages: all but the updates of each step."""
+        self._connected.set()
         self._remove_folder()  # the engine is connected: nothing is left behind, however this process ends
         match message:
             case RequestRejected(request_id=request_id, error=error) if request_id in self._streams:
@@ -348,10 +414,16 @@ class EngineProcessClient:
                         answer.set_result(message)
                 self._stats_futures.clear()
             case ExpertStats():
-                # Answers come in the order of the questions; those that come after a failure have no question any more.
-                waiter = self._expert_futures.popleft() if self._expert_futures else None
-                if waiter is not None and not waiter.done():
-                    waiter.set_result(message)
+                _answer(self._expert_futures, message)
+            case ModelState():
+                _answer(self._change_futures, message)
+            case AdaptersChanged(call=call, error=error, adapters=adapters):
+                changed = self._adapter_futures.pop(call, None)
+                if changed is not None and not changed.done():
+                    if error is None:
+                        changed.set_result(adapters)
+                    else:
+                        changed.set_exception(PhalanxError.from_wire(error))
             case Started(facts=facts):
                 self.facts, self.eos_token_ids = facts, list(facts.eos_token_ids)
                 if not self._started.done():
@@ -372,12 +444,15 @@ class EngineProcessClient:
         self.failure = error
         for stream in self._streams.values():
             stream.fail(error.copy())
-        futures: list[asyncio.Future[Any]] = [*self._stats_futures, *self._expert_futures]
+        futures: list[asyncio.Future[Any]] = [*self._stats_futures, *self._expert_futures, *self._change_futures]
+        futures += self._adapter_futures.values()
         for answer in futures:
             if not answer.done():
                 answer.set_exception(error.copy())
         self._stats_futures.clear()
         self._expert_futures.clear()
+        self._change_futures.clear()
+        self._adapter_futures.clear()
         starting = not self._started.done()
         if starting:
             self._started.set_exception(error.copy())
@@ -398,8 +473,15 @@ class EngineProcessClient:
             self._child.signal(signal.SIGKILL)
 
 
+def _answer(futures: deque[asyncio.Future[Answer]], message: Answer) -> None:
+    """Answers come in the order of the questions; those that come after a failure have no question any more."""
+    waiter = futures.popleft() if futures else None
+    if waiter is not None and not waiter.done():
+        waiter.set_result(message)
+
+
 _STALLED_WHY = "it is stopped, or its machine is overloaded"
-_NO_FACTS = EngineFacts("", "", "", 0, (0, 0, 0), 0, 0, 0, 0, 0, 0, [])
+_NO_FACTS = EngineFacts("", "", "", Layout(), 0, 0, 0, 0, 0, 0, [])
 
 
 def _private_folder() -> str:

@@ -117,7 +117,8 @@ async def _completion(
 def _delta(update: RequestUpdate, text: Detokenizer | None, params: SamplingParams, index: int) -> CompletionDelta:
     finish = update.finish_reason
     delta = CompletionDelta(
-        index, "", update.tokens, update.logprobs, update.prompt_logprobs, finish, update.stop_reason, update.cached_tokens
+        index, "", update.tokens, update.logprobs, update.prompt_logprobs, finish, update.stop_reason, update.cached_tokens,
+        update.accepted, update.scheduled, update.pooled,
     )  # fmt: skip
     if text is None:
         return delta
@@ -131,6 +132,7 @@ def _delta(update: RequestUpdate, text: Detokenizer | None, params: SamplingPara
     if text.stop_reason is not None:
         count = text.count - before
         delta.token_ids, delta.logprobs = update.tokens[:count], update.logprobs[:count]
+        delta.accepted = min(update.accepted, count)  # drafts come first in what a row gives
         delta.finish_reason, delta.stop_reason = "stop", text.stop_reason
     return delta
 

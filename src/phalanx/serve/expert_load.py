@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from phalanx.engine.messages import ExpertStats
+from phalanx.layout.expert_placement import imbalance
 from phalanx.metrics import ExpertCounters
-from phalanx.plan.expert_placement import imbalance
 
 
 def document(engines: Sequence[ExpertStats]) -> dict[str, Any]:

@@ -4,11 +4,28 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
+import msgspec
+
 from phalanx.config import SamplingParams
-from phalanx.engine.messages import AddRequest, EngineFacts, ExpertStats, RequestUpdate, Stats, TokenLogprobs
-from phalanx.errors import EngineClosed, PhalanxError
+from phalanx.engine.messages import (
+    AdapterFacts,
+    AddRequest,
+    EngineFacts,
+    ExpertStats,
+    ModelChange,
+    ModelState,
+    RequestUpdate,
+    Sleep,
+    Stats,
+    TokenLogprobs,
+    UpdateWeights,
+    WakeUp,
+)
+from phalanx.errors import AdapterError, AdapterNotFound, EngineClosed, PhalanxError
+from phalanx.layout import Layout
 from phalanx.serve.client import EngineClient
 from phalanx.serve.engine_requests import build_request, check_request
 
@@ -17,7 +34,7 @@ Tokens = Callable[[AddRequest], Iterable[int]]
 
 def fake_facts(*, vocab_size: int = 1000, max_seq_len: int = 1024, eos_token_ids: Sequence[int] = ()) -> EngineFacts:
     return EngineFacts(
-        model="fake", dtype="fp32", device="cpu", world=1, layout=(1, 1, 1), max_seq_len=max_seq_len, max_batch_size=8,
+        model="fake", dtype="fp32", device="cpu", layout=Layout(), max_seq_len=max_seq_len, max_batch_size=8,
         max_num_tokens=256, block_size=16, num_blocks=256, vocab_size=vocab_size, eos_token_ids=list(eos_token_ids),
     )  # fmt: skip
 
@@ -25,7 +42,8 @@ def fake_facts(*, vocab_size: int = 1000, max_seq_len: int = 1024, eos_token_ids
 class FakeEngineClient(EngineClient):
     """Answers each request with `tokens(add)`, one token per iteration of the event loop (or per `delay` seconds).
 
-    Ends requests as the engine does: max_tokens, max_seq_len, stop tokens after min_tokens. All requested logprobs are -1. added,
+    Ends requests as the engine does: max_tokens, max_seq_len, stop tokens after min_tokens. All requested logprobs are -1; the
+    vector of a prompt is its first four tokens. added,
     aborted: the requests, and the ids of those that were left early, for tests. `fail` makes the engine fail.
     """
 
@@ -38,6 +56,8 @@ class FakeEngineClient(EngineClient):
         self.aborted: list[str] = []
         self.latest = Stats(blocks_total=self.facts.num_blocks)
         self.experts = ExpertStats()
+        self.state = ModelState()
+        self.adapters: dict[str, AdapterFacts] = {}
         self._tokens = tokens
         self._running: dict[str, asyncio.Event] = {}
         self._failure_callbacks: list[Callable[[PhalanxError], None]] = []
@@ -96,6 +116,33 @@ class FakeEngineClient(EngineClient):
     async def rebalance_experts(self) -> list[ExpertStats]:
         return await self.experts_by_replica()
 
+    async def change_model(self, message: ModelChange) -> list[ModelState]:
+        """Asleep or awake at once."""
+        self._raise_if_failed()
+        match message:
+            case Sleep():
+                self.state = ModelState(message.level, weights=False, kv_cache=False, generation=self.state.generation)
+            case WakeUp():
+                weights, kv_cache = self.state.weights or message.weights, self.state.kv_cache or message.kv_cache
+                level = 0 if weights and kv_cache else self.state.level
+                self.state = ModelState(level, weights, kv_cache, generation=self.state.generation)
+            case UpdateWeights():
+                self.state = msgspec.structs.replace(self.state, generation=self.state.generation + 1)
+        return [self.state]
+
+    async def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> list[AdapterFacts]:
+        self._raise_if_failed()
+        if name in self.adapters and not replace:
+            raise AdapterError(f"adapter {name!r} is already loaded")
+        self.adapters[name] = AdapterFacts(name, folder, 8)
+        return list(self.adapters.values())
+
+    async def unload_adapter(self, name: str) -> list[AdapterFacts]:
+        self._raise_if_failed()
+        if self.adapters.pop(name, None) is None:
+            raise AdapterNotFound(f"adapter {name!r} is not loaded")
+        return list(self.adapters.values())
+
     def on_failure(self, callback: Callable[[PhalanxError], None]) -> None:
         self._failure_callbacks.append(callback)
 
@@ -119,6 +166,8 @@ class FakeEngineClient(EngineClient):
             update = RequestUpdate(add.request_id, [token])
             if add.params.logprobs is not None:
                 update.logprobs = [TokenLogprobs(token, -1.0, 1, [(token, -1.0)][: add.params.logprobs])]
+            if add.params.pooling is not None:
+                update.pooled = struct.pack("<4f", *(add.token_ids * 4)[:4])
             if scored and count == 1:
                 update.prompt_logprobs = [None, *(TokenLogprobs(known, -1.0, 1) for known in add.token_ids[1:])]
             if token in add.stop_token_ids and count >= add.params.min_tokens:

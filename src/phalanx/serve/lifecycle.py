@@ -11,11 +11,13 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
+from phalanx.config.generation import defaults_line
 from phalanx.config.locate import locate_tokenizer
 from phalanx.config.model import known_eos_ids
 from phalanx.config.options import EngineOptions
@@ -23,11 +25,13 @@ from phalanx.config.serving import ServeOptions
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.serve import allocator
-from phalanx.serve.client import EngineClient
+from phalanx.serve.client import EngineClient, MakeVocabulary
 from phalanx.serve.connections.accept import Acceptor
 from phalanx.serve.connections.timed_protocol import TimedProtocol, timed_protocol
+from phalanx.serve.openai.adapters import load
 from phalanx.serve.openai.service import Service, ServingEngine
 from phalanx.serve.output_parsing import OutputFormat
+from phalanx.serve.structured_output.vocabulary import vocabulary_of
 from phalanx.serve.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -55,7 +59,7 @@ class Lifecycle:
         *,
         engine: EngineOptions,
         serving: ServeOptions,
-        start: Callable[[EngineOptions], Awaitable[EngineClient]],
+        start: Callable[[EngineOptions, MakeVocabulary | None], Awaitable[EngineClient]],
     ) -> None:
         self._app = app
         self._service, self._sockets, self._engine, self._serving, self._start = service, sockets, engine, serving, start
@@ -129,21 +133,26 @@ class Lifecycle:
         service, options = self._service, self._engine
         if options.skip_tokenizer_init:
             raise OptionError("skip_tokenizer_init is not possible here", why="a server reads and writes text", next="remove it")
+        if self._serving.lora_modules is not None and not options.max_loras:
+            raise OptionError("lora_modules needs room for adapters", held="max_loras is 0", next="set max_loras to 1 or more")
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
         output = await asyncio.to_thread(self._detect_output, tokenizer)
         describing = asyncio.create_task(asyncio.to_thread(self._app.openapi))  # it takes 0.3 s: the first who asks would wait
         try:
-            client = self._client = await self._start(options)
+            client = self._client = await self._start(options, partial(vocabulary_of, tokenizer))
         finally:
             await describing
         if not client.eos_token_ids and tokenizer.eos_token_id is not None:
             client.eos_token_ids = list(known_eos_ids([tokenizer.eos_token_id], client.facts.vocab_size, "the tokenizer"))
+        for name, folder in self._serving.read_lora_modules().items():
+            await load(service, client, name, folder)
         facts, metrics = client.facts, service.metrics
+        logger.info("%s", defaults_line(facts.sampling_defaults))
         service.admission.begin(batch=facts.max_batch_size, max_reqs=self._serving.max_num_queued_reqs)
         metrics.startup_phases = dict(facts.phases)
         metrics.rank_bytes = {rank.rank: rank.bytes for rank in facts.ranks}
         metrics.engines, metrics.engines_up = client.latest_by_replica(), client.alive
-        metrics.cache_config = {"block_size": facts.block_size, "num_gpu_blocks": facts.num_blocks // facts.replicas}
+        metrics.cache_config = {"block_size": facts.block_size, "num_gpu_blocks": facts.num_blocks // facts.layout.replicas}
         metrics.queue_limits = {"requests": service.admission.max_reqs}
         if service.admission.max_tokens is not None:
             metrics.queue_limits["tokens"] = service.admission.max_tokens
@@ -151,9 +160,7 @@ class Lifecycle:
         if facts.device != "cpu":
             self._warming = asyncio.create_task(service.warm_up(service.engine))
         else:  # a CPU has no spare cores for it, and structured output may never be requested
-            logger.info(
-                "the compiler of structured output starts with the first request that needs it; that request waits for seconds"
-            )
+            logger.info("structured output is prepared by the first request that needs it; that request waits for a second")
         client.on_failure(self._engine_failed)
         if client.failure is not None:
             self._engine_failed(client.failure)
@@ -227,7 +234,7 @@ def _template(value: str) -> tuple[str, str]:
     try:
         path = Path(value)
         if path.is_file():
-            return path.read_text(encoding="utf-8"), path.name
+            return path.read_text(encoding="utf-8-sig"), path.name
     except (OSError, ValueError) as error:
         if "{" not in value:
             raise OptionError(f"chat_template={value!r} cannot be read", why=str(error)) from None

@@ -9,23 +9,31 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
 from phalanx.config import EngineOptions, SamplingParams
+from phalanx.config.generation import defaults_line, with_defaults
+from phalanx.config.home import ensure_home
 from phalanx.config.locate import locate_tokenizer
 from phalanx.config.model import known_eos_ids
 from phalanx.config.sources import long_option_name, place_process
-from phalanx.engine.messages import EngineFacts, Stats
-from phalanx.errors import RequestError, UnknownOption
-from phalanx.plan.auto import planned
+from phalanx.engine.messages import EngineFacts, ModelChange, ModelState, RequestMode, Sleep, Stats, UpdateWeights, WakeUp
+from phalanx.errors import PhalanxError, RequestError, UnknownOption
+from phalanx.log import get_logger
+from phalanx.planner.auto import planned
 from phalanx.serve.background_engine import BackgroundEngineClient
 from phalanx.serve.chat_template import MessageDict
 from phalanx.serve.completions import stream_completions
 from phalanx.serve.outputs import CompletionDelta, RequestOutput
+from phalanx.serve.structured_output.compiler import compile_structured_output
+from phalanx.serve.structured_output.vocabulary import vocabulary_of
 from phalanx.serve.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -47,12 +55,14 @@ class LLM:
     the other processes run ranks until rank 0 is done, and then leave the script with SystemExit.
 
     options: the given options. facts: the values that the engine chose. tokenizer: None with skip_tokenizer_init.
+    default_sampling_params: of requests without `sampling_params`; the checkpoint's own, see the option generation_config.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         for name in options:
             if long := long_option_name(name):
                 raise UnknownOption(f"LLM option {name!r} is unknown", next=f"did you mean {long!r}?")
+        ensure_home()
         self.options, local_rank = place_process(planned(EngineOptions.of(model=model, **options)))
         if self.options.node_rank > 0:
             from phalanx.executor.node import join
@@ -64,23 +74,29 @@ class LLM:
             folder = locate_tokenizer(self.options.tokenizer, self.options.model, self.options.revision)
             self.tokenizer = Tokenizer.load(folder)
         self._numbers = itertools.count()
-        self._engine = BackgroundEngineClient(self.options)
+        tokenizer = self.tokenizer
+        self._engine = BackgroundEngineClient(self.options, None if tokenizer is None else partial(vocabulary_of, tokenizer))
         self._finalizer = weakref.finalize(self, self._engine.stop)
         client = self._engine.start()
         if not client.eos_token_ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             client.eos_token_ids = list(known_eos_ids([self.tokenizer.eos_token_id], client.facts.vocab_size, "the tokenizer"))
         self.facts: EngineFacts = client.facts
+        self.default_sampling_params = SamplingParams(**with_defaults({}, self.facts.sampling_defaults))
+        logger.info("%s", defaults_line(self.facts.sampling_defaults))
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        adapter: str | None = None,
     ) -> Any:
         """Complete one prompt (returns a RequestOutput) or a list of prompts (returns a list of RequestOutput in the same order).
 
         prompts: a text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of these; a list of ints is one prompt.
-        sampling_params: one for all prompts, or one for each. use_tqdm: show a progress bar, for a list of prompts.
+        sampling_params: one for all prompts, or one for each. use_tqdm: show a progress bar, for a list of prompts. adapter: the
+        name of a loaded adapter, for all of them; without it, as each one's sampling_params say.
 
         All prompts are checked before the first one runs: a prompt that is too long raises PromptTooLong (with both numbers), and
         no work is lost. If the engine rejects a request later, or fails, the rest of the call is aborted and the error is raised.
@@ -88,7 +104,7 @@ class LLM:
         """
         single = _is_one(prompts)
         every = cast("list[Prompt]", [prompts] if single or not isinstance(prompts, Iterable) else list(prompts))
-        jobs = self._jobs([self._tokens_of(prompt) for prompt in every], sampling_params, single=single)
+        jobs = self._jobs([self._tokens_of(prompt) for prompt in every], sampling_params, single=single, adapter=adapter)
         outputs = self._finish(jobs, use_tqdm=use_tqdm and not single)
         return outputs[0] if single else outputs
 
@@ -108,6 +124,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
+        adapter: str | None = None,
     ) -> Any:
         """Answer one conversation (returns a RequestOutput) or a list of them (returns a list), with the model's chat template.
 
@@ -121,7 +138,8 @@ class LLM:
         single = isinstance(messages[0], Mapping)
         talks = cast("list[Sequence[MessageDict]]", [messages] if single else list(messages))
         variables = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-        jobs = self._jobs([self._tokens_of_chat(talk, **variables) for talk in talks], sampling_params, single=single)
+        prompts = [self._tokens_of_chat(talk, **variables) for talk in talks]
+        jobs = self._jobs(prompts, sampling_params, single=single, adapter=adapter)
         outputs = self._finish(jobs, use_tqdm=use_tqdm and not single)
         return outputs[0] if single else outputs
 
@@ -136,6 +154,40 @@ class LLM:
         """Answer one conversation, like `generate_async` for a prompt."""
         prompt = self._tokens_of_chat(messages, tools=tools, **(chat_template_kwargs or {}))
         return self._grow(self._jobs([prompt], sampling_params, single=True)[0])
+
+    def sleep(self, level: int = 1, mode: RequestMode = "wait") -> ModelState:
+        """Give the memory of the model back: level 1 moves weights to the host's memory, level 2 discards them; both discard the KV
+        cache. mode: requests of other threads finish (wait), end with finish_reason "abort" (abort), or go on later (keep)."""
+        return self._change(Sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[str] = ("weights", "kv_cache")) -> ModelState:
+        """Take the memory again, or a part of it. Discarded weights are read from their folder."""
+        if unknown := [tag for tag in tags if tag not in ("weights", "kv_cache")]:
+            raise RequestError(f"tag {unknown[0]!r} is unknown", next="use 'weights', 'kv_cache' or both")
+        return self._change(WakeUp("weights" in tags, "kv_cache" in tags))
+
+    def update_weights(self, folder: str | Path, mode: RequestMode = "wait") -> ModelState:
+        """Read the weights of another checkpoint of the same model, on all ranks or none. Requests that run finish on the old
+        weights, or end (abort). Raises the error for a folder that cannot be used: the old weights stay."""
+        return self._change(UpdateWeights(str(Path(folder).resolve()), mode))
+
+    def _change(self, message: ModelChange) -> ModelState:
+        states = self._engine.run(self._engine.client.change_model(message))
+        for state in states:
+            if state.error is not None:
+                raise PhalanxError.from_wire(state.error)
+        return states[0]
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Load a LoRA adapter, in peft's format, under a name that requests may give. Needs max_loras of at least 1.
+
+        Raises AdapterError where the name is taken, and where the adapter cannot be used with this model: nothing has changed then.
+        """
+        self._engine.run(self._engine.client.load_adapter(name, str(Path(folder).absolute())))
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; those that have begun go on with it. Raises AdapterNotFound."""
+        self._engine.run(self._engine.client.unload_adapter(name))
 
     def stats(self) -> Stats:
         """The current counters of the engine."""
@@ -186,10 +238,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         single: bool,
+        adapter: str | None = None,
     ) -> list[_Job]:
         """Requests that the engine accepts. Raises the first error."""
         client = self._engine.client
-        every = [sampling_params or SamplingParams()] * len(prompts)
+        every = [sampling_params or self.default_sampling_params] * len(prompts)
         if isinstance(sampling_params, Sequence):
             if single or len(sampling_params) != len(prompts):
                 raise RequestError(
@@ -201,6 +254,10 @@ class LLM:
         for (text, token_ids), params in zip(prompts, cast("list[SamplingParams]", every), strict=True):
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams, not {_named(params)}")
+            if params.pooling is not None:
+                raise RequestError("pooling is for the server's /v1/embeddings", next="remove it")
+            if adapter is not None:
+                params = msgspec.structs.replace(params, adapter=adapter)
             client.check(token_ids, params)
             jobs.append(_Job(text, token_ids, self._prepared(params)))
         for job in jobs:
@@ -213,14 +270,8 @@ class LLM:
             self._need_tokenizer("a stop string")
         if params.structured_output is None:
             return params
-        from phalanx.serve.structured_output.compiler import compile_structured_output
-
-        tokenizer = self._need_tokenizer("structured output")
-        client = self._engine.client
-        structured_output = compile_structured_output(
-            params.structured_output, tokenizer, vocab_size=client.facts.vocab_size, eos_token_ids=client.eos_token_ids
-        )
-        return msgspec.structs.replace(params, structured_output=structured_output)
+        self._need_tokenizer("structured output")
+        return msgspec.structs.replace(params, structured_output=compile_structured_output(params.structured_output))
 
     # ---- execution -------------------------------------------------------------------------------------------------------
 

@@ -14,17 +14,18 @@ import itertools
 import random
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import msgspec
 
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.resolve import require_one_host
-from phalanx.engine.messages import EngineFacts, ExpertStats, RequestUpdate, Stats
+from phalanx.engine.messages import AdapterFacts, EngineFacts, ExpertStats, ModelChange, ModelState, RequestUpdate, Stats
 from phalanx.errors import EngineError, LayoutError, PhalanxError
-from phalanx.hardware.probe import detect_machine
+from phalanx.hardware.probe import usable_machine
 from phalanx.log import get_logger
-from phalanx.serve.client import EngineClient, EngineProcessClient
+from phalanx.serve.client import EngineClient, EngineProcessClient, MakeVocabulary
 
 CHUNK_TOKENS = 64
 """Tokens of a prompt that are remembered together."""
@@ -104,7 +105,9 @@ class ReplicatedEngineClient:
                 self._replica_failed(number, engine.failure)
 
     @classmethod
-    async def start(cls, options: EngineOptions, start: StartReplica | None = None) -> ReplicatedEngineClient:
+    async def start(
+        cls, options: EngineOptions, start: StartReplica | None = None, vocabulary: MakeVocabulary | None = None
+    ) -> ReplicatedEngineClient:
         """Start `options.replicas` engines at once. Raises the error of the first that cannot start, and leaves none then;
         LayoutError where the host has too few GPUs, OptionError for several hosts."""
         environments = gpus_of_replicas(options)
@@ -113,7 +116,9 @@ class ReplicatedEngineClient:
         async def start_one(number: int) -> EngineProcessClient:
             if start is not None:
                 return await start(one, number)
-            return await EngineProcessClient.start(one, title=f"phalanx engine {number}", environment=environments[number])
+            return await EngineProcessClient.start(
+                one, title=f"phalanx engine {number}", environment=environments[number], vocabulary=vocabulary
+            )
 
         starts = [asyncio.ensure_future(start_one(number)) for number in range(options.replicas)]
         try:
@@ -140,7 +145,7 @@ class ReplicatedEngineClient:
         return [number for number, engine in enumerate(self._engines) if engine.failure is None]
 
     def latest_by_replica(self) -> list[Stats]:
-        return [self._stats_of(number, engine.latest) for number, engine in enumerate(self._engines)]
+        return [self._stats_of(number, engine.latest_by_replica()[0]) for number, engine in enumerate(self._engines)]
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         self._engines[0].check(token_ids, params)
@@ -194,6 +199,32 @@ class ReplicatedEngineClient:
     async def rebalance_experts(self) -> list[ExpertStats]:
         return await self._of_each(lambda engine: engine.rebalance_experts())
 
+    async def change_model(self, message: ModelChange) -> list[ModelState]:
+        """Of each that takes requests. Raises what the first raises that fails."""
+        self._raise_if_failed()
+        states = await asyncio.gather(*(self._engines[number].change_model(message) for number in self.alive))
+        return [state for of_replica in states for state in of_replica]
+
+    async def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> list[AdapterFacts]:
+        """In every replica, or, where one refuses it, in none; a name that was to be replaced is free then."""
+        self._raise_if_failed()
+        engines = [self._engines[number] for number in self.alive]
+        loads = [engine.load_adapter(name, folder, replace=replace) for engine in engines]
+        answers = await asyncio.gather(*loads, return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if not errors:
+            return cast("list[AdapterFacts]", answers[0])
+        if len(errors) < len(engines):
+            pairs = zip(engines, answers, strict=True)
+            taken = [engine for engine, answer in pairs if replace or not isinstance(answer, BaseException)]
+            await asyncio.gather(*(engine.unload_adapter(name) for engine in taken), return_exceptions=True)
+        raise errors[0]
+
+    async def unload_adapter(self, name: str) -> list[AdapterFacts]:
+        self._raise_if_failed()
+        answers = await asyncio.gather(*(self._engines[number].unload_adapter(name) for number in self.alive))
+        return answers[0]
+
     async def _of_each(self, ask: Callable[[EngineProcessClient], Awaitable[list[ExpertStats]]]) -> list[ExpertStats]:
         self._raise_if_failed()
         stats = [ExpertStats()] * len(self._engines)
@@ -234,11 +265,11 @@ class ReplicatedEngineClient:
             callback(error)
 
 
-async def start_engine(options: EngineOptions) -> EngineClient:
-    """One engine, or as many as `replicas` says behind one."""
+async def start_engine(options: EngineOptions, vocabulary: MakeVocabulary | None = None) -> EngineClient:
+    """One engine, or as many as `replicas` says behind one. vocabulary: for structured output."""
     if options.replicas > 1:
-        return await ReplicatedEngineClient.start(options)
-    return await EngineProcessClient.start(options)
+        return await ReplicatedEngineClient.start(options, vocabulary=vocabulary)
+    return await EngineProcessClient.start(options, vocabulary=vocabulary)
 
 
 def gpus_of_replicas(options: EngineOptions) -> list[dict[str, str] | None]:
@@ -246,14 +277,16 @@ def gpus_of_replicas(options: EngineOptions) -> list[dict[str, str] | None]:
 
     Raises LayoutError where the visible GPUs do not suffice, OptionError for several hosts."""
     require_one_host(options)
-    gpus = detect_machine().gpus
+    machine = usable_machine(options.device)
+    gpus = machine.gpus
     if options.device == "cpu" or not gpus:
         return [None] * options.replicas
     world = options.world_size
     if options.replicas * world > len(gpus):
         raise LayoutError(
             f"replicas {options.replicas} x {world} ranks = {options.replicas * world} ranks need one GPU each",
-            held=f"this host shows {len(gpus)}", next="use fewer replicas, or a smaller layout",
+            held="; ".join(filter(None, [f"this host has {len(gpus)}", machine.unusable])),
+            next="use fewer replicas, or a smaller layout",
         )  # fmt: skip
     return [
         {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in gpus[number * world : (number + 1) * world])}
@@ -266,13 +299,13 @@ def merged_facts(facts: Sequence[EngineFacts]) -> EngineFacts:
     names = dict.fromkeys(name for each in facts for name in each.phases)
     return msgspec.structs.replace(
         facts[0], max_batch_size=sum(each.max_batch_size for each in facts), num_blocks=sum(each.num_blocks for each in facts),
-        max_seq_len=min(each.max_seq_len for each in facts), replicas=len(facts),
+        max_seq_len=min(each.max_seq_len for each in facts), layout=replace(facts[0].layout, replicas=len(facts)),
         phases={name: max(each.phases.get(name, 0.0) for each in facts) for name in names},
     )  # fmt: skip
 
 
 def merged_stats(stats: Sequence[Stats]) -> Stats:
-    """Those of all replicas together: numbers added up, lists one behind the other, ranks numbered on."""
+    """Those of all replicas together: numbers added up, lists one behind the other, ranks numbered on, reasons joined."""
     numbers: dict[str, Any] = {}
     first_ranks = list(itertools.accumulate((len(each.rank_bytes) for each in stats), initial=0))
     for name in Stats.__struct_fields__:
@@ -285,6 +318,8 @@ def merged_stats(stats: Sequence[Stats]) -> Stats:
                 for first, of_replica in zip(first_ranks, values, strict=False)
                 for rank, of_rank in sorted(of_replica.items())
             }
+        elif isinstance(values[0], str):
+            numbers[name] = "; ".join(filter(None, values))
         elif isinstance(values[0], list):
             numbers[name] = [value for each in values for value in each]
         else:

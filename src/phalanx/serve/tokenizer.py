@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back: the checkpoint's tokenizer.
 
-The `tokenizers` library reads `tokenizer.json`: importing transformers takes seconds (it imports torch) and would be the longest
-part of a server's start. What transformers adds from `tokenizer_config.json` is added here in the same way, and tested against it:
-named special tokens, tokens that only the config lists, and the chat template. transformers converts a folder without
-`tokenizer.json` (an old SentencePiece model).
-
-As in transformers 5, `tokenizer.json` alone defines the tokens around a text (`add_bos_token` in the config is not read), and the
-text of a special token inside a prompt becomes that token.
+`tokenizer_folder.py` reads the folder. As in transformers 5, `tokenizer.json` alone defines the tokens around a text
+(`add_bos_token` in the config is not read), and the text of a special token inside a prompt becomes that token, unless
+`split_special_tokens` is set.
 """
 
 from __future__ import annotations
@@ -20,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
 
-from phalanx.errors import ModelError, ModelNotFound, RequestError
+from phalanx.errors import RequestError
 from phalanx.serve.chat_template import ChatTemplate, MessageDict
+from phalanx.serve.tokenizer_folder import read_tokenizer_folder
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_LOCKED_CHARACTERS = 4096
 """Length of a text for which `encode` may hold the interpreter lock. A batch is tokenized without the lock, and starts later."""
 MAX_LOCKED_TOKENS = 1024
@@ -33,7 +28,6 @@ MAX_LOCKED_TOKENS = 1024
 INCOMPLETE = "\ufffd"
 """What bytes that are no complete character are decoded to."""
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
 class Tokenizer:
@@ -43,7 +37,7 @@ class Tokenizer:
     ids that `skip_special_tokens` drops. eos_token_id: the id of the eos token, or None. origin: name of the folder, for errors.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, Any], templates: dict[str, str], *, origin: str) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str], templates: dict[str, str], *, origin: str) -> None:
         self.backend, self.special, self.origin = backend, special, origin
         self.eos_token_id = self._id_of("eos_token")
         self.bos_token_id = self._id_of("bos_token")
@@ -56,16 +50,8 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
         """Read the tokenizer of a checkpoint folder. Raises ModelNotFound if there is none, ModelError if it cannot be read."""
-        folder = Path(folder)
-        config = _read_json(folder / "tokenizer_config.json")
-        named = {**_read_json(folder / "special_tokens_map.json"), **config}
-        special: dict[str, Any] = {name: _content(named[name]) for name in _NAMED if named.get(name) is not None}
-        listed = [_content(token) for name in _LISTS for token in _as_list(named.get(name))]
-        if listed:
-            special["additional_special_tokens"] = listed
-        backend = _backend(folder)
-        _add_missing_tokens(backend, config, special)
-        return cls(backend, special, _chat_templates(folder, config), origin=folder.name)
+        read = read_tokenizer_folder(Path(folder))
+        return cls(read.backend, read.special, read.chat_templates, origin=Path(folder).name)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises RequestError for text that is not Unicode (a lone surrogate)."""
@@ -275,86 +261,3 @@ _BYTE_OF_LETTER = _byte_of_letter()
 def _parts(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     """The steps of a decoder, in order."""
     return [part for one in decoder["decoders"] for part in _parts(one)] if decoder["type"] == "Sequence" else [decoder]
-
-
-def _backend(folder: Path) -> tokenizers.Tokenizer:
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelError(
-                f"{path.name} of {folder.name} cannot be read", why=str(error), next="download the file again"
-            ) from None
-        # A truncation or padding that was saved with the tokenizer would change prompts silently.
-        backend.no_truncation()
-        backend.no_padding()
-        return backend
-    if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "spiece.model")):
-        raise ModelNotFound(
-            f"{folder.name} has no tokenizer", held="there is no tokenizer.json in it",
-            next="give one with tokenizer=..., or set skip_tokenizer_init and pass token ids",
-        )  # fmt: skip
-    from transformers import AutoTokenizer
-
-    try:
-        # Code of a checkpoint is never run. Left out, transformers would ask for it on standard input.
-        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return tokenizers.Tokenizer.from_str(slow.backend_tokenizer.to_str())
-    except Exception as error:  # converters raise anything, depending on the file format
-        raise ModelError(f"the tokenizer of {folder.name} cannot be converted to tokenizer.json", why=str(error)) from None
-
-
-def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, Any]) -> None:
-    """Add the tokens that only the config lists to the vocabulary, and mark the named special tokens as special."""
-    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    backend.add_tokens([AddedToken(**_token_fields(token)) for _, token in listed if _content(token) not in added])
-    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    named = [special[name] for name in _NAMED if name in special]
-    missing = [text for text in named if text not in added or not added[text].special]
-    missing += [text for text in special.get("additional_special_tokens", []) if text not in added and text not in missing]
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
-
-
-def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Name -> source. The file chat_template.jinja overrides the template in the config."""
-    templates: dict[str, str] = {}
-    source = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(source, str):
-        templates["default"] = source
-    elif isinstance(source, list):
-        templates.update({entry["name"]: entry["template"] for entry in source})
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    return templates
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(
-            f"{path.name} of {path.parent.name} cannot be read", why=str(error), next="download the file again"
-        ) from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path.name} of {path.parent.name} cannot be read", why="it is not a JSON object")
-    return content
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value.values() if isinstance(value, dict) else value or [])
-
-
-def _content(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)
-
-
-def _token_fields(token: Any) -> dict[str, Any]:
-    if not isinstance(token, dict):
-        return {"content": str(token)}
-    return {name: token[name] for name in ("content", "single_word", "lstrip", "rstrip", "normalized", "special") if name in token}

@@ -47,7 +47,9 @@ class UpdateStream:
                 pending.prompt_logprobs = update.prompt_logprobs
             else:
                 pending.prompt_logprobs += update.prompt_logprobs or ()
+            pending.accepted += update.accepted
             pending.cached_tokens = pending.cached_tokens or update.cached_tokens
+            pending.scheduled = pending.scheduled or update.scheduled
             pending.finish_reason, pending.stop_reason = update.finish_reason, update.stop_reason
         self.ended = update.finish_reason is not None
         if self.ended or len(pending.tokens) >= self._min_tokens:
@@ -91,8 +93,9 @@ def _first_of(update: RequestUpdate, count: int) -> RequestUpdate:
     """An update with the first tokens of another, which keeps the rest, and its end. The scores of a prompt come first."""
     first = RequestUpdate(
         update.request_id, update.tokens[:count], logprobs=update.logprobs[:count], prompt_logprobs=update.prompt_logprobs,
-        cached_tokens=update.cached_tokens,
+        cached_tokens=update.cached_tokens, accepted=min(update.accepted, count), scheduled=update.scheduled,
     )  # fmt: skip
+    update.accepted -= first.accepted
     del update.tokens[:count], update.logprobs[:count]
     update.prompt_logprobs = None
     return first

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import httpx
+
+from phalanx import log
 from tests.support.serve_http_app import MODEL, Scripted, live
 
 ORIGIN = "https://chat.example.org"
@@ -29,6 +32,37 @@ def test_allowed_origins():
         other = {**PREFLIGHT, "Origin": "https://evil.example.org"}
         assert http.options("/v1/chat/completions", headers=other).status_code == 400
         assert "access-control-allow-origin" not in http.get("/live", headers={"Origin": other["Origin"]}).headers
+
+
+def test_a_request_has_an_id():
+    with live(Scripted("x"), api_key="k", cors_origins=ORIGIN) as server, server.client() as http:
+        key = {"Authorization": "Bearer k"}
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 1, "stream": True}
+        answers = [
+            http.post("/v1/completions", json=body, headers={**key, "X-Request-Id": "of-the-client"}),
+            http.post("/v1/completions", json={}, headers={**key, "X-Request-Id": "refused"}),
+            http.get("/none", headers={**key, "X-Request-Id": "nowhere"}),
+            http.get("/v1/models", headers={"X-Request-Id": "no-key"}),
+        ]
+        assert [(answer.status_code, answer.headers["x-request-id"]) for answer in answers] == [
+            (200, "of-the-client"), (400, "refused"), (404, "nowhere"), (401, "no-key"),
+        ]  # fmt: skip
+        assert server.engine.added[0].request_id.startswith("of-the-client-"), "the engine's log names the request, too"
+        for unusable in ("", "a b", "x" * 129, "ä"):
+            own = http.get("/v1/models", headers={**key, b"X-Request-Id": unusable.encode()}).headers["x-request-id"]
+            assert len(own) == 32
+        assert "X-Request-Id" in http.get("/live", headers={"Origin": ORIGIN}).headers["access-control-expose-headers"]
+
+
+def test_an_error_inside_the_server_is_logged_with_the_id(monkeypatch, capsys):
+    log.configure("server")
+    with live(Scripted("x")) as server, httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
+        monkeypatch.setattr(server.service, "require_engine", lambda *_: 1 / 0)
+        answer = http.get("/v1/models", headers={"X-Request-Id": "r-7"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (500, "r-7")
+    error = capsys.readouterr().err
+    assert "a request failed inside the server request_id=r-7" in error
+    assert "ZeroDivisionError" in error
 
 
 def test_any_origin_and_none():

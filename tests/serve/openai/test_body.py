@@ -42,15 +42,13 @@ def chat(**fields):
     return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields})
 
 
-def call(arguments):
-    function = {"name": "f", "arguments": arguments}
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+@pytest.fixture(autouse=True)
+def readers(server):
+    """The process of large bodies runs: a busy machine takes long to start it."""
+    asyncio.run_coroutine_threadsafe(server.service.large_bodies.warm_up(), server.loop).result(120)
 
 
 NESTED = "[" * 20_000
-DEEP_SCHEMA = json.loads('{"type":"array","items":' * 150 + "{}" + "}" * 150)
-DEEP_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP_SCHEMA}}
-DEEP_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": DEEP_SCHEMA}}]
 
 BAD = {
     "nothing": (CHAT, ""),
@@ -65,11 +63,8 @@ BAD = {
     "brackets as prompt": (PLAIN, '{"model": "tiny", "prompt": ' + NESTED + "]" * 20_000 + "}"),
     "braces in a schema": (CHAT, chat()[:-1] + ', "guided_json": ' + '{"a":' * 20_000 + "1" + "}" * 20_000 + "}"),
     "brackets in a schema text": (CHAT, chat(guided_json=NESTED)),
-    "deep schema": (CHAT, chat(response_format=DEEP_FORMAT)),
-    "deep tool": (CHAT, chat(tools=DEEP_TOOLS, tool_choice="required")),
     "brackets in a regex": (CHAT, chat(guided_regex="(" * 20_000 + "a" + ")" * 20_000)),
     "brackets in a grammar": (CHAT, chat(guided_grammar="root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000)),
-    "NUL in a regex": (CHAT, chat(guided_regex="a\0b")),
     "NUL in a grammar": (CHAT, chat(guided_grammar='root ::= "a\0"')),
     "long regex": (CHAT, chat(guided_regex="a" * 100_000)),
     "lone surrogate": (PLAIN, '{"model": "tiny", "prompt": "\\ud800"}'),
@@ -94,8 +89,6 @@ BAD = {
     "unknown name with a line break": (CHAT, chat(**{"a\nb\0": 1})),
     "too many tools": (CHAT, chat(tools=[{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)])),
     "too many biases": (PLAIN, json.dumps({"model": MODEL, "prompt": "x", "logit_bias": dict.fromkeys(range(5000), 1)})),
-    "long arguments": (CHAT, chat(messages=[call('{"a": "' + "x" * 2**20 + '"}')])),
-    "arguments of many lists": (CHAT, chat(messages=[call('{"a": [' + "[]," * 2**15 + "1]}")])),
     "token of no model": ("/detokenize", '{"tokens": [2147483647]}'),
 }  # fmt: skip
 
@@ -216,3 +209,21 @@ def test_bodies_that_come_together_are_parsed_one_by_one():
 
 class TokenizeBody(BaseModel):
     prompt: list[list[int]]
+
+
+@pytest.mark.parametrize("more", [0, 70_000])
+def test_a_byte_order_mark_is_ignored(http, more):
+    """PowerShell and .NET write one; RFC 8259 lets a reader ignore it. A large body is read by another process."""
+    content = b"\xef\xbb\xbf" + chat(user="u" * more).encode()
+    assert post(http, CHAT, content).status_code == 200
+    if not more:
+        assert "UTF-16" in refused(post(http, CHAT, chat().encode("utf-16"))).message
+
+
+def test_a_byte_order_mark_in_parts():
+    text = b'\xef\xbb\xbf{"a": 1}'
+    for size in range(1, 6):
+        parts = [text[i : i + size] for i in range(0, len(text), size)]
+        assert b"".join(body.without_mark(parts)) == b'{"a": 1}'
+    assert body.without_mark([]) == []
+    assert body.without_mark([b"{", b"}"]) == [b"{", b"}"]

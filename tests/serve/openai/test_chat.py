@@ -121,7 +121,7 @@ def test_neutral_fields_are_taken(client):
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"anyOf": []}}}},
          "has an empty 'anyOf' at #; no value satisfies it", "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
-         "no finite text satisfies it", "response_format"),
+         "no text satisfies it", "response_format"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "is set by the server", "chat_template_kwargs"),
         ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "is set by the server", "chat_template_kwargs"),
         ({"extra_body": {"temperature": "1"}}, "temperature", "temperature"),

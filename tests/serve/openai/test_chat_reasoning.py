@@ -32,6 +32,13 @@ CALL = {
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {OSLO}}}, {{"name": "noon", "arguments": {{}}}}]',
     "llama": f'<|python_tag|>{{"name": "weather", "parameters": {OSLO}}}; {{"name": "noon", "parameters": {{}}}}<|eom_id|>',
     "pythonic": "<|python_start|>[weather(city='Oslo'), noon()]<|python_end|>",
+    "minimax_m2": f'{THOUGHT}\n</think>\n\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n'
+    '</invoke>\n<invoke name="noon">\n</invoke>\n</minimax:tool_call>',
+    "hy_v3": f"{THOUGHT}</think>\n<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Oslo"
+    "</arg_value>\n</tool_call>\n<tool_call>noon<tool_sep>\n</tool_call>\n</tool_calls>".replace(">", ":opensource>"),
+    "cohere": f'<|START_THINKING|>{THOUGHT}<|END_THINKING|><|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "weather", '
+    f'"parameters": {OSLO}}},\n    {{"tool_call_id": "1", "tool_name": "noon", "parameters": {{}}}}\n]<|END_ACTION|>',
+    "olmo3": '<function_calls>weather(city="Oslo")\nnoon()</function_calls>',
 }
 
 
@@ -92,7 +99,7 @@ def test_reasoning(family):
 def test_calls(family):
     with served(family, THINKS.get(family, "") + CALL[family]) as (_, client):
         expected = {"content": "", "calls": [["weather", OSLO], ["noon", "{}"]], "finish_reason": "tool_calls"}
-        expected["reasoning_content"] = THOUGHT if family in THINKS else ""
+        expected["reasoning_content"] = THOUGHT if family in THINKS or THOUGHT in CALL[family] else ""
         response = answer_of(client, tools=TOOLS)
         assert plain(response) == expected
         assert response.choices[0].message.content is None

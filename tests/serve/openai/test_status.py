@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from phalanx.engine.messages import Stats
 from phalanx.errors import RankDied
 from phalanx.serve.openai.schema.responses import ErrorResponse, ModelList, StatusResponse
 from phalanx.version import __version__
@@ -52,6 +53,16 @@ def test_draining():
         assert answer.status_code == 503
         assert answer.headers["retry-after"]
         assert 'request_refused_total{engine="0",model_name="tiny",reason="draining"} 1.0' in http.get("/metrics").text
+
+
+def test_stalled():
+    with live(Scripted("x")) as server, server.client() as http:
+        server.engine.latest = Stats(stalled="step 12 has run for 4 s")
+        assert statuses(http) == [200, 503, 503]
+        assert http.get("/ready").json() == {"status": "stalled", "reason": "step 12 has run for 4 s"}
+        assert http.get("/ready").headers["retry-after"]
+        server.engine.latest = Stats()
+        assert statuses(http) == [200, 200, 200]
 
 
 def test_failed():

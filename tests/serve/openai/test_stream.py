@@ -7,6 +7,7 @@ import asyncio
 import gc
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from phalanx.errors import RankDied
+from phalanx.serve.openai import stream
 from phalanx.serve.openai.api_errors import ApiError
 from phalanx.serve.openai.long_answers import PART
 from phalanx.serve.openai.schema.responses import ErrorResponse
@@ -348,3 +350,50 @@ def test_an_aborted_request_is_told_so():
         waits.join(10)
         assert answers[0].status_code == 503
         assert "the server stopped the completion" in answers[0].json()["error"]["message"]
+
+
+async def slowly(*parts: bytes, seconds: float, error: Exception | None = None):
+    for part in parts:
+        await asyncio.sleep(seconds)
+        yield part
+    await asyncio.sleep(seconds)
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("error", [None, RankDied("rank 1 died")])
+def test_a_stream_that_waits_gets_comments(monkeypatch, error):
+    """Also before its first event, which then no longer decides the status."""
+    monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.05)
+    messages, sent = sent_by(slowly(b"data: 1\n\n", b"data: 2\n\n", seconds=0.3, error=error))
+    assert (messages[0]["type"], messages[0]["status"]) == ("http.response.start", 200)
+    text = b"".join(one["body"] for one in sent)
+    pings = [part.count(stream.KEEP_ALIVE) for part in re.split(rb"data: \d\n\n", text)]
+    assert len(pings) == 3
+    assert all(2 <= count <= 6 for count in pings)
+    rest = text.replace(stream.KEEP_ALIVE, b"")
+    assert rest.startswith(b"data: 1\n\ndata: 2\n\n")
+    assert (b'"error"' in rest) == (error is not None)
+    assert [one["more_body"] for one in sent] == [True] * (len(sent) - 1) + [False]
+
+
+def test_a_stream_with_events_gets_no_comments(monkeypatch):
+    monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.5)
+    _, sent = sent_by(slowly(*[b"data: 1\n\n"] * 60, seconds=0.02))
+    assert b"".join(one["body"] for one in sent) == b"data: 1\n\n" * 60
+
+
+def test_official_clients_ignore_the_comments(monkeypatch):
+    monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.05)
+    with live(Scripted("hello world", delay=0.2)) as server:
+        with (
+            server.client() as http,
+            http.stream("POST", "/v1/completions", json={**ASK, "max_tokens": 3, "stream": True}) as answer,
+        ):
+            assert b": ping\n\n" in answer.read()
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+            ask = {"model": MODEL, "max_tokens": 3, "stream": True}
+            chunks = list(client.completions.create(prompt="x", **ask))
+            events = list(client.responses.create(input="x", model=MODEL, max_output_tokens=16, stream=True))
+    assert all(chunk.choices[0].text is not None for chunk in chunks)
+    assert events[-1].type in ("response.completed", "response.incomplete")

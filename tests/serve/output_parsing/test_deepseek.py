@@ -42,6 +42,7 @@ ONE = [("add", '{"a": 1}')]
         (CALLS_BEGIN + bare("add", '{"a": "`'), Read("", [("add", '{"a": "`' + CALL_END)])),
         (CALLS_BEGIN + bare("other", "{}") + CALLS_END, Read(CALLS_BEGIN + bare("other", "{}") + CALLS_END, [])),
         (CALLS_BEGIN + fenced("add", '{"a": 1}').removesuffix(CALL_END) + "\n" + "Done. " * 20, Read("Done. " * 19 + "Done.", ONE)),
+        (CALLS_BEGIN + bare("noon", "null") + fenced("noon", "null") + CALLS_END, Read("", [("noon", "{}")] * 2)),
         (CALLS_BEGIN, Read(CALLS_BEGIN, [])),
         (CALLS_BEGIN[:9], Read(CALLS_BEGIN[:9], [])),
     ],

@@ -10,9 +10,9 @@ from tokenizers import AddedToken
 
 from phalanx.config.serving import ReasoningParserName, ServeOptions, ToolCallParserName
 from phalanx.errors import OptionError
-from phalanx.serve.output_parsing import OutputFormat, deepseek, families, harmony
+from phalanx.serve.output_parsing import OutputFormat, deepseek, harmony
+from phalanx.serve.output_parsing.formats import CALLS, REASONING, ReasoningName, ToolName
 from phalanx.serve.output_parsing.reasoning import Begin
-from phalanx.serve.output_parsing.structural_tags import SYNTAXES
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_http_app import HERMES_TEMPLATE, LLAMA_TEMPLATE
 from tests.support.serve_small_tokenizers import byte_level, write
@@ -39,6 +39,26 @@ def tokenizer(tmp_path):
         (HERMES_TEMPLATE, (), None, "hermes"),
         (HERMES_TEMPLATE + THINK, (), "qwen3", "hermes"),
         (HERMES_TEMPLATE.replace("<args-json-object>", "<function=x>"), (), None, "qwen3_coder"),
+        (TOOLS + "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>" + THINK, (), "qwen3", "glm45"),
+        (TOOLS + "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>" + THINK, (), "qwen3", "glm47"),
+        (TOOLS + '<minimax:tool_call>\n<invoke name="tool-name-1">' + THINK, (), "qwen3", "minimax_m2"),
+        (TOOLS + "{{ '<response></response>' }}<tool_call>" + THINK, (), "ernie45", "hermes"),
+        (TOOLS + "respond only with <|tool_call|> followed by a JSON list of tools used.", (), None, "granite"),
+        (TOOLS + 'formatted as functools[{"name": [function name]', (), None, "phi4_mini_json"),
+        (TOOLS + 'respond in this format: <|tool_call|>{"name": "foo", "arguments": {}}<|/tool_call|>', (), None, "phi4_mini_json"),
+        (TOOLS + "write <|START_ACTION|> and <|START_THINKING|>, <|END_THINKING|>", (), "cohere_command3", "cohere_command3"),
+        (TOOLS + "Write 'Action:' followed by a list: [{\"tool_name\": title of the tool}]", (), None, "command_r"),
+        (TOOLS + "Output any function calls within <function_calls></function_calls> XML tags.", (), None, "olmo3"),
+        ("{{ 'Here is my thought process:' }}", (), "granite", None),
+        (TOOLS + "<seed:tool_call>\n<function=example_function_name>{{ '</seed:think>' if x }}", (), "seed_oss", "seed_oss"),
+        (THINK, ("<think:opensource>", "</think:opensource>"), "hy_v3", None),
+        (TOOLS + "<tool_call>{function-name}<tool_sep>\n<arg_key>", (), None, "hy_v3"),
+        (
+            TOOLS + "{{ '<tool_call{}>x<tool_sep{}>'.format(':opensource', ':opensource') }}",
+            ("<tool_sep:opensource>",),
+            None,
+            "hy_v3",
+        ),
         (LLAMA_TEMPLATE, (), None, "llama3_json"),
         (TOOLS + "Answer with [func_name1(params_name1=params_value1), func_name2(params)].", (), None, "pythonic"),
         ("[AVAILABLE_TOOLS]" + TOOLS + "[/AVAILABLE_TOOLS]", ("[THINK]", "[/THINK]"), "mistral", "mistral"),
@@ -88,10 +108,10 @@ def test_unknown_names_are_errors():
 
 
 def test_every_name_has_its_format():
-    assert set(get_args(ReasoningParserName)) == {"auto", "none", "gpt_oss", *families.TAGS}
-    assert set(get_args(ToolCallParserName)) == {"auto", "none", *families.MARKERS}
-    assert set(families.PARSERS) == set(families.MARKERS) - {"gpt_oss"}
-    assert set(SYNTAXES) == set(families.MARKERS)
+    assert (
+        set(get_args(ReasoningParserName)) == {"auto", "none", "gpt_oss", *REASONING} == {"auto", "none", *get_args(ReasoningName)}
+    )
+    assert set(get_args(ToolCallParserName)) == {"auto", "none", *CALLS} == {"auto", "none", *get_args(ToolName)}
 
 
 @pytest.mark.parametrize(
@@ -104,6 +124,9 @@ def test_every_name_has_its_format():
         ("deepseek_r1", "assistant</think>", Begin.AFTER),
         ("deepseek_v3", "the result of a tool", Begin.OPEN),
         ("mistral", "[/INST]", Begin.OPEN),
+        ("seed_oss", "assistant\n<seed:think>", Begin.INSIDE),
+        ("seed_oss", "assistant\n", Begin.OPEN),
+        ("hy_v3", "<think></think>", Begin.AFTER),
         ("none", "<think>", Begin.AFTER),
     ],
 )

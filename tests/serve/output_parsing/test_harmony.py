@@ -43,6 +43,20 @@ def make():
         ("<|channel|>" + "a" * 400, Read("<|channel|>" + "a" * 400, [])),
         ("<|channel|>final<|message|>a <|ret", Read("a <|ret", [])),
         ("<|channel|>final<|message|>a" + NEXT + "<|channel|>analysis<|message|>b", Read("a", [], "b")),
+        # `<|start|>`, the role or the end of a message left out
+        (ANALYSIS + "<|end|><|channel|>final<|message|>hi", Read("hi", [], "Let me see.")),
+        (ANALYSIS + "assistant<|channel|>final<|message|>hi", Read("hi", [], "Let me see.")),
+        (
+            ANALYSIS + "\nassistant to=functions.add<|channel|>commentary<|message|>null<|call|>",
+            Read("", [("add", "{}")], "Let me see."),
+        ),
+        (ANALYSIS.removesuffix("<|end|>") + "<|channel|>final<|message|>hi", Read("hi", [], "Let me see.")),
+        (ANALYSIS + "<|message|>hi", Read("hi", [], "Let me see.")),
+        (ANALYSIS + "assistants differ", Read("assistants differ", [], "Let me see.")),
+        (ANALYSIS + "assist", Read("assist", [], "Let me see.")),
+        (ANALYSIS + "well,<|channel|>final<|message|> hi", Read("well, hi", [], "Let me see.")),
+        (CALL.removesuffix("<|call|>") + "<|channel|>final<|message|>hi", Read("hi", [("add", '{"a": 1}')])),
+        (CALL.replace('{"a": 1}', "nul"), Read("", [("add", "nul")])),
     ],
 )
 def test_cases(text, expected):

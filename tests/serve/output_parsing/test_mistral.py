@@ -34,6 +34,8 @@ def make():
         ),
         ('[TOOL_CALLS]add[CALL_ID]x12345678[ARGS]{"a": 1}', Read("", [("add", '{"a": 1}')])),
         ('[TOOL_CALLS]add{"a": 1', Read("", [("add", '{"a": 1')])),
+        ("[TOOL_CALLS]noon[ARGS]null[TOOL_CALLS]add[ARGS] null", Read("", [("noon", "{}"), ("add", "{}")])),
+        ('[TOOL_CALLS] [{"name": "noon", "arguments": null}]', Read("", [("noon", "{}")])),
         ("[TOOL_CALLS]other[ARGS]{}", Read("[TOOL_CALLS]other[ARGS]{}", [])),
         ("[TOOL_CALLS] [1, 2]", Read("[TOOL_CALLS] [1, 2]", [])),
         ("[TOOL_CALLS]", Read("[TOOL_CALLS]", [])),

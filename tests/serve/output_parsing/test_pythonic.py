@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.serve.output_parsing.pythonic import PythonicParser
+from phalanx.serve.output_parsing.pythonic import OLMO_MARKERS, OlmoParser, PythonicParser
 from tests.support.serve_output_parsing import LETTERS, NAMES, SIZES, Read, cut, read, read_all_ways, shreds, special
 
 
@@ -38,12 +38,63 @@ def make():
         ("[add", Read("[add", [])),
         ('[add(a="é', Read("", [("add", '{"a": ')])),
         ("[noon(), then]", Read(", then]", [("noon", "{}")])),
-        ("[add(a='\\ud800')]", Read("", [("add", '{"a": "\'\\\\ud800\'"}')])),
+        ("[add(a='\\ud800')]", Read("", [("add", '{"a": "\\\\ud800"}')])),
+        # strings as models write them, and words of JSON among Python's
+        ('[add(a="one\ntwo\r\n", b=1)]', Read("", [("add", '{"a": "one\\ntwo\\r\\n", "b": 1}')])),
+        ("[add(a='one\n\"two\"')]", Read("", [("add", '{"a": "one\\n\\"two\\""}')])),
+        ('[add(a="""x, "y")\nz""", b=\'\', c="")]', Read("", [("add", '{"a": "x, \\"y\\")\\nz", "b": "", "c": ""}')])),
+        ("[add(a='''it's''')]", Read("", [("add", '{"a": "it\'s"}')])),
+        ('[add(a="\x00", b="")]', Read("", [("add", '{"a": "\\u0000", "b": ""}')])),
+        ("[add(a={'a': true, 'b': [false, null]})]", Read("", [("add", '{"a": {"a": true, "b": [false, null]}}')])),
+        ("[add(a={'a': 'true', \"b\": None})]", Read("", [("add", '{"a": {"a": "true", "b": null}}')])),
+        ("[add(a='a' 'b', b=\"it's\")]", Read("", [("add", '{"a": "ab", "b": "it\'s"}')])),
+        ("[add(a={'a': nothing})]", Read("", [("add", '{"a": "{\'a\': nothing}"}')])),
         ("[add(a=1e999)]", Read("", [("add", '{"a": "1e999"}')])),
     ],
 )
 def test_cases(text, expected):
     assert read_all_ways(make, text) == expected
+
+
+OLMO = '<function_calls>weather(city="New\\nYork", days=3, unit=null, tags=["a", "b)"])\nnoon()</function_calls>'
+OLMO_CALLED = [("weather", '{"city": "New\\nYork", "days": 3, "unit": null, "tags": ["a", "b)"]}'), ("noon", "{}")]
+
+
+def olmo():
+    return OlmoParser(NAMES, LETTERS)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (OLMO, Read("", OLMO_CALLED)),
+        (f"I look. {OLMO}\nDone.", Read("I look.\nDone.", OLMO_CALLED)),
+        (f"{OLMO}{OLMO}", Read("", OLMO_CALLED * 2)),
+        ("<function_calls>\nnoon()\n</function_calls>", Read("", [("noon", "{}")])),
+        ("<function_calls>moon()</function_calls>", Read("<function_calls>moon()</function_calls>", [])),
+        ("<function_calls>moon()\nnoon()</function_calls>", Read("<function_calls>moon()\nnoon()</function_calls>", [])),
+        ("<function_calls></function_calls> a", Read("<function_calls></function_calls> a", [])),
+        ("<function_calls>noon(", Read("<function_calls>noon(", [])),
+        ("<function_calls>weather(city='Os", Read("", [("weather", '{"city": ')])),
+        ("noon()", Read("noon()", [])),
+    ],
+)
+def test_olmo(text, expected):
+    assert read_all_ways(olmo, text) == expected
+    for at in range(len(text)):
+        assert read(olmo(), [text[:at], text[at:]]) == expected
+
+
+def test_special_tokens_of_olmo():
+    markers = special(*OLMO_MARKERS)
+    assert read(OlmoParser(NAMES, markers), [markers.encode(OLMO)]).calls == OLMO_CALLED
+    assert read(OlmoParser(NAMES, markers), [OLMO]) == Read(OLMO, [])
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=shreds(*OLMO_MARKERS, OLMO, "noon()", "weather(city=", "'a'", ")"), sizes=SIZES)
+def test_pieces_never_matter_to_olmo(text, sizes):
+    assert read(olmo(), cut(text, sizes)) == read(olmo(), [text])
 
 
 def test_special_tokens():

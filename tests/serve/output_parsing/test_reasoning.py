@@ -8,11 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.serve.output_parsing.events import ContentParser
-from phalanx.serve.output_parsing.hermes import HermesParser
-from phalanx.serve.output_parsing.reasoning import Begin, ReasoningParser, TagTokenCounter
+from phalanx.serve.output_parsing.formats import CALLS
+from phalanx.serve.output_parsing.reasoning import AnswerParser, Begin, ReasoningParser, TagTokenCounter
 from tests.support.serve_output_parsing import LETTERS, NAMES, SIZES, Read, cut, read, read_all_ways, shreds
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def hermes():
+    return CALLS["hermes"].parser(NAMES, LETTERS, CALLS["hermes"].syntax)
 
 
 def make(begin, answer=ContentParser):
@@ -41,15 +45,47 @@ def test_cases(begin, text, expected):
 
 def test_calls_follow_the_reasoning():
     text = f"<think>I could write {CALL}.</think>\n\nI look.\n{CALL}"
-    result = read_all_ways(lambda: make(Begin.OPEN, lambda: HermesParser(NAMES, LETTERS)), text)
+    result = read_all_ways(lambda: make(Begin.OPEN, hermes), text)
     assert result == Read("I look.", [("add", '{"a": 1}')], f"I could write {CALL}.")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>Hm.</think>\n\n<response>\nHello.\n\nBye.\n</response>\n", Read("Hello.\n\nBye.", [], "Hm.")),
+        (f"<think>Hm.</think>\n\n{CALL}\n", Read("", [("add", '{"a": 1}')], "Hm.")),
+        (f"<response>I look.</response>{CALL}", Read("I look.", [("add", '{"a": 1}')])),
+        ("<response>a</response>\n<response>b</response>", Read("ab", [])),
+        ("Hello <response>.", Read("Hello <response>.", [])),
+        ("<response>Hel", Read("Hel", [])),
+        ("<resp", Read("<resp", [])),
+        (" Hello", Read(" Hello", [])),
+        ("", Read("", [])),
+    ],
+)
+def test_tags_around_the_answer(text, expected):
+    def parser():
+        return make(Begin.OPEN, lambda: AnswerParser("<response>", "</response>", hermes()))
+
+    assert read_all_ways(parser, text) == expected
+    for at in range(len(text)):
+        assert read(parser(), [text[:at], text[at:]]) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=shreds("<think>", "</think>", "<response>", "</response>", CALL), sizes=SIZES)
+def test_pieces_never_matter_with_tags_around_the_answer(text, sizes):
+    def parser():
+        return make(Begin.OPEN, lambda: AnswerParser("<response>", "</response>", hermes()))
+
+    assert read(parser(), cut(text, sizes)) == read(parser(), [text])
 
 
 @settings(max_examples=150, deadline=None)
 @given(begin=st.sampled_from(Begin), text=shreds("<think>", "</think>", "\n\n", CALL), sizes=SIZES)
 def test_pieces_never_matter(begin, text, sizes):
     def parser():
-        return make(begin, lambda: HermesParser(NAMES, LETTERS))
+        return make(begin, hermes)
 
     assert read(parser(), cut(text, sizes)) == read(parser(), [text])
 

@@ -12,21 +12,21 @@ import pytest
 from tokenizers import AddedToken
 
 from phalanx.config.sampling_params import StructuredOutputParams
-from phalanx.engine.grammar import Matcher
+from phalanx.engine.grammar import Grammars
 from phalanx.serve.openai.request_params import schemas_of
 from phalanx.serve.openai.schema.chat import Tool
 from phalanx.serve.output_parsing import OutputFormat, deepseek, harmony, mistral
+from phalanx.serve.output_parsing.formats import CALLS, forced_format
 from phalanx.serve.output_parsing.reasoning import Begin
 from phalanx.serve.output_parsing.structural_tags import (
-    AMBIGUOUS,
     after_reasoning,
     calls_or_answer,
     forced_calls,
-    forced_parser,
     structural_tag,
     valid_calls,
 )
 from phalanx.serve.structured_output.compiler import compile_structured_output
+from phalanx.serve.structured_output.vocabulary import vocabulary_of
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_output_parsing import read
 from tests.support.serve_small_tokenizers import byte_level, write
@@ -35,12 +35,36 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 FUNCTIONS = {"weather": CITY, "noon": {"type": "object"}}
-SPECIAL = [*harmony.MARKERS, *mistral.MARKERS, "[THINK]", "[/THINK]"]
+SPECIAL = [*harmony.MARKERS, *mistral.MARKERS, "[THINK]", "[/THINK]", "<|END_RESPONSE|>"]
 OSLO, NOON = '{"city": "Oslo"}', "{}"
 DS = deepseek
 WRITTEN = {
     "hermes": ("", '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>', "\n", ""),
-    "qwen3_coder": ("", "<tool_call>\n<function={}>\n{}\n</function>\n</tool_call>", "\n", ""),
+    "qwen3_coder": ("", "<tool_call>\n<function={}>\n{}</function>\n</tool_call>", "\n", ""),
+    "seed_oss": ("", "<seed:tool_call>\n<function={}>\n{}</function>\n</seed:tool_call>", "\n", ""),
+    "minimax_m2": ("<minimax:tool_call>\n", '<invoke name="{}">\n{}</invoke>\n', "", "</minimax:tool_call>"),
+    "glm45": ("", "<tool_call>{}\n{}</tool_call>", "\n", ""),
+    "glm47": ("", "<tool_call>{}{}</tool_call>", "", ""),
+    "granite": ("<|tool_call|>[", '{{"name": "{}", "arguments": {}}}', ", ", "]"),
+    "phi4_mini_json": ("functools[", '{{"name": "{}", "arguments": {}}}', ", ", "]"),
+    "cohere_command3": (
+        "<|START_ACTION|>[\n    ",
+        '{{"tool_call_id": "0", "tool_name": "{}", "parameters": {}}}',
+        ",\n    ",
+        "\n]<|END_ACTION|>",
+    ),
+    "command_r": (
+        "Action:\n```json\n[\n",
+        '    {{\n        "tool_name": "{}",\n        "parameters": {}\n    }}',
+        ",\n",
+        "\n]```",
+    ),
+    "hy_v3": (
+        "<tool_calls:opensource>\n",
+        "<tool_call:opensource>{}<tool_sep:opensource>\n{}</tool_call:opensource>\n",
+        "",
+        "</tool_calls:opensource>",
+    ),
     "llama3_json": ("", '{{"name": "{}", "parameters": {}}}', "; ", ""),
     "mistral": ("[TOOL_CALLS][", '{{"name": "{}", "arguments": {}}}', ", ", "]"),
     "deepseek_v3": (
@@ -51,11 +75,22 @@ WRITTEN = {
     ),
     "deepseek_v31": (DS.CALLS_BEGIN, DS.CALL_BEGIN + "{}" + DS.SEPARATOR + "{}" + DS.CALL_END, "", DS.CALLS_END),
 }
+PARAMETERS = {
+    "qwen3_coder": "<parameter={}>\n{}\n</parameter>\n",
+    "seed_oss": "<parameter={}>{}</parameter>\n",
+    "minimax_m2": '<parameter name="{}">{}</parameter>\n',
+    "glm45": "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
+    "glm47": "<arg_key>{}</arg_key><arg_value>{}</arg_value>",
+    "hy_v3": "<arg_key:opensource>{}</arg_key:opensource>\n<arg_value:opensource>{}</arg_value:opensource>\n",
+}
+"""One argument, of the formats without JSON."""
+HY = [f"<{end}{tag}:opensource>" for tag in ("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value") for end in ("", "/")]
+SPECIAL += [*HY, "<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>"]
 
 
 @functools.cache
 def tokenizer_of(template=None) -> Tokenizer:
-    """Markers of gpt-oss and Mistral are special tokens; those of DeepSeek and Qwen are plain ones."""
+    """Markers of gpt-oss, Mistral and Hy3 are special tokens; those of the others are plain ones, or none."""
     backend = byte_level()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", *deepseek.MARKERS]
@@ -72,20 +107,25 @@ def output_of(tools, reasoning="none", template=None):
 
 
 def calls(tools, *named):
-    if tools == "qwen3_coder":
+    if tools in PARAMETERS:
         named = [
-            (name, "\n".join(f"<parameter={key}>{value}</parameter>" for key, value in json.loads(arguments).items()))
+            (name, "".join(PARAMETERS[tools].format(key, value) for key, value in json.loads(arguments).items()))
             for name, arguments in named
         ]
     before, one, between, after = WRITTEN[tools]
     return before + between.join(one.format(name, arguments) for name, arguments in named) + after
 
 
+@functools.cache
+def grammars() -> Grammars:
+    tokenizer = tokenizer_of()
+    return Grammars(lambda: vocabulary_of(tokenizer), tokenizer.vocab_size)
+
+
 def accepts(params: StructuredOutputParams, text: str) -> bool:
     """Whether a model could write this text, and end there. A special token in the text is that token."""
     tokenizer = tokenizer_of()
-    params = compile_structured_output(params, tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=[tokenizer.eos_token_id])
-    matcher = Matcher(params.compiled)
+    matcher = grammars().open(compile_structured_output(params).compiled)
     for token in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]:
         mask = int.from_bytes(matcher.mask(), "little")
         if not mask >> token & 1:
@@ -114,7 +154,7 @@ def test_forced(tools):
     assert not accepts(one, calls(tools, ("noon", NOON), ("noon", NOON)))
     assert not accepts(one, oslo)
     # What the grammar enforces is what the parser reads.
-    parser = output.parser(Begin.AFTER, FUNCTIONS, tools=forced_parser(tools))
+    parser = output.parser(Begin.AFTER, FUNCTIONS, tools=forced_format(tools))
     assert read(parser, [output.markers.encode(both)]) == ("", [("weather", OSLO), ("noon", NOON)], "")
 
 
@@ -141,7 +181,7 @@ def test_a_function_without_parameters_has_no_arguments(tools):
     assert accepts(params, calls(tools, ("none", "{}"), ("any", "{}")))
     assert accepts(params, calls(tools, ("any", OSLO)))
     assert not accepts(params, calls(tools, ("none", OSLO)))
-    assert not accepts(params, calls(tools, ("any", "3")) if tools != "qwen3_coder" else "")
+    assert not accepts(params, calls(tools, ("any", "3")) if tools not in PARAMETERS else "")
 
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -149,10 +189,10 @@ NUMBER_ANSWER = StructuredOutputParams(json_schema=json.dumps(NUMBER))
 SEVEN = '{"n": 7}'
 
 
-@pytest.mark.parametrize("tools", [name for name in WRITTEN if name not in AMBIGUOUS])
+@pytest.mark.parametrize("tools", [name for name in WRITTEN if not CALLS[name].ambiguous])
 def test_calls_or_an_answer(tools):
     output = output_of(tools)
-    either = calls_or_answer(output, tools, FUNCTIONS, NUMBER_ANSWER, parallel=True)
+    either = calls_or_answer(output, tools, FUNCTIONS, (), NUMBER_ANSWER, parallel=True)
     oslo, both = calls(tools, ("weather", OSLO)), calls(tools, ("weather", OSLO), ("noon", NOON))
     for text in (SEVEN, oslo, both):
         assert accepts(either, text), text
@@ -161,7 +201,7 @@ def test_calls_or_an_answer(tools):
         calls(tools, ("weather", NOON)), calls(tools, ("other", NOON)), oslo[:-1],
     ):  # fmt: skip
         assert not accepts(either, text), text
-    one = calls_or_answer(output, tools, FUNCTIONS, StructuredOutputParams(json_object=True), parallel=False)
+    one = calls_or_answer(output, tools, FUNCTIONS, (), StructuredOutputParams(json_object=True), parallel=False)
     for text in ('{"a": {"b": [1]}}', "{}", oslo):
         assert accepts(one, text), text
     for text in (both, "3", "[{}]"):
@@ -175,13 +215,24 @@ def test_calls_or_an_answer(tools):
             assert read(parser, [encoded[i : i + size] for i in range(0, len(encoded), size)]) == read_as
 
 
+def test_an_answer_between_tags():
+    output = output_of("cohere_command3", "cohere_command3")
+    either = calls_or_answer(output, "cohere_command3", FUNCTIONS, (), NUMBER_ANSWER, parallel=True)
+    params = after_reasoning(output, NUMBER_ANSWER, Begin.OPEN)
+    for text in (SEVEN, f"<|START_RESPONSE|>{SEVEN}<|END_RESPONSE|>"):
+        assert accepts(params, text)
+        assert accepts(params, f"<|START_THINKING|>Hm.<|END_THINKING|>{text}")
+    assert not accepts(params, "<|START_RESPONSE|>No.<|END_RESPONSE|>")
+    assert accepts(after_reasoning(output, either, Begin.OPEN, calls=True), calls("cohere_command3", ("weather", OSLO)))
+
+
 @pytest.mark.parametrize(
     ("tools", "reasoning", "opening", "closing"),
     [("hermes", "qwen3", "<think>", "</think>"), ("mistral", "mistral", "[THINK]", "[/THINK]")],
 )
 def test_calls_or_an_answer_after_the_reasoning(tools, reasoning, opening, closing):
     output = output_of(tools, reasoning)
-    either = calls_or_answer(output, tools, FUNCTIONS, NUMBER_ANSWER, parallel=True)
+    either = calls_or_answer(output, tools, FUNCTIONS, (), NUMBER_ANSWER, parallel=True)
     oslo = calls(tools, ("weather", OSLO))
     inside, before = (after_reasoning(output, either, begin, calls=True) for begin in (Begin.INSIDE, Begin.OPEN))
     for text in (SEVEN, oslo):
@@ -195,7 +246,7 @@ def test_calls_or_an_answer_after_the_reasoning(tools, reasoning, opening, closi
 
 def test_calls_or_an_answer_of_harmony():
     output = output_of("gpt_oss", "gpt_oss")
-    either = calls_or_answer(output, "gpt_oss", FUNCTIONS, NUMBER_ANSWER, parallel=True)
+    either = calls_or_answer(output, "gpt_oss", FUNCTIONS, (), NUMBER_ANSWER, parallel=True)
     params = after_reasoning(output, either, Begin.AFTER, calls=True)
     analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     call = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + OSLO

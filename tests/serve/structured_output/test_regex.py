@@ -1,110 +1,153 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pattern is refused for what the grammar would ignore, and otherwise the grammar takes what the pattern does."""
+"""A pattern takes what ECMA-262 says; what Rust's syntax would read in another way is refused."""
 
 from __future__ import annotations
 
-import json
 import re
 import time
 
 import pytest
-import xgrammar
-from xgrammar.testing import _is_grammar_accept_string
 
-from phalanx.serve.structured_output.json_schema import enforceable
-from phalanx.serve.structured_output.regex import MAX_DEPTH, expand_unicode_classes, unsupported_construct
+from phalanx.errors import OptionError
+from phalanx.serve.structured_output.regex import rust_regex
+from tests.support.grammars import accepts, opened
 
 TEXTS = [
-    "", "a", "b", "A", "ab", "aa", "aab", "aaa", "abb", "1", "_", "-", ".", "/", "^", " ",
-    "\u00a0", "\u2005", "\u2028", "\u3000", "é", "😀",
-]  # fmt: skip
-
-
-IGNORED = [
-    ("a(?=b)", "a lookahead"),
-    ("(?!a)[ab]", "a lookahead"),
-    ("x(y|(?!a)b)", "a lookahead"),
-    (r"\Aa", "the escape"),
-    (r"a\Z", "the escape"),
-    (r"[\b]", "the escape"),
-    (r"[\p{L}]", "the escape"),
-    (r"\u{22}", "the escape"),
-    ("a^b", r"the anchor '\^'"),
-    ("a$b", r"the anchor '\$'"),
-    ("^a$b?", r"the anchor '\$'"),
-    ("a(^)b", r"the anchor '\^'"),
-    ("(^a)+$", r"the anchor '\^'"),
-    ("(?:a|b$)*", r"the anchor '\$'"),
-    ("((x)|a^)b", r"the anchor '\^'"),
-    ("a++a", "the nested quantifier"),
-    ("a{1,2}{2}", "the nested quantifier"),
-    ("a???", "the nested quantifier"),
-    ("ba$?", r"the quantifier '\?' after an anchor"),
-    ("(a)^{2}", "the quantifier .* after an anchor"),
-    (r"\x61b", r"the escape '\\\\x61' before the digit 'b'"),
-    (r"[\x611]", "the escape"),
-    (r"\01", "the escape"),
-    ("[^]", "the class"),
+    "",
+    "a",
+    "b",
+    "A",
+    "ab",
+    "aa",
+    "aab",
+    "aaa",
+    "abb",
+    "1",
+    "_",
+    "-",
+    ".",
+    "/",
+    "^",
+    " ",
+    "[",
+    "&",
+    "{",
+    "a&b",
+    "\n",
+    "\r",
+    "\x85",
+    "\u00a0",
+    "\u2005",
+    "\u2028",
+    "\u3000",
+    "\ufeff",
+    "é",
+    "😀",
+    "٣",
 ]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a",
+        "a?b*",
+        "(?:a|b)+",
+        "(a|b){2,3}",
+        "(?P<n>a)b",
+        "(?<n>a)b",
+        "b*?",
+        r"\x61\u0062",
+        r"\d",
+        r"\w",
+        r"\W",
+        r"\D",
+        r"\S",
+        r"\s",
+        r"[^\s]",
+        r"[\S]",
+        r"[a\s]",
+        r"[^a\S]",
+        ".",
+        ".{1,2}",
+        "[^é]",
+        "[é😀]",
+        r"[\S^]",
+        r"[\s\S]",
+        "[.]",
+        r"\.",
+        r"[a-c&&b]",
+        "[[]",
+        r"[a[]",
+        r"[+--]",
+        "[a~~b]",
+        r"\/",
+        r"\-",
+        "/",
+        "{",
+        "a{2}",
+        r"\{",
+        "(?i)a",
+        "(?i:A)b",
+        "^a$",
+        "^(a|b)$",
+    ],
+)
+def test_the_whole_text_matches(pattern):
+    python = pattern.replace("(?<n>", "(?P<n>").replace(r"\s", "<s>").replace(r"\S", "<S>")
+    spaces = r"\t\n\x0b\x0c\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+    inside = python.startswith("[")
+    python = python.replace("<s>", spaces if inside else f"[{spaces}]")
+    if "<S>" in python:
+        python = {"<S>": f"[^{spaces}]", "[<S>]": f"[^{spaces}]", "[<S>^]": f"[^{spaces}]"}.get(python, "")
+    if pattern in (r"[^a\S]", r"[\s\S]"):
+        python = f"[{spaces}]" if pattern == r"[^a\S]" else r"[\s\S]"
+    python = {
+        ".": r"[^\n\r\u2028\u2029]",
+        ".{1,2}": r"[^\n\r\u2028\u2029]{1,2}",
+        "{": r"\{",
+        r"[a-c&&b]": "[a-c&]",
+        "[[]": r"\[",
+        r"[a[]": r"[a\[]",
+        "[+--]": r"[+-\-]",
+        "[a~~b]": "[a~b]",
+    }.get(pattern, python)
+    matcher = opened("regex", pattern)
+    assert python
+    taken = [text for text in TEXTS if accepts(matcher, text)]
+    assert taken == [text for text in TEXTS if re.fullmatch(python, text, re.ASCII)]
 
 
 @pytest.mark.parametrize(
     ("pattern", "part"),
     [
-        *IGNORED,
-        ("a[b", "a class that is not closed"),
-        (r"[a\]", "a class that is not closed"),
-        ("(" * (MAX_DEPTH + 1), "nested deeper"),
+        ("a++a", r"the quantifier '\+' after '\+'"),
+        ("a{1,2}{2}", "the quantifier '.2.' after"),
+        ("a???", "the quantifier"),
+        ("[]a]", "the empty class"),
+        (r"\ca", "the escape"),
+        (r"[\c]", "the escape"),
+        ("(?x)a b", "the flags"),
+        ("a(?=b)", "look-ahead"),
+        ("(?<!a)b", "look-behind"),
+        (r"(a)\1", "backreferences"),
+        (r"\ba", "lookarounds not supported"),
+        ("(", "unclosed"),
+        ("a^b", "not supported"),
+        ("(" * 5000 + ")" * 5000, "nest"),
+        ("a" * 40000, "40000"),
+        ("\ud800", "not valid text"),
     ],
 )
-def test_what_the_grammar_would_ignore_is_named(pattern, part):
-    assert re.search(part, unsupported_construct(pattern) or "")
-
-
-@pytest.mark.parametrize("pattern", [pattern for pattern, _ in IGNORED])
-def test_xgrammar_would_not_reject_it(pattern):
-    """In JSON. Where this fails, xgrammar has learned to say no, and the check has become redundant."""
-    xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "(?<=a)b", "^(?<!a)b$", "x(y|(?<=a)b)", r"(a)\1", r"(?<n>a)\k<n>", r"\2", r"\ba", r"a\Bb", "x(?i)a", "(?m)^a$", "(?>a+)b",
-        "(?i:a)", "(?#c)a", "(a", r"\p{L}",
-    ],
-)  # fmt: skip
-def test_what_xgrammar_rejects_itself(pattern):
-    """It is left to xgrammar, in JSON and outside."""
-    for convert, text in (
-        (xgrammar.Grammar.from_regex, pattern),
-        (xgrammar.Grammar.from_json_schema, json.dumps({"type": "string", "pattern": expand_unicode_classes(pattern)})),
-    ):
-        with pytest.raises(RuntimeError, match="Regex parsing error"):
-            convert(text)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "", "a", "^a$", "^^a$$", "(^a)$", "^(a|b)$", "^a|b$", "(a$|b)", "a$|^b", "(^)a", "(^a)?b", "(?:^(?:a$))", "a(?:b$|b$)",
-        "b*?$", "a{2}?b?", "(?P<n>a)b", "(?<n>a)b", "(?:a)b", r"^\^?$", r"^[\^$]$", r"^[^\]^$]$", r"\x61\u0062", r"^\/$", r"^\-$",
-        "(?i)^a$", "^$", "(|a)", r"^\d$", r"^\w$", r"^\S$", r"^\S+$", "^.$", r"^.+$", r"^[^\s]$", r"^[^a\s]$", r"^[\S ]$",
-        r"^[\S^]$", r"^[\s\S]$", r"^[.]$", r"^\.$", r"\x61[\x62-\x64g]?", r"\u0061b",
-    ],
-)  # fmt: skip
-def test_what_is_enforced_passes_and_is(pattern):
-    assert unsupported_construct(pattern) is None
-    grammar = xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": expand_unicode_classes(pattern)}))
-    taken = [text for text in TEXTS if _is_grammar_accept_string(grammar, json.dumps(text, ensure_ascii=False))]
-    assert taken
-    assert [text for text in taken if not re.search(pattern.replace("(?<n>", "(?P<n>"), text)] == []
+def test_what_has_no_equal_is_named(pattern, part):
+    with pytest.raises(OptionError, match=part):
+        opened("regex", pattern)
 
 
 def test_long_patterns_take_no_time():
     began = time.monotonic()
-    assert unsupported_construct("(" * 90 + "^" * 50_000 + "a" * 50_000 + ")" * 90 + "$") is None
-    assert unsupported_construct("[" * 130_000)
-    pattern = r"\[" * 40_000
-    assert enforceable({"type": "string", "pattern": pattern})["pattern"] == pattern
+    rust_regex("(" * 90 + "^" * 50_000 + "a" * 50_000 + ")" * 90 + "$", what="pattern")
+    rust_regex(r"\[" * 40_000, what="pattern")
+    with pytest.raises(OptionError, match="not closed"):
+        rust_regex("[" * 60_000, what="pattern")
     assert time.monotonic() - began < 5

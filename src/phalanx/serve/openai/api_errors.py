@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All error responses, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
+"""All error responses, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`; those of /v1/messages in Anthropic's.
 
 `api_error_of` maps any exception to a status and that body: a mistake of the client is a 400 (401, 404, 405, 413), a full queue a
 429, a server that is not ready or shutting down a 503, a failed engine a 500. 429 and 503 carry Retry-After.
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from phalanx.errors import (
+    AdapterNotFound,
     CapacityError,
     EngineClosed,
     EngineError,
@@ -26,7 +27,7 @@ from phalanx.errors import (
     PromptTooLong,
     RequestError,
 )
-from phalanx.log import get_logger
+from phalanx.log import get_logger, request_id
 from phalanx.serve.openai.schema.field_table import undeclared
 
 logger = get_logger(__name__)
@@ -59,6 +60,20 @@ class ApiError(Exception):
         return Response(msgspec.json.encode(self.body()), self.status, self.headers, media_type="application/json")
 
 
+class MessagesError(ApiError):
+    """The same in Anthropic's form."""
+
+    def body(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        return {"type": "error", "error": error, "request_id": request_id.get() or None}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400 about the field `param`."""
     return ApiError(400, message, param=param, code=code)
@@ -76,10 +91,12 @@ def api_error_of(error: BaseException, *, retry_after: int = 1) -> ApiError:
         return ApiError(429, str(error), type="rate_limit_error", code="overloaded", headers=retry)
     if isinstance(error, PromptTooLong):
         return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
+    if isinstance(error, AdapterNotFound):
+        return ApiError(404, str(error), param="model", code="model_not_found")
     if isinstance(error, (RequestError, OptionError, CapacityError)):
         return ApiError(400, str(error))
     if isinstance(error, EngineClosed):
-        return ApiError(503, str(error), type="server_error", code="engine_closed", headers=retry)
+        return ApiError(503, str(error), type="server_error", code=_snake(type(error).__name__), headers=retry)
     if isinstance(error, EngineError):
         return ApiError(500, str(error), type="server_error", code=_snake(type(error).__name__))
     if isinstance(error, PhalanxError):
@@ -115,13 +132,23 @@ def validation_api_error(error: ValidationError, model: type[BaseModel]) -> ApiE
 
 
 def with_fields_of(path: str, error: ApiError) -> ApiError:
-    """The error with the field's name at this endpoint: a chat is answered as a prompt, and a response as a chat."""
+    """The error with the field's name at this endpoint, and in its form: a chat is answered as a prompt, a response or a message as
+    a chat."""
+    error = _renamed(path, error)
+    if not path.startswith(MESSAGES):
+        return error
+    return MessagesError(
+        error.status, error.message, type=error.type, param=error.param, code=error.code, headers=error.headers
+    )  # fmt: skip
+
+
+def _renamed(path: str, error: ApiError) -> ApiError:
     field = error.param or ""
     if error.code in ("unknown_parameter", "unsupported_parameter"):  # the client has sent a field of this name
         return error
     own = field
-    if field == "prompt":
-        own = _PROMPT_FIELDS.get(path, field)
+    if is_prompt := field.partition("[")[0] == "prompt":
+        own = _prompt_field(path, field)
     elif path == RESPONSES:
         if field.partition(".")[0].partition("[")[0] == "messages":
             own = "input"
@@ -131,12 +158,25 @@ def with_fields_of(path: str, error: ApiError) -> ApiError:
             own = "text.format." + field.removeprefix("response_format.").removeprefix("json_schema.")
     if own == field:
         return error
-    message = error.message if field == "prompt" else error.message.replace(field, own)
+    message = error.message
+    if not is_prompt or message.startswith(field):
+        message = message.replace(field, own, 1 if is_prompt else -1)
     return ApiError(error.status, message, type=error.type, param=own, code=error.code, headers=error.headers)
 
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-_PROMPT_FIELDS = {CHAT: "messages", RESPONSES: "input"}
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+RERANK = "/v1/rerank"
+_PROMPT_FIELDS = {
+    CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", f"{MESSAGES}/count_tokens": "messages", "/v1/embeddings": "input",
+}  # fmt: skip
+
+
+def _prompt_field(path: str, field: str) -> str:
+    """The field of an endpoint that is its prompt, or the one of an index."""
+    if path == RERANK and field != "prompt":
+        index = int(field.removeprefix("prompt[").removesuffix("]"))
+        return f"documents[{index - 1}]" if index else "query"
+    return field.replace("prompt", _PROMPT_FIELDS.get(path, "prompt"), 1)
 
 
 def clip(text: str) -> str:
@@ -174,33 +214,7 @@ def _path(where: Sequence[Any]) -> str:
     return path
 
 
-_UNION_MEMBERS = {
-    "text_part",
-    "refusal_part",
-    "other_part",
-    "message_item",
-    "call_item",
-    "output_item",
-    "reasoning_item",
-    "reference_item",
-    "other_item",
-    "function_tool",
-    "other_tool",
-    "function_choice",
-    "allowed_choice",
-    "other_choice",
-    "choice_mode",
-    "named_choice",
-    "str",
-    "int",
-    "plain",
-    "assistant",
-    "tool",
-    "json_schema_",
-    "constrained-str",
-    "TextPart",
-    "NamedTool",
-}
+_UNION_MEMBERS = {"str", "int"}  # others are no identifiers
 
 
 def _snake(name: str) -> str:

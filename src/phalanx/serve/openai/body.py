@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read and validate request bodies, with limits on size, nesting and time.
 
-A body has a size limit (413), and a large one limits on its numbers of values, members and containers (400). A parser holds the
-interpreter lock, so that even on a thread its time would delay every stream: a large body is read by another process
-(`large_bodies`). pydantic's JSON parser rejects nesting beyond 200 levels, lone surrogates, and numbers beyond the range of a
-double. Grammars of clients have further limits here, because compilers recurse over them (`structured_output.json_schema` limits
-schemas).
+A body has a size limit (413), and a large one limits on its numbers of values, members and containers (400): beyond them one takes
+up to 4 s to read, and other large ones wait. A parser holds the interpreter lock, so that even on a thread its time would delay
+every stream: a large body is read by another process, within limits of time and memory (`large_bodies`). pydantic's JSON parser
+rejects nesting beyond 200 levels, lone surrogates, and numbers beyond the range of a double.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
@@ -22,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from phalanx.serve.openai.api_errors import ApiError, bad_request, clip, validation_api_error
-from phalanx.serve.openai.large_bodies.gate import Place
+from phalanx.serve.openai.large_bodies.gate import Gate
 
 MAX_BODY_BYTES = 8 * 2**20
 """A million tokens are about 4 MiB of English text; token ids in JSON take up to 8 bytes each."""
@@ -36,8 +37,6 @@ MAX_CONTAINERS = 2**14
 """Objects and lists of a body: each takes as long as 30 numbers."""
 SCANNED_BYTES = 2**16
 """Bytes that are scanned at once: milliseconds at worst, after which the event loop may run."""
-MAX_GRAMMAR_CHARACTERS = 2**16
-MAX_GRAMMAR_DEPTH = 100
 
 Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
@@ -75,8 +74,8 @@ async def read_request(
             f"Content-Encoding {clip(encoding)!r} is not supported; send the body as it is", code="unsupported_content_encoding"
         )
     service = request.app.state.service
-    with service.gate.request() as place:
-        parts = await _bounded(request, place)
+    async with AsyncExitStack() as place:
+        parts = without_mark(await _bounded(request, service.gate, place))
         if sum(map(len, parts)) > LARGE_BYTES:
             return await prepare_large(parts)
     body = b"".join(parts)
@@ -91,6 +90,27 @@ async def read_request(
     for field in accepted:
         service.metrics.accepted_field(field)
     return result
+
+
+async def read_small_request(request: Request, model: type[Model]) -> Model:
+    """The body of `request`, validated as `model`, which has a few short fields. Raises ApiError as `read_request`, and 400 for a
+    large body."""
+
+    async def too_large(parts: Sequence[bytes]) -> Model:
+        raise bad_request(f"the body is too large: {sum(map(len, parts)):,} bytes for a few short fields", code="invalid_value")
+
+    return await read_request(request, model, lambda parsed: parsed, too_large)
+
+
+def without_mark(parts: list[bytes]) -> list[bytes]:
+    """The parts of a body without its byte order mark, which RFC 8259 lets a reader ignore. Raises ApiError 400 for UTF-16."""
+    head = b"".join(part[:4] for part in parts[:4])[:4]
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise bad_request("the body must be UTF-8; it begins with the byte order mark of UTF-16", code="invalid_encoding")
+    if not head.startswith(codecs.BOM_UTF8):
+        return parts
+    beginning = b"".join(parts[:4])
+    return [beginning[len(codecs.BOM_UTF8) :], *parts[4:]]
 
 
 def check_counts(text: bytes, param: str | None = None) -> None:
@@ -128,23 +148,31 @@ def parse(body: bytes, model: type[Model], accepted: set[str] | None = None) -> 
         raise validation_api_error(error, model) from None
 
 
-async def _bounded(request: Request, place: Place) -> list[bytes]:
+def validated(fields: Mapping[str, Any], model: type[Model]) -> Model:
+    """The same of a body that another one was translated to."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise validation_api_error(error, model) from None
+
+
+async def _bounded(request: Request, gate: Gate, place: AsyncExitStack) -> list[bytes]:
+    """The parts of the body. place: gets the place of a large one."""
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 15 or int(length) > MAX_BODY_BYTES):
         raise _too_large()
     parts, size, stream = [], 0, request.stream()
+    large = length.isdigit() and int(length) > LARGE_BYTES  # what the client sends meanwhile stays in its socket
     try:
-        if length.isdigit() and int(length) > LARGE_BYTES:
-            await place.take()  # what the client sends meanwhile stays in its socket
-        else:
+        if not large:
             async for part in stream:
                 size += len(part)
                 parts.append(part)
-                if size > LARGE_BYTES:
-                    await place.take()
+                if large := size > LARGE_BYTES:
                     break
-        if place.taken:
-            async with place.arriving():
+        if large:
+            await place.enter_async_context(gate.place())
+            async with gate.arriving():
                 async for part in stream:
                     size += len(part)
                     if size > MAX_BODY_BYTES:
@@ -164,30 +192,11 @@ def _too_large() -> ApiError:
     )
 
 
-def check_grammar(text: str, param: str) -> None:
-    """Raise ApiError 400 for a regular expression or grammar that is too long, nested too deeply, or contains a NUL character."""
-    if "\0" in text:
-        raise bad_request(f"{param} contains a NUL character", param=param, code="invalid_value")
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        raise bad_request(f"{param} is longer than {MAX_GRAMMAR_CHARACTERS} characters", param=param, code="grammar_too_large")
-    depth = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            if depth > MAX_GRAMMAR_DEPTH:
-                raise bad_request(f"{param} is nested deeper than {MAX_GRAMMAR_DEPTH} levels", param=param, code="grammar_too_deep")
-        elif character in ")]}":
-            depth = max(0, depth - 1)
-
-
-def completed_object(text: str, param: str) -> dict[str, Any] | str:
+def completed_object(text: str) -> dict[str, Any] | str:
     """A JSON object that is given as text; one that is cut off is completed with what it has, and no text is an empty object.
 
     A model that reached its limit of tokens wrote such text, and its client sends it back. What cannot be completed stays text.
-    Raises ApiError 400 for text with too many values.
     """
-    if len(text) > LARGE_BYTES:
-        check_counts(text.encode(errors="replace"), param)
     if not text.strip():
         return {}
     try:

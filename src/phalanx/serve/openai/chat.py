@@ -13,13 +13,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phalanx.serve.openai.api_errors import CHAT
-from phalanx.serve.openai.body import RequestRoute, read_request
+from phalanx.serve.openai.body import RequestRoute
 from phalanx.serve.openai.generate import UsageCounter, generate
 from phalanx.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from phalanx.serve.openai.long_answers import JsonParts, discard, off_loop
-from phalanx.serve.openai.prepare import PreparedChat, prepare_chat
-from phalanx.serve.openai.prompts import encode_chat, reasoning_variables, renders_quickly
+from phalanx.serve.openai.prepare import CHATS, Prepared
+from phalanx.serve.openai.prompts import reasoning_variables
 from phalanx.serve.openai.request_params import (
     StructuredOutputField,
     callable_names,
@@ -27,63 +26,47 @@ from phalanx.serve.openai.request_params import (
     may_call,
     schemas_of,
 )
+from phalanx.serve.openai.respond import Handler, respond
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompletionResponse
-from phalanx.serve.openai.service import Service, ServingEngine, service_of
-from phalanx.serve.openai.stream import (
-    CancellableResponse,
-    Chunks,
-    EventStream,
-    LastEvent,
-    event,
-)
+from phalanx.serve.openai.service import Service, ServingEngine
+from phalanx.serve.openai.stream import Chunks, LastEvent, event
 from phalanx.serve.openai.stream import Event as StreamEvent
 from phalanx.serve.output_parsing import CallArguments, CallBegin, ContentText, Event, OutputFormat, OutputParser, ReasoningText
+from phalanx.serve.output_parsing.formats import forced_format
 from phalanx.serve.output_parsing.json_call import ends_arguments
 from phalanx.serve.output_parsing.reasoning import Begin
-from phalanx.serve.output_parsing.structural_tags import after_reasoning, forced_parser
+from phalanx.serve.output_parsing.structural_tags import after_reasoning
 from phalanx.serve.outputs import CompletionDelta
 
 router = APIRouter(route_class=RequestRoute)
 
 
 @router.post(
-    "/v1/chat/completions",
+    CHATS.path,
     responses=responses_of(ChatCompletionResponse, streams=ChatCompletionChunk),
     openapi_extra=request_body(ChatRequest),
 )
 async def create_chat_completion(http_request: Request) -> Response:
     """Answer a conversation."""
-    service = service_of(http_request)
-    service.admission.require_capacity_for_one()
-    prepared = await read_request(
-        http_request,
-        ChatRequest,
-        lambda request: prepare_chat(request, service.require_engine(request.model)),
-        service.large_bodies.chat,
-    )
-    handler = ChatHandler(service, service.require_engine(), prepared)
-    if handler.streams:
-        return EventStream(handler.events(), service.api_error_at(CHAT))
-    return CancellableResponse(handler.response(), service.api_error_at(CHAT))
+    return await respond(http_request, CHATS, ChatHandler)
 
 
-class ChatHandler:
-    """One request: validated, not yet accepted by admission control."""
+class ChatHandler(Handler):
+    """A chat, also that of a response or of a message of Anthropic's API."""
 
-    def __init__(self, service: Service, engine: ServingEngine, prepared: PreparedChat) -> None:
-        self._service, self._engine, self._request = service, engine, prepared.request
+    def __init__(self, service: Service, engine: ServingEngine, prepared: Prepared[ChatRequest]) -> None:
+        self._service, self._engine, self._prepared, self._request = service, engine, prepared, prepared.request
         self._accepted = time.monotonic()
-        self._params, self._structured_output = prepared.params, prepared.structured_output
-        self._token_ids = prepared.token_ids
+        self._params = service.with_adapter(prepared.params, prepared.request.model)
+        self._structured_output = prepared.structured_output
         self.streams = bool(prepared.request.stream)
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self.usage: UsageCounter | None = None
         self._prompt_logprobs: JsonParts | None = None
 
-    async def response(self) -> dict[str, Any]:
-        """The body of the response."""
+    async def body(self) -> dict[str, Any]:
         choices = [ChoiceAssembler(i) for i in range(self._params.n)]
         async with aclosing(self.deltas()) as deltas:
             async for delta in deltas:
@@ -96,7 +79,6 @@ class ChatHandler:
         }
 
     async def events(self) -> AsyncGenerator[StreamEvent, None]:
-        """The chunks of the response as server-sent events."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats)
@@ -120,14 +102,12 @@ class ChatHandler:
         """Deltas of the choices as they are generated."""
         service, engine = self._service, self._engine
         with service.admission.enter(self._params.n) as ticket:
-            tokens = self._token_ids
-            if tokens is None:
-                tokens = await service.run_on_thread(encode_chat, self._request, engine, inline=renders_quickly(self._request))
+            [tokens] = await service.token_ids(self._prepared, engine)
             if self._request.reasoning_effort is not None and not reasoning_variables(self._request, engine):
                 service.metrics.accepted_field("ChatRequest.reasoning_effort")
             begin = engine.output.begin(tokens)
             params = await service.compiled_params(engine, self._params, self._structured_output_after(begin))
-            engine.client.check(tokens, params)
+            await service.check([tokens], params, engine)
             ticket.prompt([len(tokens)] * params.n)
             output, request = engine.output, self._request
             counters = [counter for _ in range(params.n) if (counter := output.token_counter(begin)) is not None]
@@ -158,7 +138,8 @@ class ChatHandler:
         return StructuredOutputField(structured_output, field.param)
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._service.model_name}
+        name = self._service.name_in_answers(self._request.model)
+        return {"id": self._id, "object": kind, "created": self._created, "model": name}
 
 
 def parser_of(output: OutputFormat, request: ChatRequest, begin: Begin, *, calls_or_answer: bool) -> OutputParser | None:
@@ -170,7 +151,7 @@ def parser_of(output: OutputFormat, request: ChatRequest, begin: Begin, *, calls
     if not may_call(request) or tools is None:
         return output.parser(begin, {}, tools=None)
     if is_forced(choice):
-        tools = forced_parser(tools)
+        tools = forced_format(tools)
     names, schemas = callable_names(request), schemas_of(request.tools or ())
     functions = {name: schema for name, schema in schemas.items() if name in names}
     return output.parser(begin, functions, tools=tools, calls_or_answer=calls_or_answer)

@@ -19,24 +19,17 @@ from starlette.responses import Response
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import TokenLogprobs
 from phalanx.serve.completions import MAX_BURST
-from phalanx.serve.openai.body import RequestRoute, read_request
+from phalanx.serve.openai.body import RequestRoute
 from phalanx.serve.openai.generate import Deltas, UsageCounter, generate
 from phalanx.serve.openai.logprobs import CompletionLogprobsWriter, EchoedText, prompt_logprobs
 from phalanx.serve.openai.long_answers import PART, JsonParts, discard, off_loop
-from phalanx.serve.openai.prepare import PreparedCompletion, prepare_completion
-from phalanx.serve.openai.prompts import encode_prompts, encodes_quickly
+from phalanx.serve.openai.prepare import COMPLETIONS, Prepared
+from phalanx.serve.openai.respond import Handler, respond
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import CompletionResponse
-from phalanx.serve.openai.service import Service, ServingEngine, service_of
-from phalanx.serve.openai.stream import (
-    CancellableResponse,
-    Chunks,
-    Event,
-    EventStream,
-    LastEvent,
-    event,
-)
+from phalanx.serve.openai.service import Service, ServingEngine
+from phalanx.serve.openai.stream import Chunks, Event, LastEvent, event
 from phalanx.serve.outputs import CompletionDelta
 from phalanx.serve.tokenizer import Tokenizer
 
@@ -44,43 +37,32 @@ router = APIRouter(route_class=RequestRoute)
 
 
 @router.post(
-    "/v1/completions",
+    COMPLETIONS.path,
     responses=responses_of(CompletionResponse, streams=CompletionResponse),
     openapi_extra=request_body(CompletionRequest),
 )
 async def create_completion(http_request: Request) -> Response:
     """Complete one or several prompts."""
-    service = service_of(http_request)
-    service.admission.require_capacity_for_one()
-    prepared = await read_request(
-        http_request,
-        CompletionRequest,
-        lambda request: prepare_completion(request, service.require_engine(request.model)),
-        service.large_bodies.completion,
-    )
-    handler = CompletionHandler(service, service.require_engine(), prepared)
-    if handler.streams:
-        return EventStream(handler.events(), service.api_error)
-    return CancellableResponse(handler.response(), service.api_error)
+    return await respond(http_request, COMPLETIONS, CompletionHandler)
 
 
-class CompletionHandler:
-    """One request: validated, not yet accepted by admission control."""
+class CompletionHandler(Handler):
+    """The completions of one or several prompts."""
 
-    def __init__(self, service: Service, engine: ServingEngine, prepared: PreparedCompletion) -> None:
-        self._service, self._engine, self._request = service, engine, prepared.request
+    def __init__(self, service: Service, engine: ServingEngine, prepared: Prepared[CompletionRequest]) -> None:
+        self._service, self._engine, self._prepared, self._request = service, engine, prepared, prepared.request
         self._accepted = time.monotonic()
-        self._prompts, self._token_ids = prepared.prompts, prepared.token_ids
-        self._params, self._structured_output = prepared.params, prepared.structured_output
+        self._prompts = prepared.prompts
+        self._params = service.with_adapter(prepared.params, prepared.request.model)
+        self._structured_output = prepared.structured_output
         self.streams = bool(prepared.request.stream)
         self._usage: UsageCounter | None = None
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
-            "model": service.model_name,
+            "model": service.name_in_answers(prepared.request.model),
         }  # fmt: skip
 
-    async def response(self) -> dict[str, Any]:
-        """The body of the response."""
+    async def body(self) -> dict[str, Any]:
         choices: dict[int, dict[str, Any]] = {}
         async with aclosing(self._choices()) as choice_deltas:
             async for choice in choice_deltas:
@@ -88,7 +70,6 @@ class CompletionHandler:
         return {**self._head, "choices": [choices[i] for i in sorted(choices)], "usage": self._usage_body()}
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The chunks of the response as server-sent events."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats)
@@ -113,16 +94,9 @@ class CompletionHandler:
         """Deltas of the choices as they are generated."""
         service, engine, params = self._service, self._engine, self._params
         with service.admission.enter(len(self._prompts) * params.n) as ticket:
-            prompts = self._token_ids
-            if prompts is None:
-                prompts = await service.run_on_thread(
-                    encode_prompts, self._prompts, engine, self._request, inline=encodes_quickly(self._prompts)
-                )
+            prompts = await service.token_ids(self._prepared, engine)
             params = await service.compiled_params(engine, params, self._structured_output)
-            for tokens in prompts:
-                engine.client.check(tokens, params)
-                if len(prompts) > 1:
-                    await asyncio.sleep(0)
+            await service.check(prompts, params, engine)
             ticket.prompt([len(tokens) for tokens in prompts for _ in range(params.n)])
             usage = self._usage = UsageCounter(prompts, params.n)
             echoes = [EchoedPrompt(prompt, tokens) for prompt, tokens in zip(self._prompts, prompts, strict=True)]

@@ -14,13 +14,15 @@ from secrets import token_hex
 from typing import Any
 
 from phalanx.config.sampling_params import SamplingParams
-from phalanx.errors import EngineClosed, EngineError
+from phalanx.errors import EngineClosed, EngineError, LogitsNotFinite
+from phalanx.log import request_id
 from phalanx.metrics import Metrics
 from phalanx.serve.admission import Ticket
 from phalanx.serve.completions import merged, stream_completions
 from phalanx.serve.openai.service import ServingEngine
 from phalanx.serve.output_parsing.reasoning import TokenCounter
 from phalanx.serve.outputs import CompletionDelta
+from phalanx.serve.telemetry.request_report import current_report
 
 Deltas = AsyncGenerator[CompletionDelta, None]
 
@@ -41,6 +43,7 @@ async def generate(
     shown: special tokens that add these texts.
     """
     observers = [LatencyObserver(metrics, ticket, index, accepted) for index in range(len(prompts) * params.n)]
+    report = current_report.get()
     try:
         running = _every(engine, prompts, params, shown) if len(prompts) > 1 else _one(engine, prompts[0], params, 0, shown)
         async with aclosing(running) as deltas:
@@ -49,18 +52,26 @@ async def generate(
                     raise EngineClosed("the server stopped the completion")
                 observers[delta.index].observe(delta)
                 yield delta
-    except EngineError:
+    except (EngineError, LogitsNotFinite):
         for observer in observers:
             observer.stop("error")
         raise
     finally:
         for observer in observers:
             observer.stop("abort")
+        if report is not None:
+            report.generated(metrics.model_name, params, prompts, observers)
 
 
 def _one(engine: ServingEngine, tokens: list[int], params: SamplingParams, prompt: int, shown: Mapping[int, str] | None) -> Deltas:
-    deltas = stream_completions(engine.client, engine.tokenizer, token_hex(16), tokens, params, shown=shown)
+    deltas = stream_completions(engine.client, engine.tokenizer, _engine_id(), tokens, params, shown=shown)
     return deltas if prompt == 0 else _renumbered(deltas, prompt * params.n)
+
+
+def _engine_id() -> str:
+    """An id that no other request of the engine has; it begins with that of the HTTP request, which several prompts share, and
+    which a client may send twice."""
+    return f"{request_id.get()}-{token_hex(4)}"
 
 
 async def _renumbered(deltas: Deltas, first: int) -> Deltas:
@@ -75,30 +86,38 @@ def _every(engine: ServingEngine, prompts: Sequence[list[int]], params: Sampling
 
 
 class LatencyObserver:
-    """Observes the latencies of one completion, and tells admission control when it has its first token."""
+    """Observes the latencies of one completion, and tells admission control when it has its first token. Its fields are those of
+    `request_report.Completion`."""
 
     def __init__(self, metrics: Metrics, ticket: Ticket, index: int, accepted: float) -> None:
         self._metrics, self._ticket, self._index, self._accepted = metrics, ticket, index, accepted
         self._latest: float | None = None
-        self._stopped = False
+        self.scheduled: float | None = None
+        self.first: float | None = None
+        self.tokens = self.cached = 0
+        self.reason = ""
 
     def observe(self, delta: CompletionDelta) -> None:
         """A delta arrived."""
         now = time.monotonic()
         if delta.token_ids:
+            count = len(delta.token_ids)
             if self._latest is None:
                 self._ticket.started(self._index)
                 self._metrics.first_token(now - self._accepted)
+                self.first, self.cached = now, delta.cached_tokens
+                self.scheduled = delta.scheduled / 1e6 or None
             else:
-                self._metrics.next_tokens(now - self._latest, len(delta.token_ids))
+                self._metrics.next_tokens(now - self._latest, count)
             self._latest = now
+            self.tokens += count
         if delta.finish_reason is not None:
             self.stop(delta.finish_reason)
 
     def stop(self, reason: str) -> None:
         """The completion has ended. The first reason counts."""
-        if not self._stopped:
-            self._stopped = True
+        if not self.reason:
+            self.reason = reason
             self._metrics.finished(reason, time.monotonic() - self._accepted)
 
 
@@ -111,11 +130,12 @@ class UsageCounter:
     def __init__(self, prompts: Sequence[Sequence[int]], n: int, *, reasoning: Sequence[TokenCounter] = ()) -> None:
         self._reasoning = reasoning
         self._prompt = sum(len(tokens) for tokens in prompts)
-        self._n, self._generated = n, 0
+        self._n, self._generated, self._accepted = n, 0, 0
         self._cached: dict[int, int] = {}
 
     def add(self, delta: CompletionDelta) -> None:
         self._generated += len(delta.token_ids)
+        self._accepted += delta.accepted
         if self._reasoning:
             self._reasoning[delta.index].push(delta.token_ids)
         # Only what was cached before the request: later completions of a prompt find the blocks of the first one.
@@ -130,7 +150,11 @@ class UsageCounter:
             "total_tokens": self._prompt + count,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        details = {}
         if self._reasoning:
-            tokens = sum(counter.count for counter in self._reasoning)
-            body["completion_tokens_details"] = {"reasoning_tokens": tokens}
+            details["reasoning_tokens"] = sum(counter.count for counter in self._reasoning)
+        if self._accepted:
+            details["accepted_prediction_tokens"] = self._accepted
+        if details:
+            body["completion_tokens_details"] = details
         return body

@@ -1,45 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a validated request says: its sampling parameters and structured output, and, of a large body, its token ids."""
+"""What a body says, by endpoint (`Endpoint`): made in the server's process or, of a large body, in another one.
+
+`Prepared` has sampling parameters and prompts, a `PreparedResponse` also the items of its input, an `Answer` the whole answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from phalanx.config.sampling_params import SamplingParams
+from phalanx.serve.openai import api_errors
+from phalanx.serve.openai.api_errors import CHAT, RESPONSES, bad_request
 from phalanx.serve.openai.prompt_context import PromptContext
-from phalanx.serve.openai.prompts import prompts_of
+from phalanx.serve.openai.prompts import encode_chat, encode_prompts, encodes_quickly, prompts_of, renders_quickly
 from phalanx.serve.openai.request_params import StructuredOutputField, chat_params, completion_params, structured_output_of
 from phalanx.serve.openai.responses.conversation import Items, chat_request, input_items
 from phalanx.serve.openai.responses.store import EncodedItems, Item
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
+from phalanx.serve.openai.schema.embeddings import EmbeddingsRequest, RerankRequest
+from phalanx.serve.openai.schema.fields import Body, SampledRequest
 from phalanx.serve.openai.schema.responses_request import ResponsesRequest
+
+Request = TypeVar("Request", bound=Body)
+Result = TypeVar("Result", bound="Prepared[Any] | PreparedResponse | Answer")
+
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
 
 @dataclass(frozen=True)
-class PreparedCompletion:
-    """prompts: as they were sent: texts, or token ids. token_ids: those of each prompt; None: they are not encoded yet.
+class Endpoint(Generic[Request, Result]):
+    """A path of the API, its body, and what that says. prepare: also gets the items of stored responses; raises ApiError 400 naming
+    the field."""
+
+    path: str
+    request: type[Request]
+    prepare: Callable[[Request, PromptContext, Items], Result]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that no engine makes. content: its body; it takes milliseconds, or more for a long text."""
+
+    content: Callable[[], bytes | memoryview]
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[Request]):
+    """prompts: as they were sent, texts or token ids; none of a chat. token_ids: those of each prompt; None: they are not encoded
+    yet.
 
     The request of a large body has no prompt, and nothing that `structured_output` says.
     """
 
-    request: CompletionRequest
+    request: Request
     params: SamplingParams
-    structured_output: StructuredOutputField | None
-    prompts: Sequence[str] | Sequence[list[int]]
+    structured_output: StructuredOutputField | None = None
+    prompts: Sequence[str] | Sequence[list[int]] = ()
     token_ids: list[list[int]] | None = None
 
+    def encoded(self, context: PromptContext) -> list[list[int]]:
+        """The token ids of each prompt. Raises ApiError or RequestError for one that is empty or invalid for this model."""
+        if isinstance(self.request, ChatRequest):
+            return [encode_chat(self.request, context)]
+        return encode_prompts(self.prompts, context, self.request if isinstance(self.request, SampledRequest) else None)
 
-@dataclass(frozen=True)
-class PreparedChat:
-    """token_ids: those of the prompt; None: it is not encoded yet. The request of a large body has no messages."""
+    @property
+    def returns_prompts(self) -> bool:
+        """Whether the answer has the prompts."""
+        return any(getattr(self.request, name, False) for name in ("echo", "return_documents"))
 
-    request: ChatRequest
-    params: SamplingParams
-    structured_output: StructuredOutputField | None
-    token_ids: list[int] | None = None
+    @property
+    def encodes_quickly(self) -> bool:
+        """Whether the prompts are so short that a thread would cost more than it saves."""
+        return renders_quickly(self.request) if isinstance(self.request, ChatRequest) else encodes_quickly(self.prompts)
 
 
 @dataclass(frozen=True)
@@ -48,26 +84,48 @@ class PreparedResponse:
 
     request: ResponsesRequest
     items: Sequence[Item] | EncodedItems
-    chat: PreparedChat
+    chat: Prepared[ChatRequest]
 
 
-def prepare_completion(request: CompletionRequest, context: PromptContext) -> PreparedCompletion:
-    """Raises ApiError 400 naming the field."""
-    prompts = prompts_of(request)
-    params = completion_params(request, context.facts)
-    return PreparedCompletion(request, params, structured_output_of(request, context.output), prompts)
-
-
-def prepare_chat(request: ChatRequest, context: PromptContext) -> PreparedChat:
+def prepare_chat(request: ChatRequest, context: PromptContext) -> Prepared[ChatRequest]:
     """Raises ApiError 400 naming the field."""
     params = chat_params(request, context.facts)
-    return PreparedChat(request, params, structured_output_of(request, context.output))
+    return Prepared(request, params, structured_output_of(request, context.output))
 
 
-def prepare_response(request: ResponsesRequest, context: PromptContext, stored: Items) -> PreparedResponse:
-    """stored: the items of earlier responses. Raises ApiError 400 naming the field."""
+def _completion(request: CompletionRequest, context: PromptContext, _: Items) -> Prepared[CompletionRequest]:
+    prompts = prompts_of(request.prompt)
+    params = completion_params(request, context.facts)
+    return Prepared(request, params, structured_output_of(request, context.output), prompts)
+
+
+def _response(request: ResponsesRequest, context: PromptContext, stored: Items) -> PreparedResponse:
     previous: list[dict[str, Any]] = []
     if request.previous_response_id is not None:
         previous = stored.conversation(request.previous_response_id)
     items = input_items(request, stored)
     return PreparedResponse(request, items, prepare_chat(chat_request(request, [*previous, *items]), context))
+
+
+def _embeddings(request: EmbeddingsRequest, context: PromptContext, _: Items) -> Prepared[EmbeddingsRequest]:
+    _require_vectors(context)
+    return Prepared(request, _ONE_TOKEN, prompts=prompts_of(request.input))
+
+
+def _rerank(request: RerankRequest, context: PromptContext, _: Items) -> Prepared[RerankRequest]:
+    """The query, then the documents."""
+    _require_vectors(context)
+    documents = [one if isinstance(one, str) else one.text for one in request.documents]
+    return Prepared(request, _ONE_TOKEN, prompts=[request.query, *documents])
+
+
+def _require_vectors(context: PromptContext) -> None:
+    if context.facts.layout.dp > 1:
+        raise bad_request("this server makes no embeddings: they need expert_parallel_size=1", code="unsupported")
+
+
+CHATS = Endpoint(CHAT, ChatRequest, lambda request, context, _: prepare_chat(request, context))
+COMPLETIONS = Endpoint("/v1/completions", CompletionRequest, _completion)
+STORED_RESPONSES = Endpoint(RESPONSES, ResponsesRequest, _response)
+EMBEDDINGS = Endpoint("/v1/embeddings", EmbeddingsRequest, _embeddings)
+RERANK = Endpoint(api_errors.RERANK, RerankRequest, _rerank)

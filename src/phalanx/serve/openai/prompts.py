@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from phalanx.errors import RequestError
-from phalanx.serve.openai.api_errors import bad_request
+from phalanx.errors import PromptTooLong, RequestError
+from phalanx.serve.openai.api_errors import ApiError, api_error_of, bad_request
 from phalanx.serve.openai.body import check_counts, completed_object
 from phalanx.serve.openai.plain_contents import Breaks
 from phalanx.serve.openai.prompt_context import PromptContext, encode
 from phalanx.serve.openai.request_params import check_token
 from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, RefusalPart, RequestMessage, TextPart
-from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.fields import SampledRequest
 from phalanx.serve.openai.schema.tokenize import TokenizeRequest
 
@@ -22,18 +22,13 @@ MAX_INLINE_CHARACTERS = 512
 MAX_INLINE_TOKENS = 2**14
 MAX_INLINE_TEXTS = 32
 """Messages of a conversation, or prompts of a request: also an empty one takes time."""
-MAX_ARGUMENTS = 2**20
-"""Characters in the arguments of one call."""
 TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "tokenize"})
 """Variables of a chat template that the server sets itself."""
 
 
-def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
-    """The prompts of a request as a list, whatever their form in the request."""
-    prompt: Any = request.prompt
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    prompts: list[str] | list[list[int]] = prompt
+def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
+    """Prompts as a list, whatever their form in a request."""
+    prompts: list[str] | list[list[int]] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     return prompts
 
 
@@ -65,12 +60,28 @@ def encode_prompts(
     """Token ids of each prompt. Raises ApiError or RequestError for an empty prompt, or one that is invalid for this model."""
     special = request is None or request.add_special_tokens is not False
     encoded = []
-    for prompt in prompts:
-        tokens = encode(context, prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
-        if not isinstance(prompt, str):
-            check_token(max(tokens), context.facts, "prompt")
-        encoded.append(_not_empty(tokens if request is None else truncated(tokens, request, context)))
+    each: Sequence[str | list[int]] = prompts
+    for index, prompt in enumerate(each):
+        with naming(index, prompts):
+            tokens = encode(context, prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            if not isinstance(prompt, str):
+                check_token(max(tokens), context.facts, "prompt")
+            encoded.append(_not_empty(tokens if request is None else truncated(tokens, request, context)))
     return encoded
+
+
+@contextmanager
+def naming(index: int, prompts: Sequence[Any]) -> Iterator[None]:
+    """An error inside is about the prompt of this index: where there are several, it names that one, prompt[3]."""
+    try:
+        yield
+    except (ApiError, PromptTooLong) as error:
+        known = api_error_of(error)
+        if len(prompts) == 1 or known.param != "prompt":
+            raise
+        name = f"prompt[{index}]"
+        message = f"{name}: {known.message.removeprefix('prompt: ')}"
+        raise ApiError(known.status, message, param=name, code=known.code) from None
 
 
 def encode_chat(request: ChatRequest | TokenizeRequest, context: PromptContext) -> list[int]:
@@ -183,10 +194,10 @@ def _plain(message: RequestMessage, where: str) -> dict[str, Any]:
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": _arguments(call.function.arguments or "", f"{where}.tool_calls[{i}].function.arguments"),
+                        "arguments": completed_object(call.function.arguments or ""),
                     },
                 }
-                for i, call in enumerate(message.tool_calls)
+                for call in message.tool_calls
             ]
         elif plain["content"] is None and "reasoning_content" not in plain:
             raise bad_request(f"{where}: an assistant message needs content or tool_calls", param=where)
@@ -194,12 +205,6 @@ def _plain(message: RequestMessage, where: str) -> dict[str, Any]:
     elif message.role == "tool":
         plain["tool_call_id"] = message.tool_call_id
     return plain
-
-
-def _arguments(text: str, where: str) -> dict[str, Any] | str:
-    if len(text) > MAX_ARGUMENTS:
-        raise bad_request(f"{where} is longer than {MAX_ARGUMENTS} characters", param=where, code="arguments_too_large")
-    return completed_object(text, where)
 
 
 def _text(content: str | Sequence[TextPart | RefusalPart] | None) -> str | None:

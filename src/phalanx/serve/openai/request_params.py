@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from phalanx.config.generation import with_defaults
 from phalanx.config.sampling_params import SamplingParams, StructuredOutputParams
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import OptionError
 from phalanx.serve.openai.api_errors import ApiError, bad_request
-from phalanx.serve.openai.body import MAX_GRAMMAR_CHARACTERS, check_grammar
 from phalanx.serve.openai.schema.chat import (
     AllowedToolsChoice,
     ChatRequest,
@@ -27,14 +27,15 @@ from phalanx.serve.openai.schema.chat import (
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.fields import SampledRequest, StructuredOutputs
 from phalanx.serve.output_parsing import OutputFormat
-from phalanx.serve.output_parsing.structural_tags import AMBIGUOUS, calls_or_answer, forced_calls, structural_tag, valid_calls
+from phalanx.serve.output_parsing.formats import CALLS, forced_format
+from phalanx.serve.output_parsing.structural_tags import calls_or_answer, forced_calls, structural_tag, valid_calls
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function without `parameters`, which has an empty parameter list, as OpenAI says."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 """The schema of a function whose `parameters` are the empty schema, which allows anything. Arguments are always an object."""
 COMPLETION_TOKENS = 16
-"""Default `max_tokens` of /v1/completions (OpenAI's)."""
+"""Default `max_tokens` of /v1/completions (OpenAI's), where the checkpoint states none."""
 _ANSWER_OR_TOOLS = "response_format and tools"
 _NO_STRUCTURED_OUTPUTS = StructuredOutputs()
 
@@ -74,11 +75,12 @@ def completion_params(request: CompletionRequest, facts: EngineFacts) -> Samplin
     echoed = request.logprobs if request.echo else None
     if None not in (echoed, request.prompt_logprobs) and echoed != request.prompt_logprobs:
         raise bad_request("with echo, prompt_logprobs must equal logprobs", param="prompt_logprobs")
-    limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     return _params(
         request,
         facts,
-        max_tokens=max(1, limit),  # scoring only the prompt still generates one token, which is not returned
+        # Scoring only the prompt still generates one token, which is not returned.
+        max_tokens=None if request.max_tokens is None else max(1, request.max_tokens),
+        default_max_tokens=COMPLETION_TOKENS,
         logprobs=request.logprobs,
         prompt_logprobs=request.prompt_logprobs if echoed is None else echoed,
     )
@@ -98,7 +100,9 @@ def chat_params(request: ChatRequest, facts: EngineFacts) -> SamplingParams:
     return _params(request, facts, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=request.prompt_logprobs)
 
 
-def _params(request: SampledRequest, facts: EngineFacts, *, max_tokens: int | None, **more: Any) -> SamplingParams:
+def _params(
+    request: SampledRequest, facts: EngineFacts, *, max_tokens: int | None, default_max_tokens: int | None = None, **more: Any
+) -> SamplingParams:
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream: true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -107,19 +111,21 @@ def _params(request: SampledRequest, facts: EngineFacts, *, max_tokens: int | No
     for param, tokens in (("logit_bias", bias), ("stop_token_ids", request.stop_token_ids or [])):
         for token in tokens:
             check_token(token, facts, param)
-    direct: Mapping[str, Any] = {
+    stated = {
         name: value
         for name in (
             "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
             "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output", "skip_special_tokens",
+            "cache_salt",
         )
         if (value := getattr(request, name)) is not None
     }  # fmt: skip
+    if max_tokens is not None:
+        stated["max_tokens"] = max_tokens
+    direct = with_defaults(stated, {"max_tokens": default_max_tokens, **facts.sampling_defaults})
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     try:
-        return SamplingParams(
-            **direct, stop=[text for text in stops if text] or None, max_tokens=max_tokens, logit_bias=bias or None, **more
-        )
+        return SamplingParams(**direct, stop=[text for text in stops if text] or None, logit_bias=bias or None, **more)
     except OptionError as error:
         name = str(error).partition("=")[0].partition("[")[0]
         raise bad_request(str(error), param=name if name in type(request).model_fields else None, code="invalid_value") from None
@@ -162,15 +168,13 @@ def _from_guided_fields(request: SampledRequest) -> list[StructuredOutputField]:
             fields.append(StructuredOutputField(StructuredOutputParams(json_schema=text), name))
     for name, pattern in (("guided_regex", request.guided_regex), (f"{prefix}regex", newer.regex)):
         if pattern is not None:
-            check_grammar(pattern, name)
             fields.append(StructuredOutputField(StructuredOutputParams(regex=pattern), name))
     for name, grammar in (("guided_grammar", request.guided_grammar), (f"{prefix}grammar", newer.grammar)):
         if grammar is not None:
-            check_grammar(grammar, name)
             fields.append(StructuredOutputField(StructuredOutputParams(grammar=grammar), name))
     for name, choices in (("guided_choice", request.guided_choice), (f"{prefix}choice", newer.choice)):
         if choices is not None:
-            fields.append(StructuredOutputField(StructuredOutputParams(grammar=_grammar_of(choices, name)), name))
+            fields.append(StructuredOutputField(StructuredOutputParams(grammar=_grammar_of(choices)), name))
     if newer.json_object:
         fields.append(StructuredOutputField(StructuredOutputParams(json_object=True), f"{prefix}json_object"))
     if newer.structural_tag is not None:
@@ -180,20 +184,9 @@ def _from_guided_fields(request: SampledRequest) -> list[StructuredOutputField]:
     return fields
 
 
-def _grammar_of(choices: Sequence[str], param: str) -> str:
-    """The EBNF of one of several texts. Raises ApiError 400 if they are too long together."""
-    literals = " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
-    if len(literals) > MAX_GRAMMAR_CHARACTERS:
-        raise bad_request(
-            f"{param} has more than {MAX_GRAMMAR_CHARACTERS} characters in all", param=param, code="grammar_too_large"
-        )
-    return f"root ::= {literals}"
-
-
-def _escaped(character: str) -> str:
-    if character in '"\\':
-        return f"\\{character}"
-    return character if character.isprintable() else f"\\U{ord(character):08x}"
+def _grammar_of(choices: Sequence[str]) -> str:
+    """The grammar of one of several texts."""
+    return f"start: {' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)}"
 
 
 def _from_response_format(request: ChatRequest | CompletionRequest) -> StructuredOutputField | None:
@@ -211,6 +204,11 @@ def schemas_of(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
         function.name: NO_ARGUMENTS if function.parameters is None else function.parameters or ANY_OBJECT
         for function in (tool.function for tool in tools)
     }
+
+
+def strict_names(tools: Sequence[Tool]) -> frozenset[str]:
+    """The functions whose calls must follow their schemas; those of others do, as far as a grammar can enforce them."""
+    return frozenset(tool.function.name for tool in tools if tool.function.strict)
 
 
 def _from_tools(request: ChatRequest, output: OutputFormat) -> StructuredOutputField | None:
@@ -238,16 +236,17 @@ def _from_tools(request: ChatRequest, output: OutputFormat) -> StructuredOutputF
     functions = {name: schemas[name] for name in wanted} if wanted else schemas
     if is_forced(choice):
         parallel = parallel and not isinstance(choice, NamedTool)
-        tag = forced_calls(output, output.tools, functions, parallel=parallel)
+        tag = forced_calls(output, output.tools, functions, strict_names(tools), parallel=parallel)
         return StructuredOutputField(StructuredOutputParams(structural_tag=structural_tag(tag)), "tools")
-    strict = any(tool.function.strict for tool in tools)
-    if strict and output.tools == "pythonic":
+    strict = bool(strict_names(tools))
+    by_schema = forced_format(output.tools) == output.tools
+    if strict and not by_schema:
         raise bad_request(
             "strict functions are not supported: this model writes Python calls, which cannot follow a JSON schema",
             param="tools", code="unsupported_parameter",
         )  # fmt: skip
-    if strict or ((not parallel or wanted) and output.tools not in ("pythonic", "gpt_oss")):
-        tag = valid_calls(output, output.tools, functions, parallel=parallel)
+    if strict or ((not parallel or wanted) and by_schema and output.tools != "gpt_oss"):
+        tag = valid_calls(output, output.tools, functions, strict_names(tools), parallel=parallel)
         return StructuredOutputField(StructuredOutputParams(structural_tag=structural_tag(tag)), "tools")
     return None
 
@@ -255,7 +254,7 @@ def _from_tools(request: ChatRequest, output: OutputFormat) -> StructuredOutputF
 def _from_both(request: ChatRequest, output: OutputFormat, answer: StructuredOutputField) -> StructuredOutputField:
     """The structured output of a request whose answer is calls, or follows a format. Raises ApiError 400 if they look alike."""
     assert output.tools is not None
-    if output.tools in AMBIGUOUS:
+    if CALLS[output.tools].ambiguous:
         raise bad_request(
             "response_format and tools exclude each other: this model writes calls that an answer in JSON cannot be told from; "
             "send tool_choice 'none' with response_format, or tools without response_format",
@@ -264,7 +263,8 @@ def _from_both(request: ChatRequest, output: OutputFormat, answer: StructuredOut
     names, schemas = callable_names(request), schemas_of(request.tools or ())
     functions = {name: schema for name, schema in schemas.items() if name in names}
     parallel = request.parallel_tool_calls is not False
-    params = calls_or_answer(output, output.tools, functions, answer.structured_output, parallel=parallel)
+    strict = strict_names(request.tools or ())
+    params = calls_or_answer(output, output.tools, functions, strict, answer.structured_output, parallel=parallel)
     return StructuredOutputField(params, _ANSWER_OR_TOOLS)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from phalanx.config.sampling_params import SamplingParams, StructuredOutputParams
-from phalanx.engine.messages import EngineFacts
+from phalanx.engine.messages import AdapterFacts, EngineFacts, ModelState
 from phalanx.errors import EngineClosed, OptionError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.metrics import Metrics
@@ -23,6 +24,8 @@ from phalanx.serve.expert_load import counters
 from phalanx.serve.openai.api_errors import ApiError, api_error_of, bad_request, with_fields_of
 from phalanx.serve.openai.large_bodies.gate import Gate
 from phalanx.serve.openai.large_bodies.processes import LargeBodies, setup_of
+from phalanx.serve.openai.prepare import Prepared
+from phalanx.serve.openai.prompts import naming
 from phalanx.serve.openai.request_params import StructuredOutputField, require_model, with_structured_output
 from phalanx.serve.openai.responses.store import ResponseStore
 from phalanx.serve.openai.threads import Threads
@@ -73,9 +76,19 @@ class Service:
         responses: ResponseStore | None = None,
     ) -> None:
         self.model_name, self.admission, self.metrics = model_name, admission, metrics
-        self._names = list(dict.fromkeys([model_name, model_alias or model_name]))
+        self._own_names = list(dict.fromkeys([model_name, model_alias or model_name]))
+        self.adapters: list[AdapterFacts] = []
+        """Those that requests may name as their model."""
+        self.changes_adapters = False
+        self.changing_adapters = asyncio.Lock()
         self.responses = ResponseStore(count=0, seconds=0.0) if responses is None else responses
         self.engine: ServingEngine | None = None
+        self.pooling = "last"
+        self.sleep_mode = False
+        """Whether /sleep, /wake_up and /weights/update are enabled."""
+        self.model_states: list[ModelState] = [ModelState()]
+        """As of the last change, of each engine."""
+        self.at_close: list[Callable[[], None]] = []
         self._texts = Threads("tokenizer", TOKENIZER_THREADS, max_tasks=MAX_TEXTS, refused=metrics.refused)
         # Separate from texts: a compilation may take seconds. Each waits on a thread of its own for the compiler's processes.
         self._compilations = Threads(
@@ -85,12 +98,31 @@ class Service:
         """Held by the request whose body is parsed on the event loop."""
         self.gate = Gate(refused=metrics.refused)
         self.large_bodies = LargeBodies(
-            lambda: setup_of(self.require_engine(), self._names), refused=metrics.refused, accepted=metrics.accepted_field
+            lambda: setup_of(self.require_engine()), lambda: self.names, refused=metrics.refused, accepted=metrics.accepted_field
         )
+
+    @property
+    def names(self) -> list[str]:
+        """Of the model and its adapters."""
+        return [*self._own_names, *(adapter.name for adapter in self.adapters)]
+
+    def is_model(self, name: str) -> bool:
+        """Whether requests get the model without an adapter by this name."""
+        return name in self._own_names
+
+    def name_in_answers(self, model: str | None) -> str:
+        """What answers to a request for this model call it."""
+        return self.model_name if model is None or self.is_model(model) else model
+
+    def with_adapter(self, params: SamplingParams, model: str | None) -> SamplingParams:
+        """The params of a request for this model, which may be the name of an adapter."""
+        if all(adapter.name != model for adapter in self.adapters):
+            return params
+        return msgspec.structs.replace(params, adapter=model)
 
     def require_engine(self, model: str | None = None) -> ServingEngine:
         """The engine. Raises ApiError 404 for a model that is not served, EngineClosed if there is no engine yet or any more."""
-        require_model(model, self._names)
+        require_model(model, self.names)
         if self.engine is None or self.admission.phase is Phase.FAILED:
             self.metrics.refused("not_ready")
             why = str(self.admission.failure) if self.admission.failure else "the server is still starting"
@@ -103,19 +135,28 @@ class Service:
             return task(*args)
         return await self._texts.run(partial(task, *args))
 
+    async def token_ids(self, prepared: Prepared[Any], engine: ServingEngine) -> list[list[int]]:
+        """The token ids of each prompt. Raises as `Prepared.encoded`, and Overloaded."""
+        if prepared.token_ids is not None:
+            return prepared.token_ids
+        return await self.run_on_thread(prepared.encoded, engine, inline=prepared.encodes_quickly)
+
+    async def check(self, prompts: Sequence[list[int]], params: SamplingParams, engine: ServingEngine) -> None:
+        """Raises ApiError or RequestError for the first prompt that the engine would refuse."""
+        for index, tokens in enumerate(prompts):
+            with naming(index, prompts):
+                engine.client.check(tokens, params)
+            if len(prompts) > 1:
+                await asyncio.sleep(0)
+
     async def compiled_params(
         self, engine: ServingEngine, params: SamplingParams, requested: StructuredOutputField | None
     ) -> SamplingParams:
         """The params with their structured output compiled. Raises ApiError 400 naming the field if it cannot be compiled."""
         if requested is None:
             return params
-        width, eos = engine.facts.vocab_size, engine.client.eos_token_ids
         try:
-            compiled = await self._compilations.run(
-                partial(
-                    compile_structured_output, requested.structured_output, engine.tokenizer, vocab_size=width, eos_token_ids=eos
-                )
-            )
+            compiled = await self._compilations.run(partial(compile_structured_output, requested.structured_output))
         except OptionError as error:
             raise bad_request(f"{requested.param}: {error}", param=requested.param, code="invalid_value") from None
         return with_structured_output(params, compiled)
@@ -139,6 +180,16 @@ class Service:
         """As `api_error`, with the names of the fields of this endpoint."""
         return lambda error: with_fields_of(path, self.api_error(error))
 
+    @property
+    def stalled(self) -> str:
+        """Why no engine that takes requests makes progress; empty while one does."""
+        if self.engine is None:
+            return ""
+        client = self.engine.client
+        latest = client.latest_by_replica()
+        reasons = [latest[number].stalled for number in client.alive]
+        return reasons[0] if all(reasons) and reasons else ""
+
     async def refresh(self) -> None:
         """Update the engine's counters for a scrape; without an answer in time, the last ones stay."""
         if self.engine is None or self.admission.phase is Phase.FAILED:
@@ -156,9 +207,17 @@ class Service:
             logger.warning("/metrics shows the engine's last counters: %s", error or "the engine did not answer in time")
 
     def close(self) -> None:
+        for close in self.at_close:
+            close()
         self._texts.close()
         self._compilations.close()
         self.large_bodies.close()
+
+
+def asleep(states: Sequence[ModelState]) -> str:
+    """Why a sleeping engine takes no requests."""
+    level = max(state.level for state in states)
+    return f"the engine sleeps at level {level}: POST /wake_up" if level else "the engine falls asleep, by POST /sleep"
 
 
 def service_of(request: Request) -> Service:

@@ -10,10 +10,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from phalanx.engine.messages import AdapterFacts
 from phalanx.serve.admission import Phase
 from phalanx.serve.openai.schema.openapi import responses_of, status_responses, text_response
 from phalanx.serve.openai.schema.responses import ModelCard, ModelList, VersionResponse
-from phalanx.serve.openai.service import Service, service_of
+from phalanx.serve.openai.service import Service, asleep, service_of
 from phalanx.version import __version__
 
 router = APIRouter()
@@ -21,8 +22,9 @@ router = APIRouter()
 
 @router.get("/v1/models", responses=responses_of(ModelList, body=False))
 async def list_models(request: Request) -> Response:
-    """The served model."""
-    return JSONResponse({"object": "list", "data": [_card(service_of(request))]})
+    """The served model, and its adapters."""
+    service = service_of(request)
+    return JSONResponse({"object": "list", "data": [_card(service), *(_card(service, each) for each in service.adapters)]})
 
 
 @router.get("/v1/models/{model:path}", responses=responses_of(ModelCard, body=False))
@@ -30,7 +32,7 @@ async def get_model(request: Request, model: str) -> Response:
     """One model by its name."""
     service = service_of(request)
     service.require_engine(model)
-    return JSONResponse(_card(service))
+    return JSONResponse(_card(service, next((each for each in service.adapters if each.name == model), None)))
 
 
 @router.get("/live", responses=status_responses(can_fail=False))
@@ -41,7 +43,7 @@ async def live() -> Response:
 
 @router.get("/ready", responses=status_responses())
 async def ready(request: Request) -> Response:
-    """200 while requests are accepted: send none while this is 503."""
+    """200 while requests are accepted and steps end: send none while this is 503."""
     return _status(service_of(request))
 
 
@@ -66,16 +68,24 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"Content-Type": content_type})
 
 
-def _card(service: Service) -> dict[str, Any]:
+def _card(service: Service, adapter: AdapterFacts | None = None) -> dict[str, Any]:
     engine = service.require_engine()
+    name, root, parent = service.model_name, service.model_name, None
+    if adapter is not None:
+        name, root, parent = adapter.name, adapter.folder, service.model_name
     return {
-        "id": service.model_name, "object": "model", "created": engine.created, "owned_by": "phalanx",
-        "root": service.model_name, "max_model_len": engine.facts.max_seq_len,
+        "id": name, "object": "model", "created": engine.created, "owned_by": "phalanx", "root": root, "parent": parent,
+        "max_model_len": engine.facts.max_seq_len, "default_sampling_params": engine.facts.sampling_defaults,
     }  # fmt: skip
 
 
 def _status(service: Service) -> Response:
     phase, failure = service.admission.phase, service.admission.failure
-    reason = str(failure) if failure is not None else None
-    headers = {} if phase is Phase.READY else {"Retry-After": str(service.admission.retry_after())}
-    return JSONResponse({"status": phase.value, "reason": reason}, 200 if phase is Phase.READY else 503, headers)
+    reason, status = str(failure) if failure is not None else None, phase.value
+    if phase is Phase.SLEEPING:
+        reason = asleep(service.model_states)
+    if phase is Phase.READY and (stalled := service.stalled):
+        reason, status = stalled, "stalled"
+    if status == Phase.READY.value:
+        return JSONResponse({"status": status, "reason": None})
+    return JSONResponse({"status": status, "reason": reason}, 503, {"Retry-After": str(service.admission.retry_after())})

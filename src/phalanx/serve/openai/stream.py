@@ -3,13 +3,16 @@
 
 `CancellableResponse` and `EventStream` run the work and watch the connection. When the client disconnects, the work is cancelled,
 and the engine aborts the requests behind it. Nothing is sent before the first event is there, so that a request that is rejected
-late (the queue is full, the prompt is too long) still gets its own status; a later error becomes an event. A slow reader delays
-only its own events: a write waits until the connection takes more.
+late (the queue is full, the prompt is too long) still gets its own status; a later error becomes an event. While a stream waits
+long for an event, also for the first one, it gets comments that keep the connection alive. A slow reader delays only its own
+events: a write waits until the connection takes more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -23,6 +26,9 @@ from phalanx.serve.openai.long_answers import PART, discard, encode_json, encode
 ErrorToResponse = Callable[[BaseException], ApiError]
 SEND_BYTES = 2**17
 """Bytes of a body that are written at once. A connection takes megabytes at once, and the event loop would copy all of them."""
+KEEP_ALIVE_SECONDS = 15.0
+"""A stream without an event for so long gets a comment, before a proxy takes it for dead. Every client ignores comments."""
+KEEP_ALIVE = b": ping\n\n"
 Event = bytes | list[bytes | memoryview]
 """A server-sent event, or the parts of a long one."""
 
@@ -63,6 +69,12 @@ class LastEvent:
 def event(data: Any) -> bytes:
     """One server-sent event with a JSON body."""
     return b"data: " + encode_json(data) + b"\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    """The last event of a stream that an error ends; where the API's errors have a type, as its events have."""
+    body = error.body()
+    return (b"event: %b\n" % body["type"].encode() if "type" in body else b"") + event(body)
 
 
 class Chunks:
@@ -173,14 +185,27 @@ class EventStream(Response):
         await _until_disconnect(receive, self._stream(scope, receive, send))
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
         write: Send = scope.get("extensions", {}).get(SHORT_SEND, {"send": send})["send"]
+        started = False
+
+        async def begin() -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        async def keep_alive() -> None:
+            await begin()
+            await write({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+
+        idle = _IdleTimer(keep_alive)
         try:
             async with aclosing(self._events) as events:
                 async for data in events:
+                    if idle.pause():
+                        await idle.acted()
                     if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                        await begin()
                     if not isinstance(data, bytes):
                         await _write_parts(write, data[:-1])
                         data = bytes(data[-1])
@@ -191,14 +216,58 @@ class EventStream(Response):
                         await _write(write, data, more=not last)
                     if last:
                         return
+                    idle.go_on()
+            if idle.pause():
+                await idle.acted()
         except Exception as error:
+            if idle.pause():
+                await idle.acted()
             api_error = self._error_to_response(error)
             if not started:
                 await api_error.response()(scope, receive, send)
                 return
-            await write({"type": "http.response.body", "body": event(api_error.body()), "more_body": False})
+            await write({"type": "http.response.body", "body": _error_event(api_error), "more_body": False})
             return
+        finally:
+            idle.close()
         await write({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _IdleTimer:
+    """Runs `act` whenever nothing has happened for KEEP_ALIVE_SECONDS."""
+
+    def __init__(self, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._act, self._loop = act, asyncio.get_running_loop()
+        self._acting: asyncio.Task[None] | None = None
+        self.go_on()
+        self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS, self._look)
+
+    def go_on(self) -> None:
+        """Wait again, from now on."""
+        self._since = self._loop.time()
+
+    def pause(self) -> bool:
+        """Not to act until `go_on`. Returns whether an act has begun, which must end first (`acted`)."""
+        self._since = math.inf
+        return self._acting is not None
+
+    async def acted(self) -> None:
+        acting, self._acting = self._acting, None
+        if acting is not None:
+            with contextlib.suppress(Exception):  # the connection is gone: the next write says so
+                await acting
+
+    def _look(self) -> None:
+        left = self._since + KEEP_ALIVE_SECONDS - self._loop.time()
+        if left <= 0 and (self._acting is None or self._acting.done()):
+            self._acting = self._loop.create_task(self._act())
+            self._since = self._loop.time()
+        self._timer = self._loop.call_later(left if 0 < left < KEEP_ALIVE_SECONDS else KEEP_ALIVE_SECONDS, self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        if self._acting is not None:
+            self._acting.cancel()
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

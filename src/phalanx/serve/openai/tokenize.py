@@ -3,61 +3,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from phalanx.serve.openai.api_errors import bad_request
-from phalanx.serve.openai.body import read_request
-from phalanx.serve.openai.long_answers import JsonParts, encode_json
+from phalanx.serve.openai.long_answers import encode_json
+from phalanx.serve.openai.prepare import Answer, Endpoint
 from phalanx.serve.openai.prompt_context import PromptContext
 from phalanx.serve.openai.prompts import encode_chat
 from phalanx.serve.openai.request_params import check_token
+from phalanx.serve.openai.respond import answer
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import DetokenizeResponse, TokenizeResponse
 from phalanx.serve.openai.schema.tokenize import DetokenizeRequest, TokenizeRequest
-from phalanx.serve.openai.service import Service, service_of
-from phalanx.serve.openai.stream import CancellableResponse
 
 router = APIRouter()
-
-Model = TypeVar("Model", TokenizeRequest, DetokenizeRequest)
 
 
 @router.post("/tokenize", responses=responses_of(TokenizeResponse), openapi_extra=request_body(TokenizeRequest))
 async def tokenize(http_request: Request) -> Response:
     """Tokenize a text with the model's tokenizer, or messages with its chat template."""
-    return await _answer(http_request, "tokenize", TokenizeRequest, tokenized)
+    return await answer(http_request, TOKENIZE)
 
 
 @router.post("/detokenize", responses=responses_of(DetokenizeResponse), openapi_extra=request_body(DetokenizeRequest))
 async def detokenize(http_request: Request) -> Response:
     """Turn token ids into text."""
-    return await _answer(http_request, "detokenize", DetokenizeRequest, detokenized)
-
-
-async def _answer(
-    http_request: Request, route: str, model: type[Model], answer: Callable[[Model, PromptContext], bytes]
-) -> Response:
-    service = service_of(http_request)
-
-    async def prepare_large(body: Sequence[bytes]) -> Callable[[], bytes | memoryview]:
-        content = await service.large_bodies.answer(route, body)
-        return lambda: content
-
-    def prepare(request: Model) -> Callable[[], bytes | memoryview]:
-        return partial(answer, request, service.require_engine(request.model))
-
-    content = await read_request(http_request, model, prepare, prepare_large)
-    return CancellableResponse(_encoded(service, content), service.api_error)
-
-
-async def _encoded(service: Service, content: Callable[[], bytes | memoryview]) -> JsonParts:
-    return JsonParts([await service.run_on_thread(content)])
+    return await answer(http_request, DETOKENIZE)
 
 
 def _check(request: TokenizeRequest) -> None:
@@ -69,7 +44,7 @@ def _check(request: TokenizeRequest) -> None:
                 raise bad_request(f"{name} needs messages: a prompt has no template", param=name)
 
 
-def tokenized(request: TokenizeRequest, context: PromptContext) -> bytes:
+def _tokenized(request: TokenizeRequest, context: PromptContext) -> bytes:
     """The body of the answer. Raises ApiError 400 where the fields contradict each other."""
     _check(request)
     if request.prompt is None:
@@ -81,7 +56,11 @@ def tokenized(request: TokenizeRequest, context: PromptContext) -> bytes:
     return encode_json(body)
 
 
-def detokenized(request: DetokenizeRequest, context: PromptContext) -> bytes:
+def _detokenized(request: DetokenizeRequest, context: PromptContext) -> bytes:
     """The body of the answer."""
     check_token(max(request.tokens, default=0), context.facts, "tokens")
     return encode_json({"prompt": context.tokenizer.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))})
+
+
+TOKENIZE = Endpoint("/tokenize", TokenizeRequest, lambda request, context, _: Answer(partial(_tokenized, request, context)))
+DETOKENIZE = Endpoint("/detokenize", DetokenizeRequest, lambda request, context, _: Answer(partial(_detokenized, request, context)))

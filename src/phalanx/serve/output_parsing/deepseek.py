@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 
-from phalanx.serve.output_parsing.events import Events, Functions, first_of, overlap
-from phalanx.serve.output_parsing.json_call import ArgumentsObject, CallParser
+from phalanx.serve.output_parsing.events import Events, Functions, first_of
+from phalanx.serve.output_parsing.json_call import NO_ARGUMENTS, ArgumentsObject, CallParser
 from phalanx.serve.output_parsing.markers import Markers
 
 CALLS_BEGIN, CALLS_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
@@ -32,7 +32,7 @@ class DeepSeekParser(CallParser):
         super().__init__(functions)
         self._begin_all, self._end_all, self._begin_one, self._end_one, separator = map(markers.encode, MARKERS)
         self._head = re.compile(
-            rf"\s*(?:function{re.escape(separator)}\s*([\w.-]+)\s*(?:```(?:json)?\s*)?|([\w.-]+)\s*{re.escape(separator)}\s*)(?=\{{)"
+            rf"\s*(?:function{re.escape(separator)}\s*([\w.-]+)\s*(?:```(?:json)?\s*)?|([\w.-]+)\s*{re.escape(separator)}\s*)(?=\{{|null)"
         )
         self._state = self._content_before
         self._object = ArgumentsObject()
@@ -43,15 +43,10 @@ class DeepSeekParser(CallParser):
         return progress if progress or not final else (yield from self._last_blank())
 
     def _content_before(self, *, final: bool) -> Events:
-        match = first_of(self._text, self._begin_all, self._begin_one)
-        if match is None:
-            ready = len(self._text) - (0 if final else overlap(self._text, self._begin_all, self._begin_one))
-            yield from self._content(self._text[:ready])
-            self._text = self._text[ready:]
+        marker = yield from self._content_until(self._begin_all, self._begin_one, final=final)
+        if marker is None:
             return False
-        at, marker = match
-        yield from self._content(self._text[:at])
-        self._text = self._text[at + len(marker) :]
+        self._text = self._text[len(marker) :]
         self._skipped, self._state = marker, self._in_head if marker == self._begin_one else self._between_calls
         return True
 
@@ -78,6 +73,9 @@ class DeepSeekParser(CallParser):
             self._text = self._text[head.end() :]
             self._object, self._skipped, self._state = ArgumentsObject(), "", self._in_arguments
             yield self._begin(str(name))
+            if self._text.startswith(NO_ARGUMENTS):
+                self._text, self._state = self._text[len(NO_ARGUMENTS) :], self._after_arguments
+                yield self._arguments("{}")
             return True
         if head is None and not final and len(self._text) <= MAX_HEAD and "{" not in self._text and self._end_one not in self._text:
             return False

@@ -25,6 +25,8 @@ MAX_HEADER = 256
 """Characters of a header. A longer one is content."""
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
+_ROLE = re.compile(r"\s*(?:assistant)?\s*(?:to=[^\s<]+)?\s*")
+"""What may stand before the channel of a header."""
 
 
 class HarmonyParser(CallParser):
@@ -36,12 +38,14 @@ class HarmonyParser(CallParser):
     def __init__(self, functions: Functions, markers: Markers, *, reasoning: bool = True) -> None:
         super().__init__(functions)
         self._start, self._channel, self._message, self._constrain, *self._ends = map(markers.encode, MARKERS)
+        self._loose = False  # text that belongs to no message went out since the last marker: what follows is no role
         self._shows_reasoning = reasoning
         self._state = self._beginning
         self._kind: type[ReasoningText] | type[ContentText] = ContentText
         self._kinds: set[type[Event]] = set()  # those that have had a message
         self._separator = ""  # between two messages of one kind
         self._in_call = self._has_arguments = False
+        self._perhaps_null = ""  # arguments so far, which may be null
 
     def _step(self, *, final: bool) -> Events:
         return (yield from self._state(final=final))
@@ -61,14 +65,28 @@ class HarmonyParser(CallParser):
         return True
 
     def _between(self, *, final: bool) -> Events:
-        """After a message: the next one, or text that belongs to none."""
-        match = first_of(self._text, self._start)
-        ready = match[0] if match is not None else len(self._text) - (0 if final else overlap(self._text, self._start))
-        yield ContentText(self._text[:ready])
-        self._text = self._text[ready:]
-        if match is not None:
-            self._text, self._state = self._text[len(self._start) :], self._in_header
-        return match is not None
+        """After a message: the next one, or text that belongs to none. Models leave out `<|start|>`, or the role after it."""
+        markers = (self._start, self._channel, self._message, *self._ends)
+        match = first_of(self._text, *markers)
+        if match is None:
+            ready = len(self._text) - (0 if final else overlap(self._text, *markers))
+            if not final and not self._loose and _may_be_role(self._text[:ready]):
+                return False
+            self._loose = self._loose or ready > 0
+            yield ContentText(self._text[:ready])
+            self._text = self._text[ready:]
+            return False
+        at, marker = match
+        if marker in (self._start, *self._ends):
+            yield ContentText(self._text[:at])
+            self._text, self._loose = self._text[at + len(marker) :], False
+            if marker != self._start:
+                return True
+        elif self._loose or not _ROLE.fullmatch(self._text[:at]):
+            yield ContentText(self._text[:at])
+            self._text = self._text[at:]
+        self._state = self._in_header
+        return True
 
     def _in_header(self, *, final: bool) -> Events:
         markers = (self._message, *self._ends, self._start)
@@ -77,9 +95,12 @@ class HarmonyParser(CallParser):
             if len(self._text) <= MAX_HEADER + max(map(len, markers)):
                 return False  # a header that is cut off is no text
             self._state, self._in_call, self._kind = self._in_message, False, ContentText
+            literal = self._text.find(self._channel) + len(self._channel) if self._channel in self._text else 0
+            yield ContentText(self._text[:literal])
+            self._text = self._text[literal:]
             return True
         at, marker = match
-        header, self._text = self._text[:at], self._text[at + len(marker) :]
+        header, self._text, self._loose = self._text[:at], self._text[at + len(marker) :], False
         if marker == self._start:
             return True
         self._state = self._between
@@ -102,7 +123,8 @@ class HarmonyParser(CallParser):
         return True
 
     def _in_message(self, *, final: bool) -> Events:
-        ends = (*self._ends, self._start)
+        nexts = (self._start, self._channel)  # a message whose end is left out
+        ends = (*self._ends, *nexts)
         match = first_of(self._text, *ends)
         ready = match[0] if match is not None else len(self._text) - (0 if final else overlap(self._text, *ends))
         text, self._text = self._text[:ready], self._text[ready:]
@@ -114,19 +136,30 @@ class HarmonyParser(CallParser):
             self._separator = ""
         if match is None:
             return False
-        if match[1] != self._start:
+        if match[1] not in nexts:
             self._text = self._text[len(match[1]) :]
         self._state = self._between
         return True
 
     def _argument_text(self, text: str, *, ended: bool) -> Events:
         if not self._has_arguments:
-            text = text.lstrip()
-            if ended and not text:
+            text, self._perhaps_null = (self._perhaps_null + text).lstrip(), ""
+            if ended and text.rstrip() in ("", "null"):
                 text = "{}"
+            elif not ended and "null".startswith(text.rstrip()):
+                self._perhaps_null, text = text, ""
             self._has_arguments = bool(text)
         yield self._arguments(text)
         return False
+
+
+def _may_be_role(text: str) -> bool:
+    """Whether text after a message may be the beginning of what stands before a channel."""
+    rest = text.lstrip()
+    if "assistant".startswith(rest):
+        return True
+    rest = rest.removeprefix("assistant").lstrip()
+    return len(text) <= MAX_HEADER and ("to=".startswith(rest) or _ROLE.fullmatch(rest) is not None)
 
 
 class HarmonyTokenCounter:

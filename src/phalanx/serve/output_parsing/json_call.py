@@ -6,19 +6,35 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from collections.abc import Generator
 
-from phalanx.serve.output_parsing.events import BLANK, BufferedParser, CallArguments, CallBegin, ContentText, Events, Functions
+from phalanx.serve.output_parsing.events import (
+    BLANK,
+    BufferedParser,
+    CallArguments,
+    CallBegin,
+    ContentText,
+    Event,
+    Events,
+    Functions,
+    first_of,
+    overlap,
+)
 
 
 class CallObject:
     """Parses the JSON object of one call character by character, and returns its arguments before it ends.
 
+    The arguments are the first of `arguments` and `parameters` that is an object with members, as such or as JSON in a string.
+    null, an empty string and an empty object are no arguments: the call has "{}".
+
     name: set once it is read. accepted: the name is one of `functions`. done: the object is closed. failed: it is no call (broken
     JSON, or another name). text: all consumed text. begun: set by the reader when it has emitted CallBegin.
     """
 
-    def __init__(self, functions: Functions) -> None:
+    def __init__(self, functions: Functions, name_key: str = "name") -> None:
         self.name: str | None = None
+        self._name_key = name_key
         self.accepted = self.done = self.failed = self.begun = False
         self._functions = functions
         self._all: list[str] = []
@@ -27,7 +43,7 @@ class CallObject:
         self._value: list[str] = []  # the current key or value
         self._depth = 0
         self._in_string = self._escaped = False
-        self._has_arguments = False
+        self._is_arguments = self._has_arguments = False
         self._pending: list[str] = []
 
     @property
@@ -85,12 +101,8 @@ class CallObject:
             self.failed = True
             return
         self._value, self._depth, self._step = [], 0, self._in_value
-        self._has_arguments = self._has_arguments or self._is_arguments
+        self._is_arguments = self._key in ("arguments", "parameters") and not self._has_arguments
         self._in_value(character)
-
-    @property
-    def _is_arguments(self) -> bool:
-        return self._key in ("arguments", "parameters")
 
     def _in_value(self, character: str) -> None:
         if self._in_string:
@@ -104,19 +116,27 @@ class CallObject:
             self._depth += (character in "{[") - (character in "}]")
             ended = character in "}]" and self._depth == 0
         self._value.append(character)
-        if self._is_arguments and self._value[0] != '"':
-            self._pending.append(character)
+        if self._is_arguments and (self._has_arguments or self._begins_arguments(character)):
+            self._pending.append(character if self._has_arguments else "".join(self._value))
+            self._has_arguments = True
         if ended:
             self._value_ended()
 
+    def _begins_arguments(self, character: str) -> bool:
+        """Whether the value has become more than null, white space or an empty object. A string is read as a whole."""
+        first = self._value[0]
+        return first not in '"n' and (first != "{" or (len(self._value) > 1 and character not in BLANK + "}"))
+
     def _value_ended(self) -> None:
         self._step = self._after_value
-        if self._key == "name" and self.name is None:
+        if self._key == self._name_key and self.name is None:
             self.name = str(self._decoded())
             self.accepted = self.name in self._functions
             self.failed = not self.accepted
         elif self._is_arguments and self._value[0] == '"':  # arguments as a string that contains JSON
-            self._pending.append(str(self._decoded()))
+            text = str(self._decoded())
+            self._has_arguments = not is_empty(text)
+            self._pending += [text] if self._has_arguments else []
 
     def _after_value(self, character: str) -> None:
         if character == ",":
@@ -149,6 +169,15 @@ class CallObject:
         except ValueError:
             self.failed = True
             return ""
+
+
+NO_ARGUMENTS = "null"
+"""What some models write as the arguments of a call without any."""
+
+
+def is_empty(text: str) -> bool:
+    """Whether the JSON of some arguments says that there are none."""
+    return "".join(text.split()) in ("", "{}", NO_ARGUMENTS)
 
 
 class ArgumentsObject:
@@ -199,6 +228,14 @@ class CallParser(BufferedParser):
         self._blank = text[len(content) :]
         yield ContentText(content)
         return False
+
+    def _content_until(self, *tags: str, final: bool) -> Generator[Event, None, str | None]:
+        """Consume the content before the first of these tags, and return that tag, which is left; None where no tag is whole."""
+        match = first_of(self._text, *tags)
+        at, tag = (len(self._text) - (0 if final else overlap(self._text, *tags)), None) if match is None else match
+        yield from self._content(self._text[:at])
+        self._text = self._text[at:]
+        return tag
 
     def _begin(self, name: str) -> CallBegin:
         self._calls += 1

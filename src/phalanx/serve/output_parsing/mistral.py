@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-from phalanx.serve.output_parsing.events import BLANK, Events, Functions, overlap
-from phalanx.serve.output_parsing.json_call import ArgumentsObject, CallObject, JsonCallParser
+from phalanx.serve.output_parsing.events import BLANK, Events, Functions
+from phalanx.serve.output_parsing.json_call import NO_ARGUMENTS, ArgumentsObject, CallObject, JsonCallParser
 from phalanx.serve.output_parsing.markers import Markers
 
 MARKERS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
@@ -24,7 +24,9 @@ class MistralParser(JsonCallParser):
     def __init__(self, functions: Functions, markers: Markers) -> None:
         super().__init__(functions)
         self._tag, arguments, call_id = map(markers.encode, MARKERS)
-        self._head = re.compile(rf"([\w.-]+)[ \t]*(?:{re.escape(call_id)}[ \t]*\w*[ \t]*)?(?:{re.escape(arguments)})?[ \t]*(?=\{{)")
+        self._head = re.compile(
+            rf"([\w.-]+)[ \t]*(?:{re.escape(call_id)}[ \t]*\w*[ \t]*)?(?:{re.escape(arguments)}[ \t]*(?=\{{|null)|[ \t]*(?=\{{))"
+        )
         self._state = self._before_tag
         self._named: ArgumentsObject | None = None
 
@@ -34,14 +36,9 @@ class MistralParser(JsonCallParser):
         return (yield from self._state(final=final))
 
     def _before_tag(self, *, final: bool) -> Events:
-        at = self._text.find(self._tag)
-        if at < 0:
-            ready = len(self._text) - (0 if final else overlap(self._text, self._tag))
-            yield from self._content(self._text[:ready])
-            self._text = self._text[ready:]
+        if (yield from self._content_until(self._tag, final=final)) is None:
             return False
-        yield from self._content(self._text[:at])
-        self._text = self._text[at + len(self._tag) :]
+        self._text = self._text[len(self._tag) :]
         self._state = self._after_tag
         return True
 
@@ -58,6 +55,9 @@ class MistralParser(JsonCallParser):
             self._text = rest[head.end() :]
             self._named, self._state = ArgumentsObject(), self._before_tag
             yield self._begin(head[1])
+            if self._text.startswith(NO_ARGUMENTS):
+                self._text, self._named = self._text[len(NO_ARGUMENTS) :], None
+                yield self._arguments("{}")
             return True
         if head is None and not final and len(rest) <= MAX_HEAD and not any(end in rest for end in (self._tag, "{", "\n")):
             return False  # the head may go on

@@ -77,6 +77,43 @@ class ReasoningParser(BufferedParser):
         return False
 
 
+class AnswerParser(BufferedParser):
+    """Takes the tags around an answer away, such as `<response>` and `</response>`, with the white space at them, and gives all
+    text to the parser of the answer. An opening tag counts only at the beginning, and behind a closing one."""
+
+    def __init__(self, opening: str, closing: str, answer: OutputParser) -> None:
+        super().__init__()
+        self._opening, self._closing, self._answer = opening, closing, answer
+        self._inside = self._plain = self._started = self._ended = False
+
+    def _step(self, *, final: bool) -> Events:
+        if not (self._inside or self._plain):
+            rest = self._text.lstrip(BLANK)
+            self._text = rest if self._ended else self._text
+            if not final and len(rest) < len(self._opening) and self._opening.startswith(rest):
+                return False
+            self._inside = rest.startswith(self._opening)
+            self._plain, self._started = not self._inside, False
+            self._text = rest[len(self._opening) :] if self._inside else self._text
+        if self._inside and not self._started:
+            self._text = self._text.lstrip(BLANK)
+        at = self._text.find(self._closing) if self._inside else -1
+        ready = self._text[:at].rstrip(BLANK) if at >= 0 else self._text
+        if self._inside and at < 0:
+            begun = 0 if final else overlap(ready, self._closing)
+            ready = ready[: len(ready) - begun].rstrip(BLANK)
+        self._started = self._started or bool(ready)
+        if ready:
+            yield from self._answer.push(ready)
+        self._text = self._text[at + len(self._closing) if at >= 0 else len(ready) :]
+        if at >= 0:
+            self._inside, self._ended = False, True
+            return True
+        if final:
+            yield from self._answer.finish()
+        return False
+
+
 class TokenCounter(Protocol):
     """Counts the tokens of the reasoning in one completion."""
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output: `compiler` compiles a format (in the process of `worker`) after checks of what the grammar cannot enforce.
+"""Structured output: `compiler` has each format written as a grammar of llguidance and checked, in the process of `worker`.
 
-`json_schema`, `oneof` and `regex` reject such parts of schemas and regular expressions; `termination` rejects grammars that no
-finite text satisfies. The engine follows a compiled grammar in `engine.grammar`.
+`lark` writes grammars; `json_schema`, `regex`, `formats` and `parameters` prepare what goes into them. `vocabulary` is what the
+engine needs of the tokenizer. The engine follows a grammar in `engine.grammar`.
 """

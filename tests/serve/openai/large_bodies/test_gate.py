@@ -23,12 +23,10 @@ def test_places() -> None:
 
         async def one() -> None:
             nonlocal inside, most
-            with gate.request() as place:
-                await place.take()
-                await place.take()
+            async with gate.place():
                 inside += 1
                 most = max(most, inside)
-                async with place.arriving():
+                async with gate.arriving():
                     await asyncio.sleep(0.01)
                 inside -= 1
 
@@ -45,10 +43,8 @@ def test_one_that_does_not_arrive_lets_the_next_in() -> None:
         gate = Gate(refused=lambda _: None, places=1, arrival_seconds=0.2)
 
         async def slow() -> None:
-            with gate.request() as place:
-                await place.take()
-                async with place.arriving():
-                    await asyncio.sleep(3600)
+            async with gate.place(), gate.arriving():
+                await asyncio.sleep(3600)
 
         first = asyncio.create_task(slow())
         await asyncio.sleep(0.5)
@@ -69,16 +65,16 @@ def test_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gates, "MAX_WAITING", 1)
         refusals: list[str] = []
         gate = Gate(refused=refusals.append, places=1)
-        with gate.request() as first, gate.request() as second, gate.request() as third:
-            await first.take()
-            waiting = asyncio.create_task(second.take())
+        async with gate.place():
+            waiting = asyncio.create_task(gate.place().__aenter__())
             await asyncio.sleep(0)
             with pytest.raises(Overloaded):
-                await third.take()
+                async with gate.place():
+                    pass
             waiting.cancel()
         assert refusals == ["queue_full"]
-        with gate.request() as place:
-            await asyncio.wait_for(place.take(), 5)
+        async with asyncio.timeout(5), gate.place():
+            pass
 
     asyncio.run(asyncio.wait_for(run(), 30))
 

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +18,7 @@ USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 PADDING = " " * (LARGE_BYTES + 1)
-VARYING = {"id", "created", "created_at", "completed_at", "usage", "item_id", "system_fingerprint"}
+VARYING = {"id", "created", "created_at", "completed_at", "usage", "item_id", "system_fingerprint", "request_id"}
 
 REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "a prompt": (PLAIN, {"prompt": "one two", "max_tokens": 4}),
@@ -38,6 +36,17 @@ REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "a response": (RESPONSES, {"input": "hello", "max_output_tokens": 16, "metadata": {"a": "b"}, "instructions": "Be brief."}),
     "items": (RESPONSES, {"input": [{"role": "user", "content": "hello"}], "max_output_tokens": 16, "tools": [
         {"type": "function", **TOOL["function"]}]}),
+    "a message": ("/v1/messages", {"messages": [USER], "max_tokens": 6, "system": "Be brief.", "tools": [
+        {"name": "f", "input_schema": TOOL["function"]["parameters"]}]}),
+    "a count": ("/v1/messages/count_tokens", {"messages": [USER], "system": "Be brief."}),
+    "a message with an image": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 6}),
+    "embeddings": ("/v1/embeddings", {"input": ["one two", "three"], "dimensions": 2}),
+    "documents": ("/v1/rerank", {"query": "one two", "documents": ["three", "one"], "top_n": 1}),
+    "returned documents": ("/v1/rerank", {"query": "one", "documents": [{"text": "three"}, "one"], "return_documents": True}),
+    "an empty text among others": ("/v1/embeddings", {"input": ["one", ""]}),
+    "an empty document": ("/v1/rerank", {"query": "one", "documents": ["three", ""]}),
+    "a list of tokens that is too long": ("/v1/embeddings", {"input": [[5], [5] * 3000]}),
+    "a count that is too long": ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "one two " * 2000}]}),
     "tokenize": ("/tokenize", {"prompt": "one two"}),
     "tokenize a chat": ("/tokenize", {"messages": [USER], "tools": [TOOL]}),
     "detokenize": ("/detokenize", {"tokens": [5, 6, 7]}),
@@ -108,8 +117,8 @@ def test_it_goes_on_after_a_stored_response(server):
 def test_a_small_body_that_goes_on_after_much_is_a_large_one(server, monkeypatch):
     """What is stored would be decoded on the event loop."""
     thoughts = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * LARGE_BYTES}]}
-    bodies, response = [], server.service.large_bodies.response
-    monkeypatch.setattr(server.service.large_bodies, "response", lambda body, lookup: bodies.append(body) or response(body, lookup))
+    bodies, read = [], server.service.large_bodies.read
+    monkeypatch.setattr(server.service.large_bodies, "read", lambda *args: bodies.append(args) or read(*args))
     with server.client() as http:
         create = lambda **fields: http.post(RESPONSES, json={"model": MODEL, "max_output_tokens": 16, **fields})  # noqa: E731
         first = create(input=[{"role": "user", "content": "hello"}, thoughts]).json()
@@ -142,10 +151,15 @@ def test_accepted_fields_are_counted(server):
         assert 'CompletionRequest.user"' in http.get("/metrics").text
 
 
-def test_a_process_that_ended_is_replaced(server):
-    answers(server, *REQUESTS["a prompt"])
-    for process in server.service.large_bodies._idle:
-        os.kill(process._child.process.pid, signal.SIGKILL)
-        process._child.process.wait(10)
-    small, large = answers(server, *REQUESTS["a prompt"])
-    assert large == small
+def test_a_rendering_that_takes_too_much_memory_is_a_400():
+    """The kernel limits the process: the template of the operator's checkpoint cannot take the host's memory."""
+    greed = "{{ m.content * 10**11 }}"  # no constant: those are computed as the template is compiled
+    tokenizer = tokenizer_of(
+        "{% for m in messages %}{{ m.content }}{% if m.content == 'more' %}" + greed + "{% endif %}{% endfor %}"
+    )
+    with live(Scripted("Hello.", tokenizer=tokenizer), tokenizer=tokenizer) as running, running.client() as http:
+        for content, status in (("x", 200), ("more", 400), ("x", 200)):
+            body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": content}]}) + PADDING
+            reply = http.post(CHAT, content=body, headers={"content-type": "application/json"}, timeout=60)
+            assert reply.status_code == status, reply.text
+            assert ("of memory" in reply.text) == (status == 400)

@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from phalanx.serve.openai.large_bodies.messages import WantedItem
+from phalanx.serve.openai.large_bodies.messages import Wanted
 from phalanx.serve.openai.responses.store import EncodedItems, ResponseStore, StoredResponse
 from phalanx.serve.openai.responses.stored_items import StoredItems
 
@@ -150,4 +150,4 @@ def test_a_large_item_is_not_copied():
     assert store.item("5").obj is items.text
     [(_, text)] = store.get("a").input_page(9, latest_first=False)
     assert text.obj is items.text
-    assert StoredItems(store).find(WantedItem("5")).texts[0].obj is items.text
+    assert StoredItems(store).find(Wanted("5", conversation=False))[0].obj is items.text

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.serve.openai.schema import chat, completion, fields, responses_request, tokenize
+from phalanx.serve.anthropic import schema as messages
+from phalanx.serve.openai.schema import chat, completion, embeddings, fields, responses_request, tokenize
 from phalanx.serve.openai.schema.field_table import FIELDS, Treatment, every_row, rows_of
 from tests.support.serve_http_app import HERMES_TEMPLATE, MODEL, Scripted, live
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
-MODULES = (chat, completion, fields, responses_request, tokenize)
+MODULES = (chat, completion, embeddings, fields, messages, responses_request, tokenize)
 BODIES = {
     kind.__name__: kind
     for module in MODULES for kind in vars(module).values()
@@ -22,6 +23,15 @@ BODIES = {
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT, TEXT, TOKENS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+VECTORS, RERANK = "/v1/embeddings", "/v1/rerank"
+TURN = [{"role": "user", "content": "x"}]
+
+
+def turn(role):
+    return lambda block: {"messages": [{"role": role, "content": [block]}, *TURN]}
+
+
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
 
 # Where an object of each body stands in a request: the path, the fields beside it, and a function from the object to more of them.
@@ -62,6 +72,24 @@ PLACES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "FunctionCallOutputItem": (RESPONSES, OUTPUT, lambda body: {"input": [body]}),
     "ReasoningItem": (RESPONSES, {"type": "reasoning"}, lambda body: {"input": [body, {"role": "user", "content": "x"}]}),
     "FunctionTool": (RESPONSES, {"type": "function", "name": "f"}, lambda body: {"input": "x", "tools": [body]}),
+    "CountTokensRequest": (COUNT, {"messages": TURN}, lambda body: body),
+    "MessagesRequest": (MESSAGES, {"messages": TURN, "max_tokens": 1}, lambda body: body),
+    "TurnMessage": (MESSAGES, TURN[0], lambda body: {"messages": [body]}),
+    "TextBlock": (MESSAGES, {"type": "text", "text": "x"}, turn("user")),
+    "ThinkingBlock": (MESSAGES, {"type": "thinking", "thinking": "x"}, turn("assistant")),
+    "RedactedThinkingBlock": (MESSAGES, {"type": "redacted_thinking"}, turn("assistant")),
+    "ToolUseBlock": (MESSAGES, {"type": "tool_use", "id": "c", "name": "f", "input": {}}, turn("assistant")),
+    "ToolResultBlock": (MESSAGES, {"type": "tool_result", "tool_use_id": "c", "content": "x"}, turn("user")),
+    "CustomTool": (MESSAGES, {"name": "f", "input_schema": {}}, lambda body: {"messages": TURN, "tools": [body]}),
+    "MessagesToolChoice": (
+        MESSAGES, {"type": "auto"},
+        lambda body: {"messages": TURN, "tools": [{"name": "f", "input_schema": {}}], "tool_choice": body},
+    ),
+    "ThinkingConfig": (MESSAGES, {"type": "enabled"}, lambda body: {"messages": TURN, "thinking": body}),
+    "OutputConfig": (MESSAGES, {}, lambda body: {"messages": TURN, "output_config": body}),
+    "EmbeddingsRequest": (VECTORS, {"input": "x"}, lambda body: body),
+    "RerankRequest": (RERANK, {"query": "x", "documents": ["y"]}, lambda body: body),
+    "RerankDocument": (RERANK, {"text": "y"}, lambda body: {"query": "x", "documents": [body]}),
     "TokenizeRequest": (TOKENS, {"prompt": "x"}, lambda body: body),
 }  # fmt: skip
 OTHERS = [(body, name, row) for body, name, row in every_row() if row.treatment is not Treatment.HONOURED]
@@ -75,7 +103,7 @@ def served():
 
 def post(http, body: str, **more):
     path, base, request = PLACES[body]
-    limit = {TOKENS: {}, RESPONSES: {"max_output_tokens": 1}}.get(path, {"max_tokens": 1})
+    limit = {TOKENS: {}, COUNT: {}, VECTORS: {}, RERANK: {}, RESPONSES: {"max_output_tokens": 1}}.get(path, {"max_tokens": 1})
     return http.post(path, json={"model": MODEL, **limit, **request({**base, **more})})
 
 

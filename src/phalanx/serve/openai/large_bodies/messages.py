@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server and the processes that read its large bodies say to each other, over a Unix socket: frames of a length and bytes.
+"""What a server and the forks that read its large bodies say to each other: each message is a frame of a `Connection`.
 
-The server begins with `Setup`. Then it sends a `Job` and, as a frame of its own, a body; the process may ask for what is stored
-(`WantedItem`, `WantedConversation`), each answered by a `TextCount` and its texts, and ends with `Prepared`, `ResponseBody` or
-`ApiErrorMessage`.
+A fork gets an `Opening`, then the body in parts, then an empty frame. It may ask for what is stored (`Wanted`); the
+answer is a `TextCount`, and its texts as frames. It ends with `PreparedMessage`, `ResponseBody` or `ApiErrorMessage`.
 
 What may have megabytes is a frame of its own, or a view into the frame it came in: a copy would take the server's interpreter lock
 for as long as it takes.
@@ -11,30 +10,42 @@ for as long as it takes.
 
 from __future__ import annotations
 
-import socket
-import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from phalanx.config.sampling_params import SamplingParams, StructuredOutputParams
 from phalanx.engine.messages import EngineFacts
-from phalanx.serve.openai.api_errors import ApiError
+from phalanx.serve.openai.api_errors import ApiError, bad_request
 from phalanx.serve.openai.responses.store import EncodedItems
+from phalanx.serve.openai.schema.chat import ChatRequest
+from phalanx.serve.openai.schema.completion import CompletionRequest
+from phalanx.serve.openai.schema.embeddings import EmbeddingsRequest, RerankRequest
+from phalanx.serve.openai.schema.fields import Body
+from phalanx.serve.openai.schema.responses_request import ResponsesRequest
 
-_LENGTH = struct.Struct("<Q")
-_READ_BYTES = 1 << 20
+MAX_SECONDS = 20
+"""CPU time for one body. One at the size limit that may be answered takes a second."""
+MAX_BYTES = 2**30
+"""Memory for one body. One at the size limit takes some 100 MiB."""
+PLACEHOLDERS: dict[type[Body], bytes] = {
+    ChatRequest: b'"messages":[{"role":"user","content":""}]',
+    CompletionRequest: b'"prompt":""',
+    EmbeddingsRequest: b'"input":""',
+    RerankRequest: b'"query":" ","documents":[""]',
+    ResponsesRequest: b'"input":""',
+}
+"""What a request has in place of its prompt where a fork has read that."""
 
 
 class Setup(msgspec.Struct):
-    """The engine whose prompts are made. names: those of the model in requests. tokenizer: the text of its tokenizer.json."""
+    """The engine whose prompts are made. tokenizer: the text of its tokenizer.json."""
 
-    names: list[str]
     facts: EngineFacts
     tokenizer: str
-    special: dict[str, str | list[str]]
+    special: dict[str, str]
+    split_special_tokens: bool
     templates: dict[str, str]
     origin: str
     reasoning: str | None
@@ -43,22 +54,18 @@ class Setup(msgspec.Struct):
     escape_special_tokens: bool
 
 
-class Job(msgspec.Struct):
-    """The next frame is a body of this route."""
+class Opening(msgspec.Struct):
+    """Of a body. path: of the endpoint. names: of the model and of the adapters that there are now."""
 
-    route: str
+    path: str
+    names: list[str]
 
 
-class WantedItem(msgspec.Struct, tag=True):
-    """The stored item of this id."""
+class Wanted(msgspec.Struct, tag=True):
+    """The stored item of this id, or all items of the conversation of a stored response."""
 
     id: str
-
-
-class WantedConversation(msgspec.Struct, tag=True):
-    """All items of a stored response's conversation."""
-
-    response_id: str
+    conversation: bool
 
 
 class ApiErrorMessage(msgspec.Struct, tag=True):
@@ -79,14 +86,6 @@ class ApiErrorMessage(msgspec.Struct, tag=True):
         return ApiError(self.status, self.message, type=self.kind, param=self.param, code=self.code, headers=self.headers)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """The JSON of an item, or of the lists of items of a conversation, the first ones first; or why there is none."""
-
-    texts: Sequence[bytes | memoryview]
-    refused: ApiErrorMessage | None = None
-
-
 class TextCount(msgspec.Struct):
     """So many texts follow, each as a frame; or why there are none."""
 
@@ -101,10 +100,12 @@ class ResponseBody(msgspec.Struct, tag=True):
     accepted: list[str]
 
 
-class Prepared(msgspec.Struct, tag=True):
-    """A valid request. request: what is left of it, as JSON. token_ids: of each prompt, as 32-bit integers. texts: the prompts that
-    are echoed. items: of a response's input. param: the field of the structured output."""
+class PreparedMessage(msgspec.Struct, tag=True):
+    """A valid request. request: what is left of it, as JSON; kind: its class. token_ids: of each prompt, as 32-bit integers. texts:
+    the prompts that are returned. param: the field of the structured output. response, items: what is left of a response whose chat
+    this is, and the items of its input."""
 
+    kind: str
     request: bytes
     params: SamplingParams
     token_ids: list[memoryview]
@@ -112,21 +113,21 @@ class Prepared(msgspec.Struct, tag=True):
     structured_output: StructuredOutputParams | None = None
     param: str | None = None
     texts: list[str] = []
-    chat: bytes = b""
+    response: bytes = b""
     items: EncodedItems | None = None
 
 
-Reply = WantedItem | WantedConversation | ApiErrorMessage | ResponseBody | Prepared
+Reply = Wanted | ApiErrorMessage | ResponseBody | PreparedMessage
 
 encode = msgspec.msgpack.Encoder().encode
+decode_opening = msgspec.msgpack.Decoder(Opening).decode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
-decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_text_count = msgspec.msgpack.Decoder(TextCount).decode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
-def decode_reply(frame: bytearray) -> Reply:
-    """A message of a process."""
+def decode_reply(frame: bytes) -> Reply:
+    """A message of a fork."""
     reply: Reply = _decode_reply(frame)
     return reply
 
@@ -143,25 +144,7 @@ def unpacked(data: memoryview) -> list[int]:
     return tokens.tolist()
 
 
-def send(connection: socket.socket, *parts: bytes | memoryview) -> None:
-    """Send a frame, which these are the parts of."""
-    connection.sendall(_LENGTH.pack(sum(map(len, parts))))
-    for part in parts:
-        connection.sendall(part)
-
-
-def receive(connection: socket.socket) -> bytearray | None:
-    """The next frame; None at the end of the connection."""
-    head = _receive(connection, _LENGTH.size)
-    return None if head is None else _receive(connection, _LENGTH.unpack(head)[0])
-
-
-def _receive(connection: socket.socket, size: int) -> bytearray | None:
-    data = bytearray(size)
-    view, start = memoryview(data), 0
-    while start < size:
-        count = connection.recv_into(view[start : start + _READ_BYTES])
-        if count == 0:
-            return None
-        start += count
-    return data
+def too_much() -> ApiError:
+    """The answer to a body that no fork reads within its limits."""
+    message = f"the body takes more than {MAX_SECONDS} s or {MAX_BYTES >> 20} MiB of memory to read; send a smaller one"
+    return bad_request(message, code="body_too_complex")

@@ -7,9 +7,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from pydantic import ValidationError
-
-from phalanx.serve.openai.api_errors import bad_request, validation_api_error
+from phalanx.serve.openai.api_errors import bad_request
+from phalanx.serve.openai.body import validated
 from phalanx.serve.openai.responses.store import Item
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.responses_request import (
@@ -100,10 +99,7 @@ def chat_request(request: ResponsesRequest, items: Iterable[Item]) -> ChatReques
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": answer.name, "schema": answer.schema_}}
     elif isinstance(answer, OutputJsonObject):
         body["response_format"] = {"type": "json_object"}
-    try:
-        return ChatRequest.model_validate(body)
-    except ValidationError as error:
-        raise validation_api_error(error, ChatRequest) from None
+    return validated(body, ChatRequest)
 
 
 def wants_logprobs(request: ResponsesRequest) -> bool:

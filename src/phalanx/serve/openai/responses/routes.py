@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,19 +15,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from phalanx.serve.openai.api_errors import RESPONSES, ApiError, bad_request, clip
-from phalanx.serve.openai.body import read_request
 from phalanx.serve.openai.chat import ChatHandler
-from phalanx.serve.openai.long_answers import PART, discard, encode_parts, encode_small, entries_of, off_loop
-from phalanx.serve.openai.prepare import PreparedResponse, prepare_response
+from phalanx.serve.openai.long_answers import encode_small, entries_of, off_loop
+from phalanx.serve.openai.prepare import STORED_RESPONSES, PreparedResponse
+from phalanx.serve.openai.respond import TypedEvents, respond
 from phalanx.serve.openai.responses.output import Event, ResponseWriter
 from phalanx.serve.openai.responses.store import ResponseStore, StoredResponse
-from phalanx.serve.openai.responses.stored_items import StoredItems, previous_response
+from phalanx.serve.openai.responses.stored_items import previous_response
 from phalanx.serve.openai.schema.openapi import query_parameter, request_body, responses_of
 from phalanx.serve.openai.schema.responses_object import DeletedResponse, InputItemList, ResponseObject, ResponseStreamEvent
 from phalanx.serve.openai.schema.responses_request import FunctionTool, ResponsesRequest
 from phalanx.serve.openai.service import Service, ServingEngine, service_of
-from phalanx.serve.openai.stream import CancellableResponse, EventStream, JsonBody
-from phalanx.serve.openai.stream import Event as StreamEvent
+from phalanx.serve.openai.stream import JsonBody
 
 router = APIRouter()
 
@@ -38,26 +36,13 @@ _QUEUED_EVENTS = 8
 
 
 @router.post(
-    "/v1/responses",
+    RESPONSES,
     responses=responses_of(ResponseObject, streams=ResponseStreamEvent, done=False),
     openapi_extra=request_body(ResponsesRequest),
 )
 async def create_response(http_request: Request) -> Response:
     """Answer an input, and store the answer."""
-    service = service_of(http_request)
-    service.admission.require_capacity_for_one()
-    stored = StoredItems(service.responses)
-    prepared = await read_request(
-        http_request,
-        ResponsesRequest,
-        lambda request: prepare_response(request, service.require_engine(request.model), stored),
-        partial(service.large_bodies.response, lookup=stored.find),
-        refers_to_much=stored.are_large,
-    )
-    handler = ResponseHandler(service, service.require_engine(), prepared)
-    if handler.streams:
-        return EventStream(handler.events(), service.api_error_at(RESPONSES))
-    return CancellableResponse(handler.body(), service.api_error_at(RESPONSES))
+    return await respond(http_request, STORED_RESPONSES, ResponseHandler)
 
 
 @router.get("/v1/responses/{response_id}", responses=responses_of(ResponseObject, body=False, refuses=True))
@@ -140,8 +125,8 @@ def _stored(store: ResponseStore, response_id: str) -> StoredResponse:
     return stored
 
 
-class ResponseHandler:
-    """One request: validated, not yet accepted by admission control."""
+class ResponseHandler(TypedEvents):
+    """A response."""
 
     def __init__(self, service: Service, engine: ServingEngine, prepared: PreparedResponse) -> None:
         store, request = service.responses, prepared.request
@@ -150,34 +135,14 @@ class ResponseHandler:
         self._chat = ChatHandler(service, engine, prepared.chat)
         self.streams = bool(request.stream)
         stores = store.stores and request.store is not False
-        self._response = _head(service, request, store=stores)
+        self.answer = _head(service, request, store=stores)
         before = () if previous is None else previous.conversation
-        self._stored = StoredResponse(self._response, prepared.items, before) if stores else None
-        self._writer = ResponseWriter(self._response)
+        self._stored = StoredResponse(self.answer, prepared.items, before) if stores else None
+        self._writer = ResponseWriter(self.answer)
         self._cancelled = False
 
-    async def body(self) -> dict[str, Any]:
-        """The body of the response."""
-        async with aclosing(self._events()) as events:
-            async for _ in events:
-                pass
-        return self._response
-
-    async def events(self) -> AsyncGenerator[StreamEvent, None]:
-        """The events of the response, as server-sent events."""
-        try:
-            async with aclosing(self._events()) as events:
-                async for one in events:
-                    entries, head = entries_of(one), b"event: %b\ndata: " % one["type"].encode()
-                    if entries <= PART:
-                        yield b"%b%b\n\n" % (head, encode_small(one))
-                    else:
-                        yield [head, *(await off_loop(encode_parts, one, entries=entries)), b"\n\n"]
-        finally:
-            discard(self._response)
-
-    async def _events(self) -> AsyncGenerator[Event, None]:
-        """The events as they come. A task of its own makes them, so that a cancellation stops it, and not the HTTP response."""
+    async def typed_events(self) -> AsyncGenerator[Event, None]:
+        """A task of its own makes them, so that a cancellation stops it, and not the HTTP response."""
         events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue(_QUEUED_EVENTS)
         task = asyncio.create_task(self._generate(events))
         if self._stored is not None:
@@ -225,7 +190,7 @@ class ResponseHandler:
         except Exception as error:
             if not began or not self.streams:
                 if self._stored is not None:
-                    self._service.responses.delete(self._response["id"])
+                    self._service.responses.delete(self.answer["id"])
                 await events.put(error)
                 return
             api_error = self._service.api_error(error)
@@ -248,7 +213,7 @@ class ResponseHandler:
             return
         if stored.status != "in_progress":
             stored.cancel = None
-            await off_loop(stored.complete, entries=entries_of(self._response))
+            await off_loop(stored.complete, entries=entries_of(self.answer))
         if not again or store.get(stored.id) is not None:
             store.put(stored)
 
@@ -266,20 +231,22 @@ def _head(service: Service, request: ResponsesRequest, *, store: bool) -> dict[s
         for tool in request.tools or ()
         if isinstance(tool, FunctionTool)
     ]
-    choice = request.tool_choice
+    choice, defaults = request.tool_choice, service.require_engine().facts.sampling_defaults
     answer = request.text.format if request.text is not None else None
     return {
         "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()), "completed_at": None,
         "status": "in_progress", "background": False, "error": None, "incomplete_details": None,
-        "instructions": request.instructions, "max_output_tokens": request.max_output_tokens, "model": service.model_name,
-        "output": [], "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "instructions": request.instructions, "max_output_tokens": request.max_output_tokens,
+        "model": service.name_in_answers(request.model), "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
         "service_tier": "default", "store": store,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "temperature": defaults.get("temperature", 1.0) if request.temperature is None else request.temperature,
         "text": {"format": {"type": "text"} if answer is None else answer.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": tools, "top_logprobs": request.top_logprobs or 0, "top_p": 1.0 if request.top_p is None else request.top_p,
+        "tools": tools, "top_logprobs": request.top_logprobs or 0,
+        "top_p": defaults.get("top_p", 1.0) if request.top_p is None else request.top_p,
         "truncation": "disabled", "usage": None,
         "metadata": {name: value for name, value in (request.metadata or {}).items() if value is not None},
     }  # fmt: skip

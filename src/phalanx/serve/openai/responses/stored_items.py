@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 import msgspec
 
-from phalanx.serve.openai.api_errors import ApiError, bad_request
+from phalanx.serve.openai.api_errors import bad_request
 from phalanx.serve.openai.body import LARGE_BYTES, MAX_BODY_BYTES
-from phalanx.serve.openai.large_bodies.messages import ApiErrorMessage, Stored, WantedConversation, WantedItem
+from phalanx.serve.openai.large_bodies.messages import Wanted
 from phalanx.serve.openai.responses.conversation import MAX_REFERENCES
 from phalanx.serve.openai.responses.store import Item, ResponseStore, StoredResponse, decode_items
 from phalanx.serve.openai.schema.responses_request import ItemReference, ResponsesRequest
@@ -42,15 +43,12 @@ class StoredItems:
         conversation = previous_response(self._store, response_id).conversation
         return [item for items in conversation for item in decode_items(items.text)]
 
-    def find(self, wanted: WantedItem | WantedConversation) -> Stored:
-        """What another process asks for."""
-        try:
-            if isinstance(wanted, WantedItem):
-                text = self._text(wanted.id)
-                return Stored([] if text is None else [text])
-            return Stored([items.text for items in previous_response(self._store, wanted.response_id).conversation])
-        except ApiError as error:
-            return Stored([], ApiErrorMessage.of(error))
+    def find(self, wanted: Wanted) -> Sequence[bytes | memoryview]:
+        """The JSON that another process asks for. Raises ApiError 400."""
+        if wanted.conversation:
+            return [items.text for items in previous_response(self._store, wanted.id).conversation]
+        text = self._text(wanted.id)
+        return [] if text is None else [text]
 
     def are_large(self, request: ResponsesRequest) -> bool:
         """Whether the items that a request goes on after or refers to must not be decoded on the event loop."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 from phalanx.serve.openai.schema.fields import (
     Body,
     FirstError,
+    OneOf,
     OnlyValue,
     SampledRequest,
     SchemaObject,
@@ -19,7 +20,7 @@ from phalanx.serve.openai.schema.fields import (
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class TextPart(Body):
@@ -36,16 +37,8 @@ class RefusalPart(Body):
     refusal: str
 
 
-def _part(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return "refusal_part" if kind == "refusal" else "text_part"
-
-
 Content = str | Annotated[list[TextPart], Field(min_length=1, max_length=1024), FirstError()]
-AssistantPart = Annotated[
-    Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")],
-    Discriminator(_part),
-]
+AssistantPart = Annotated[RefusalPart | TextPart, OneOf()]
 AssistantContent = str | Annotated[list[AssistantPart], Field(min_length=1, max_length=1024), FirstError()]
 
 
@@ -100,15 +93,7 @@ class ToolMessage(Body):
     name: str | None = None
 
 
-def _role(message: Any) -> str:
-    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
-    return role if role in ("assistant", "tool") else "plain"
-
-
-RequestMessage = Annotated[
-    Annotated[PlainMessage, Tag("plain")] | Annotated[AssistantMessage, Tag("assistant")] | Annotated[ToolMessage, Tag("tool")],
-    Discriminator(_role),
-]
+RequestMessage = Annotated[AssistantMessage | ToolMessage | PlainMessage, OneOf("role")]
 
 
 class Function(Body):
@@ -154,19 +139,7 @@ class AllowedToolsChoice(Body):
     allowed_tools: AllowedTools
 
 
-def _choice(choice: Any) -> str:
-    if isinstance(choice, str):
-        return "choice_mode"
-    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
-    return "allowed_choice" if kind == "allowed_tools" else "named_choice"
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("choice_mode")]
-    | Annotated[NamedTool, Tag("named_choice")]
-    | Annotated[AllowedToolsChoice, Tag("allowed_choice")],
-    Discriminator(_choice),
-]
+ToolChoice = Annotated[Literal["none", "auto", "required"] | AllowedToolsChoice | NamedTool, OneOf()]
 
 
 class JsonSchema(Body):

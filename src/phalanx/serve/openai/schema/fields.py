@@ -8,8 +8,8 @@ Requests are validated in pydantic's strict JSON mode: "1" is no number, 1 is no
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Annotated, Any, Self
+from functools import cache, partial
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -29,6 +29,7 @@ from phalanx.serve.openai.schema.field_table import Row, Treatment, undeclared
 MAX_N = 128
 """Maximum number of completions per prompt, as in `SamplingParams`."""
 MAX_STOPS = 16
+MAX_CACHE_SALT = 4096
 MAX_LOGIT_BIAS = 4096
 """Entries of `logit_bias`."""
 MAX_SEED = 2**63 - 1
@@ -52,6 +53,49 @@ class OnlyValue:
             return value
         shown = repr(value)
         raise PydanticCustomError("cannot_honour", "is not supported: {why}", {"why": f"{self.why} ({shown[:60]})"})
+
+
+class OneOf:
+    """Annotates a union of bodies, of which a value is the first one whose `field` may have the value's; else the last. A text is
+    the member that is no body. kind: tells the value of `field` in another way.
+
+    Errors are those of that one member. Its name in their location is no identifier, by which a path leaves it out.
+    """
+
+    def __init__(self, field: str = "type", *, kind: Callable[[Any], Any] | None = None) -> None:
+        self._field, self._kind = field, kind or partial(value_of, name=field)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members = get_args(source)
+        tags = {one: f"<{getattr(one, '__name__', 'text')}>" for one in members}
+        bodies = [one for one in members if isinstance(one, type) and issubclass(one, BaseModel)]
+        last, texts = tags[members[-1]], [tags[one] for one in members if one not in bodies]
+        by_kind = {kind: tags[one] for one in reversed(bodies) for kind in _values(one, self._field)}
+
+        def choose(value: Any) -> str:
+            if isinstance(value, str) and texts:
+                return texts[0]
+            kind = self._kind(value)
+            return by_kind.get(kind, last) if kind is None or isinstance(kind, str) else last
+
+        return core_schema.tagged_union_schema({tags[one]: handler.generate_schema(one) for one in members}, choose)
+
+
+def value_of(value: Any, name: str) -> Any:
+    """A field of a body, or of the JSON that it is made of."""
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+
+
+def _values(body: type[BaseModel], name: str) -> set[str | None]:
+    """The values that a field may have, if it has only some; None where it may be absent."""
+    annotation = body.model_fields[name].annotation if name in body.model_fields else None
+    values: set[str | None] = set()
+    for part in [annotation, *get_args(annotation)]:
+        if part is type(None):
+            values.add(None)
+        elif get_origin(part) is Literal:
+            values |= set(get_args(part))
+    return values
 
 
 class FirstError(FailFast):
@@ -164,6 +208,7 @@ class SampledRequest(Body):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKEN_COUNT)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT)
 
 
 __all__ = [
@@ -171,6 +216,7 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_N",
     "MAX_SEED",
+    "MAX_CACHE_SALT",
     "MAX_STOPS",
     "Body",
     "Choices",

@@ -10,8 +10,12 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from phalanx.serve.anthropic.schema import CountTokensRequest, MessageEvent, MessagesRequest
+from phalanx.serve.openai.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
+from phalanx.serve.openai.schema.embeddings import EmbeddingsRequest, RerankRequest
+from phalanx.serve.openai.schema.model_changes import UpdateWeightsRequest
 from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ErrorResponse, StatusResponse
 from phalanx.serve.openai.schema.responses_object import ResponseStreamEvent
 from phalanx.serve.openai.schema.responses_request import ResponsesRequest
@@ -20,18 +24,22 @@ from phalanx.version import __version__
 
 Responses = dict[int | str, dict[str, Any]]
 
-REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest)
+REQUESTS: tuple[type[BaseModel], ...] = (
+    ChatRequest, CompletionRequest, CountTokensRequest, DetokenizeRequest, EmbeddingsRequest, LoadAdapterRequest, MessagesRequest,
+    RerankRequest, ResponsesRequest, TokenizeRequest, UnloadAdapterRequest, UpdateWeightsRequest,
+)  # fmt: skip
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
     400: "The request is not valid or not supported; `param` names the field.",
     401: "The key is missing or wrong.",
+    403: "The server was started without --enable_sleep_mode.",
     404: "No such model.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "A queue is full; Retry-After says when to try again.",
     431: "The head of the request is too large.",
     500: "The engine failed; the message names the rank.",
-    503: "The server is starting, shutting down, or has failed.",
+    503: "The server is starting, asleep, shutting down, or has failed.",
 }
 
 
@@ -49,14 +57,17 @@ def responses_of(
     key: bool = True,
     refuses: bool = False,
     done: bool = True,
+    enabled: bool = False,
+    error: type[BaseModel] = ErrorResponse,
 ) -> Responses:
     """The responses of a route, for its `responses`. streams: the model of its events, if it can stream. body: it reads a body.
-    key: it requires the API key, if there is one. refuses: it has other parameters. done: its stream ends with [DONE]."""
+    key: it requires the API key, if there is one. refuses: it has other parameters. done: its stream ends with [DONE]. enabled: an
+    option enables it. error: the model of its errors."""
     responses: Responses = {200: {"model": model, "description": "The response."}}
     if streams is not None:
-        responses[200]["content"] = {"text/event-stream": {"schema": _event(streams.__name__, done=done)}}
-    errors = (431, *((400, 408, 413, 429) * body), *((400,) * refuses), *((401, 404, 500, 503) * key))
-    return responses | {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in sorted(set(errors))}
+        responses[200]["content"] = {"text/event-stream": {"schema": _event(streams.__name__, done=done, error=error)}}
+    errors = (431, *((400, 408, 413, 429) * body), *((400,) * refuses), *((403,) * enabled), *((401, 404, 500, 503) * key))
+    return responses | {status: {"model": error, "description": _ERRORS[status]} for status in sorted(set(errors))}
 
 
 def query_parameter(name: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -64,9 +75,9 @@ def query_parameter(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "in": "query", "required": False, "schema": schema}
 
 
-def _event(chunk: str, *, done: bool) -> dict[str, Any]:
+def _event(chunk: str, *, done: bool, error: type[BaseModel]) -> dict[str, Any]:
     """The schema of one server-sent event (OpenAPI 3.1 cannot describe a sequence of them)."""
-    bodies = [{"$ref": _REF.format(model=name)} for name in (chunk, ErrorResponse.__name__)]
+    bodies = [{"$ref": _REF.format(model=name)} for name in (chunk, error.__name__)]
     parsed = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": bodies}}
     data = {"anyOf": [{"const": "[DONE]"}, parsed]} if done else parsed
     last = "; the last one is [DONE]" if done else ""
@@ -100,12 +111,14 @@ def install_openapi(app: FastAPI, *, model_name: str, with_key: bool, open_metri
 
 def _build(app: FastAPI, *, model_name: str, with_key: bool, open_metrics: bool) -> dict[str, Any]:
     document = get_openapi(title="Phalanx", version=__version__, description="The OpenAI API.", routes=app.routes)
-    models: list[type[BaseModel]] = [*REQUESTS, ChatCompletionChunk, ResponseStreamEvent]
+    models: list[type[BaseModel]] = [*REQUESTS, ChatCompletionChunk, MessageEvent, ResponseStreamEvent]
     _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     parts = document.setdefault("components", {})
     parts.setdefault("schemas", {}).update(schemas["$defs"])
     for kind in REQUESTS:
         schema = schemas["$defs"][kind.__name__]
+        if "model" not in schema["properties"]:
+            continue
         schema["properties"]["model"] = {"enum": [model_name] if "model" in schema.get("required", []) else [model_name, None]}
     if with_key:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

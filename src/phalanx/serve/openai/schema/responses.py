@@ -36,20 +36,22 @@ class CachedTokens(ResponseModel):
     cached_tokens: int
 
 
-class ReasoningTokens(ResponseModel):
-    """Number of generated tokens that are reasoning."""
+class CompletionTokensDetails(ResponseModel):
+    """Of the generated tokens. `reasoning_tokens`: of a model that thinks; `accepted_prediction_tokens`: those that speculative
+    decoding proposed."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int | None = None
 
 
 class UsageInfo(ResponseModel):
-    """Number of tokens of the request. `completion_tokens_details`: in chats with a model that thinks."""
+    """Number of tokens of the request. `completion_tokens_details`: in chats with a model that thinks, and with speculation."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class PromptLogprob(ResponseModel):
@@ -206,14 +208,17 @@ class ChatCompletionChunk(ResponseModel):
 
 
 class ModelCard(ResponseModel):
-    """The served model. `max_model_len`: limit of prompt and output together, in tokens."""
+    """The served model, or an adapter: `root` is its folder then, and `parent` the model. `max_model_len`: limit of prompt and
+    output together, in tokens. `default_sampling_params`: defaults of requests, by the checkpoint."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int
+    default_sampling_params: dict[str, float]
 
 
 class ModelList(ResponseModel):
@@ -279,8 +284,24 @@ class ExpertsResponse(ResponseModel):
     engines: list[EngineExperts]
 
 
-class StatusResponse(ResponseModel):
-    """The state of the server: "live" (for `/live`), else "starting", "ready", "draining" or "failed", and the reason."""
+class ModelStateResponse(ResponseModel):
+    """What ranks have of the model. `level`: of the sleep, 0 where the engine is awake. `weights`, `kv_cache`: whether they are on
+    the devices. `weights_generation`: how often the weights were replaced. Of the last change: the bytes that it freed on all ranks
+    (negative: took), and its seconds without the wait for requests. `kept_requests`: that go on after the wake-up."""
 
-    status: Literal["live", "starting", "ready", "draining", "failed"]
+    is_sleeping: bool
+    level: Literal[0, 1, 2]
+    weights: bool
+    kv_cache: bool
+    weights_generation: int
+    freed_bytes: int
+    seconds: float
+    kept_requests: int
+
+
+class StatusResponse(ResponseModel):
+    """The state of the server: "live" (for `/live`), else "starting", "ready", "stalled" (no step ends), "sleeping", "draining" or
+    "failed", and the reason."""
+
+    status: Literal["live", "starting", "ready", "stalled", "sleeping", "draining", "failed"]
     reason: str | None = None

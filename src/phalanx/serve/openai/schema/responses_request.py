@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 from phalanx.serve.openai.schema.chat import MAX_MESSAGES, MAX_TOOLS, FunctionName
 from phalanx.serve.openai.schema.fields import (
+    MAX_CACHE_SALT,
     MAX_LOGIT_BIAS,
     MAX_SEED,
     MAX_STOPS,
@@ -18,21 +19,19 @@ from phalanx.serve.openai.schema.fields import (
     FirstError,
     MetadataKey,
     MetadataValue,
+    OneOf,
     OnlyValue,
     SchemaObject,
     StopText,
     TokenId,
     TokenIdText,
+    value_of,
 )
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 _TEXT_ONLY = "the models read text only, no images, audio or files"
 _ITEMS = "an input has messages, function calls and their outputs, reasoning, and references to items"
 _TOOLS = "built-in tools are not built; functions are"
-
-
-def _type_of(value: Any) -> Any:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 class InputText(Body):
@@ -55,17 +54,7 @@ class OtherPart(Body):
     type: Annotated[Any, OnlyValue(why=_TEXT_ONLY)]
 
 
-def _part(part: Any) -> str:
-    kind = _type_of(part)
-    if kind == "refusal":
-        return "refusal_part"
-    return "text_part" if kind in ("input_text", "output_text", "text") else "other_part"
-
-
-InputPart = Annotated[
-    Annotated[InputText, Tag("text_part")] | Annotated[InputRefusal, Tag("refusal_part")] | Annotated[OtherPart, Tag("other_part")],
-    Discriminator(_part),
-]
+InputPart = Annotated[InputText | InputRefusal | OtherPart, OneOf()]
 InputContent = str | Annotated[list[InputPart], Field(max_length=1024), FirstError()]
 
 
@@ -121,32 +110,15 @@ class OtherItem(Body):
     type: Annotated[Any, OnlyValue(why=_ITEMS)]
 
 
-_ITEM_TAGS = {
-    "message": "message_item",
-    "function_call": "call_item",
-    "function_call_output": "output_item",
-    "reasoning": "reasoning_item",
-    "item_reference": "reference_item",
-}
-
-
-def _item(item: Any) -> str:
-    kind = _type_of(item)
-    if kind is None:
-        has_role = "role" in item if isinstance(item, dict) else hasattr(item, "role")
-        has_id = "id" in item if isinstance(item, dict) else hasattr(item, "id")
-        return "reference_item" if has_id and not has_role else "message_item"
-    return _ITEM_TAGS.get(kind, "other_item") if isinstance(kind, str) else "other_item"
+def _type_of_item(item: Any) -> Any:
+    """A reference needs no type."""
+    if value_of(item, "id") is not None and value_of(item, "role") is None:
+        return value_of(item, "type") or "item_reference"
+    return value_of(item, "type")
 
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("message_item")]
-    | Annotated[FunctionCallItem, Tag("call_item")]
-    | Annotated[FunctionCallOutputItem, Tag("output_item")]
-    | Annotated[ReasoningItem, Tag("reasoning_item")]
-    | Annotated[ItemReference, Tag("reference_item")]
-    | Annotated[OtherItem, Tag("other_item")],
-    Discriminator(_item),
+    InputMessage | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference | OtherItem, OneOf(kind=_type_of_item)
 ]
 
 
@@ -166,13 +138,7 @@ class OtherTool(Body):
     type: Annotated[Any, OnlyValue(why=_TOOLS)]
 
 
-def _tool(tool: Any) -> str:
-    return "function_tool" if _type_of(tool) == "function" else "other_tool"
-
-
-ResponsesTool = Annotated[
-    Annotated[FunctionTool, Tag("function_tool")] | Annotated[OtherTool, Tag("other_tool")], Discriminator(_tool)
-]
+ResponsesTool = Annotated[FunctionTool | OtherTool, OneOf()]
 
 
 class ChosenFunction(Body):
@@ -196,19 +162,7 @@ class OtherChoice(Body):
     type: Annotated[Any, OnlyValue(why=_TOOLS)]
 
 
-def _choice(choice: Any) -> str:
-    if isinstance(choice, str):
-        return "choice_mode"
-    return {"function": "function_choice", "allowed_tools": "allowed_choice"}.get(str(_type_of(choice)), "other_choice")
-
-
-ResponsesToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("choice_mode")]
-    | Annotated[ChosenFunction, Tag("function_choice")]
-    | Annotated[AllowedFunctions, Tag("allowed_choice")]
-    | Annotated[OtherChoice, Tag("other_choice")],
-    Discriminator(_choice),
-]
+ResponsesToolChoice = Annotated[Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions | OtherChoice, OneOf()]
 
 
 class OutputText(Body):
@@ -292,10 +246,12 @@ class ResponsesRequest(Body):
         None, max_length=MAX_LOGIT_BIAS, json_schema_extra={"additionalProperties": False}
     )
     chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT)
 
 
 SAMPLING = (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "top_k", "min_p", "seed", "stop",
-    "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias", "chat_template_kwargs", "parallel_tool_calls", "stream",
+    "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias", "cache_salt", "chat_template_kwargs", "parallel_tool_calls",
+    "stream",
 )  # fmt: skip
 """Fields that mean the same in a chat."""

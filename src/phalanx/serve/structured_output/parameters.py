@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a call between tags as Lark: `<parameter=KEY>`, a value without quotes, `</parameter>` (Qwen3-Coder), and the
+like of other families; what their parser (`output_parsing.tagged`) reads back.
+
+A string is its text; another value is JSON. Text cannot hold the tag that ends a value. Parameters come in the order of the schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import OptionError
+from phalanx.serve.structured_output.json_schema import KEYWORDS
+
+QWEN_PARAMETER = "<parameter=KEY>\nVALUE\n</parameter>\n"
+"""How Qwen3-Coder writes a parameter."""
+_ONE_LINE = r" & /[^\n]*/"
+_STRING = frozenset(("minLength", "maxLength", "pattern"))
+_ANNOTATIONS = frozenset(name for name, treatment in KEYWORDS.items() if treatment == "annotation")
+
+
+@dataclass(frozen=True)
+class ParameterParts:
+    """How one argument is written between tags: `of` takes an example with "KEY" and "VALUE".
+
+    `<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n` is open_key, KEY, end_key, gap, open_value, wrap, VALUE, wrap,
+    end_value, separator. open_value is "" where no tag is before the value. Raises OptionError for another example."""
+
+    open_key: str
+    end_key: str
+    gap: str
+    open_value: str
+    wrap: str
+    end_value: str
+    separator: str
+
+    _FORM = re.compile(
+        r"(?P<open_key>.+)KEY(?P<end_key>[^\n<]*>|</[^<>]+>)(?P<gap>\s*?)(?P<open_value>(?:<[^<>]+>)?)(?P<wrap>\n?)VALUE(?P=wrap)"
+        r"(?P<end_value></[^<>]+>)(?P<separator>\s*)"
+    )
+
+    @classmethod
+    def of(cls, parameter: str) -> ParameterParts:
+        match = cls._FORM.fullmatch(parameter)
+        if match is None:
+            raise OptionError(
+                f"{parameter[:60]!r} is no parameter between tags", next="write it as '<parameter=KEY>VALUE</parameter>'"
+            )
+        return cls(**match.groupdict())
+
+    @property
+    def middle(self) -> str:
+        """All between KEY and VALUE."""
+        return self.end_key + self.gap + self.open_value + self.wrap
+
+
+class ParameterWriter:
+    """parts: how a parameter is written. rule: adds a rule (its body, attributes, and whether it is a terminal) and gives its name.
+    json_rule: the expression of a schema. regex: of a regular expression. text: of a literal text. ending: of any text up to a text
+    and that. what: the schema's name in errors."""
+
+    def __init__(
+        self, parts: ParameterParts, *, rule: Callable[..., str], json_rule: Callable[[Any], str], regex: Callable[[str], str],
+        text: Callable[[str], str], ending: Callable[[str], str], what: str,
+    ) -> None:  # fmt: skip
+        self.parts, self.rule, self.json_rule, self.regex, self.text, self.ending = parts, rule, json_rule, regex, text, ending
+        self.what = what
+        self.root: dict[str, Any] = {}
+
+    def write(self, schema: Any) -> str:
+        """The expression of all parameters of an object, prepared by `enforceable`. Raises OptionError for what cannot be written
+        so."""
+        self.root = schema if isinstance(schema, dict) else {}
+        node = self.resolved(self.root)
+        properties = node.get("properties") or {}
+        if node.keys() & {"anyOf", "oneOf", "allOf", "patternProperties", "minProperties", "maxProperties", "enum", "const"}:
+            raise self.refused("a schema that is more than 'properties'")
+        parts = self.parts
+        if not properties and node.get("additionalProperties", True) is not False:
+            key = f"/[^{parts.end_key[0]}<>\\n]{{1,128}}/"
+            return f"({self.text(parts.open_key)} {key} {self.text(parts.middle)} {self.value({})})*"
+        required = set(node.get("required", ()))
+        if not required <= properties.keys():
+            raise self.refused("a required property that it does not describe")
+        rest = '""'
+        for name, child in reversed(properties.items()):
+            one = f"{self.text(parts.open_key + name + parts.middle)} {self.value(child)} {rest}"
+            rest = self.rule(one if name in required else f"{one} | {rest}")
+        return rest
+
+    def value(self, schema: Any) -> str:
+        """The expression of a value and the end of its parameter."""
+        alternatives, parts = self.alternatives(schema), self.parts
+        if any(self.is_free_text(each) for each in alternatives):
+            separator = f" {self.text(parts.separator)}" if parts.separator else ""
+            return self.ending(parts.end_value) + separator
+        end, beside = self.text(parts.wrap + parts.end_value + parts.separator), any(map(self.is_json, alternatives))
+        literal = re.match(r'"(?:[^"\\]|\\.)*"', end)
+        begun = literal[0] if literal else ""
+        return f"({' | '.join(value for each in alternatives for value in self.values(each, begun, beside))}){end[len(begun) :]}"
+
+    def alternatives(self, schema: Any) -> list[Any]:
+        node = self.resolved(schema)
+        if isinstance(node, dict):
+            for name in ("anyOf", "oneOf"):
+                if isinstance(node.get(name), list) and not node.keys() - _ANNOTATIONS - {name}:
+                    return [each for child in node[name] for each in self.alternatives(child)]
+            if isinstance(node.get("type"), list):
+                return [{**node, "type": one} for one in node["type"]]
+        return [node]
+
+    def is_free_text(self, node: Any) -> bool:
+        """Whether it allows any text."""
+        if not isinstance(node, dict) or not node.keys() - _ANNOTATIONS:
+            return node is not False
+        return node.get("type") == "string" and not node.keys() & {*_STRING, "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
+
+    @staticmethod
+    def choices(node: Any) -> list[Any] | None:
+        """The values of a node that allows few. None of any other."""
+        if not isinstance(node, dict):
+            return None
+        if node.keys() & {"enum", "const"}:
+            return [node["const"]] if "const" in node else list(node["enum"])
+        few: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
+        return few.get(str(node.get("type")))
+
+    def is_json(self, node: Any) -> bool:
+        """Whether the library writes its JSON: it has lexemes of its own."""
+        return self.choices(node) is None and not (isinstance(node, dict) and node.get("type") == "string")
+
+    def values(self, node: Any, end: str, beside: bool) -> list[str]:
+        """The expressions of an alternative. end: the literal text behind it, or "". beside: others are written in JSON.
+
+        The lexer takes the longest lexeme. So the end belongs to the lexeme of a text, which would swallow it; and beside JSON a
+        text has no end of line, with which it would live on where a number ends.
+        """
+        choices = self.choices(node)
+        if choices is not None:
+            if node.keys() - _ANNOTATIONS - {"enum", "const", "type"}:
+                raise self.refused("'enum' beside other keywords")
+            texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in choices]
+            return [self.rule(f"{self.literal(each)} {end}", terminal=True) if each + end else '""' for each in texts]
+        if self.is_json(node):
+            if isinstance(node, dict) and not isinstance(node.get("type"), str):
+                raise self.refused("a parameter without a 'type'")
+            definitions = {name: self.root[name] for name in ("$defs", "definitions") if name in self.root}
+            return [f"{self.json_rule({**definitions, **node} if isinstance(node, dict) else node)} {end}"]
+        if node.keys() - _ANNOTATIONS - _STRING - {"type"}:
+            raise self.refused("a string beside other keywords")
+        shortest, longest = node.get("minLength", 0), node.get("maxLength", "")
+        body = f"/(?s:.{{{shortest},{longest}}})/ & ~/(?s:.*){lark_escaped(self.parts.end_value)}(?s:.*)/"
+        body += _ONE_LINE if beside else ""
+        if "pattern" in node:
+            pattern = node["pattern"]
+            if "|" in pattern and not pattern.startswith("^(?:") and re.search(r"[\^$]", pattern):
+                raise self.refused(f"the pattern {pattern!r}, whose anchors are within alternatives")
+            before = "" if pattern.startswith("^") else "(?s:.*)"
+            after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
+            inner = pattern.removeprefix("^")
+            inner = inner if after else inner[:-1]
+            body += f" & {self.regex(f'{before}(?:{inner}){after}')}"
+        return [self.rule(f"{self.rule(body, terminal=True)} {end}", terminal=True)]
+
+    def literal(self, text: str) -> str:
+        if self.parts.end_value in text:
+            raise self.refused(f"the value {text[:60]!r}, which holds {self.parts.end_value}")
+        return json.dumps(text, ensure_ascii=False)
+
+    def resolved(self, node: Any) -> Any:
+        for _ in range(8):
+            if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)) or node.keys() - _ANNOTATIONS - {"$ref"}:
+                break
+            target: Any = self.root
+            for part in node["$ref"].removeprefix("#").split("/")[1:]:
+                target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+            node = target
+        return node if node is not None else {}
+
+    def refused(self, part: str) -> OptionError:
+        return OptionError(f"the {self.what} have {part}", why="this model's format of calls cannot express it", next="rewrite it")
+
+
+def lark_escaped(text: str) -> str:
+    """A text within `/.../`."""
+    return "".join(f"\\{c}" if c in r"\.+*?()|[]{}^$#&-~/" else {"\n": r"\n", "\r": r"\r", "\t": r"\t"}.get(c, c) for c in text)

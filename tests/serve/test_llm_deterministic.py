@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`deterministic` on a CPU: the same bits alone and in any crowd. PHALANX_CROWDS=50 for the whole of it."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import LLM, SamplingParams
+from phalanx.config.options import EngineOptions
+from phalanx.config.resolve import resolve
+from phalanx.config.serving import ServeOptions
+from phalanx.errors import OptionError
+from phalanx.serve.outputs import RequestOutput
+from tests.support.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.usefixtures("forked_python")
+
+CROWDS = int(os.environ.get("PHALANX_CROWDS", "3"))
+CACHE = 1 << 18
+PROMPTS = 200 if CROWDS >= 50 else 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("deterministic") / "llama", "llama")
+
+
+def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of which some begin alike, and whose tokens are drawn or not; their logprobs tell the bits."""
+    chance, cases = random.Random(7), []
+    begin = [chance.randrange(3, 380) for _ in range(40)]
+    for number in range(count):
+        prompt = begin[: chance.choice((0, 16, 40))] + [chance.randrange(3, 380) for _ in range(chance.randint(1, 50))]
+        temperature = number % 3 * 0.5
+        params = SamplingParams(
+            temperature=temperature, seed=number, max_tokens=chance.randint(1, 9), ignore_eos=True, logprobs=2,
+            prompt_logprobs=0 if number % 5 == 0 else None, presence_penalty=number % 4 * 0.3,
+            top_p=0.9 if number % 7 == 0 else 1.0,
+        )  # fmt: skip
+        cases.append((prompt, params))
+    return cases
+
+
+def bits(output: RequestOutput) -> Any:
+    part = output.outputs[0]
+    return part.token_ids, part.logprobs, output.prompt_logprobs
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)], ids=["tp1", "tp2", "pp2"])
+def test_the_same_bits_alone_and_in_any_crowd(folder: Path, tp: int, pp: int) -> None:
+    """Steps are small, so that prompts are cut where the crowd has it, and the cache is too small for all of it."""
+    cases, chance = requests(PROMPTS), random.Random(1)
+    with LLM(
+        folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", max_seq_len=128, max_num_tokens=48,
+        kv_block_size=8, kv_cache_bytes=CACHE, deterministic=True, max_batch_size=16,
+    ) as llm:  # fmt: skip
+        assert "alone" in llm.facts.reasons["deterministic"]
+        alone = [bits(llm.generate(prompt, params)) for prompt, params in cases]
+        for _ in range(CROWDS):
+            crowd = chance.sample(range(len(cases)), chance.randint(len(cases) // 2, len(cases)))
+            outputs = llm.generate([cases[i][0] for i in crowd], [cases[i][1] for i in crowd], use_tqdm=False)
+            for index, output in zip(crowd, outputs, strict=True):
+                assert bits(output) == alone[index], (index, crowd)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "excludes speculative_config"),
+        ({"expert_parallel_size": 2}, "excludes expert_parallel_size"),
+    ],
+)
+def test_what_it_cannot_promise_is_refused_by_name(folder: Path, fields: dict[str, Any], words: str) -> None:
+    from phalanx.config.model import ModelShape
+
+    shape = ModelShape.from_folder(
+        write_checkpoint(folder.parent / "moe", "mixtral") if "expert_parallel_size" in fields else folder
+    )
+    options = EngineOptions.of(model=str(folder), device="cpu", deterministic=True, **fields)
+    with pytest.raises(OptionError, match=words):
+        resolve(options, shape, 0)
+
+
+def test_a_mean_over_steps_is_refused() -> None:
+    with pytest.raises(OptionError, match="pooling='mean' is not possible with deterministic"):
+        ServeOptions.of(pooling="mean").require_possible(deterministic=True)
+    ServeOptions.of(pooling="mean").require_possible(deterministic=False)
