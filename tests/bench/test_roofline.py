@@ -9,6 +9,7 @@ import pytest
 from phalanx.bench import roofline, shapes, workloads
 from phalanx.config.model import ModelShape
 from phalanx.engine.messages import EngineFacts, RankFacts
+from phalanx.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -23,7 +24,7 @@ def facts_of(*, dtype: str = "bf16", tp: int = 1, pp: int = 1, token_bytes: int 
     """token_bytes: of one token on one rank's layers."""
     ranks = [RankFacts(rank, 0, device, (0, 1), bytes={"kv": token_bytes * tokens}) for rank in range(tp * pp)]
     return EngineFacts(
-        model="m", dtype=dtype, device=device, world=tp * pp, layout=(pp, 1, tp), max_seq_len=4096, max_batch_size=512,
+        model="m", dtype=dtype, device=device, layout=Layout(pp=pp, tp=tp), max_seq_len=4096, max_batch_size=512,
         max_num_tokens=8192, block_size=16, num_blocks=tokens // 16, vocab_size=128256, eos_token_ids=[], ranks=ranks,
     )  # fmt: skip
 
@@ -54,10 +55,10 @@ def test_experts_count_where_tokens_reach_them():
 
 
 def test_experts_that_one_tensor_has_count_where_tokens_reach_them():
-    """gpt-oss-120b: 4 of 128 experts of 2,880 features for a token, in MXFP4 with a scale for 32 values, and biases in 16 bit."""
+    """gpt-oss-120b: 4 of 128 experts of 2,880 features for a token, in MXFP4 with 92 scales a row, and biases in 16 bit."""
     shape = shape_of("gpt-oss-120b")
     every = roofline.weight_bytes(shape, "bf16", 1e6)
-    expert = 3 * 2880 * 2880 * (1 / 2 + 1 / 32) + 2 * 3 * 2880
+    expert = 3 * 2880 * (2880 / 2 + 92) + 2 * 3 * 2880
     assert every - roofline.weight_bytes(shape, "bf16", 1) == pytest.approx(36 * 124 * expert, rel=1e-9)
 
 
@@ -81,7 +82,7 @@ def test_a_pipeline_reads_the_weights_for_every_micro_batch():
 def test_replicas_share_the_requests():
     shape, one = shape_of("llama-3-8b"), facts_of(token_bytes=131072)
     two = facts_of(token_bytes=131072)
-    two.num_blocks, two.max_batch_size, two.replicas = 2 * one.num_blocks, 2 * one.max_batch_size, 2
+    two.num_blocks, two.max_batch_size, two.layout = 2 * one.num_blocks, 2 * one.max_batch_size, Layout(replicas=2)
     assert roofline.kv_token_bytes(two) == 131072
     assert roofline.round_bytes(shape, two, 64, 192) == roofline.round_bytes(shape, one, 32, 192)
 
@@ -89,7 +90,7 @@ def test_replicas_share_the_requests():
 def test_data_parallel_indices_share_requests_and_experts():
     """Two indices of two ranks: a rank reads its quarter of the experts that all tokens reach, and its own requests' keys."""
     shape, facts = shape_of("mixtral-8x7b"), facts_of(tp=2, token_bytes=65536)
-    together = msgspec.structs.replace(facts, layout=(1, 2, 2), world=4, num_blocks=2 * facts.num_blocks)
+    together = msgspec.structs.replace(facts, layout=Layout(dp=2, tp=2), num_blocks=2 * facts.num_blocks)
     assert roofline.kv_token_bytes(together) == roofline.kv_token_bytes(facts)
     expert, reached = 3 * 4096 * 14336 * 2, 32 * 8 * (1 - 0.75**4)
     others = roofline.weight_bytes(shape, "bf16", 4) - reached * expert

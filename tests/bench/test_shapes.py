@@ -15,7 +15,8 @@ import pytest
 from phalanx.bench import shapes
 from phalanx.config.model import ModelShape
 from phalanx.errors import OptionError
-from phalanx.plan.weight_tensors import tensors
+from phalanx.layout.families.registry import short_names
+from phalanx.layout.weight_tensors import tensors
 from phalanx.serve.tokenizer import Tokenizer
 
 
@@ -46,6 +47,14 @@ def test_a_shape_cut_to_its_first_layers():
     for layers in ("0", "62", "x", "-1", ""):
         with pytest.raises(OptionError, match=r"is no number of layers of deepseek-v3; use deepseek-v3:1 to deepseek-v3:61"):
             shapes.write(f"deepseek-v3:{layers}", Path("unused"))
+
+
+def test_every_known_model_is_a_shape():
+    assert shapes.SHAPES.keys() == set(short_names()) > {"qwen3-next-80b-a3b", "glm-4.5-air"}
+    wrapper = shapes.config_of("mistral-small-3.1-24b:3")
+    assert "text_config" in wrapper
+    for name in shapes.SHAPES:
+        assert ModelShape.from_config(shapes.config_of(f"{name}:2")).num_layers == 2
 
 
 def test_every_id_has_a_text(tmp_path):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from phalanx.deploy import compose
 from phalanx.deploy.options import ComposeOptions, quantity
 from phalanx.deploy.serve_flags import ServeFlags, read_arguments
 from phalanx.errors import OptionError
+from phalanx.version import __version__
 from tests.support.deploy_options import TEXTS
 
 # The fields of the Compose specification that a service of ours may have.
@@ -43,7 +45,7 @@ def test_a_server_on_gpus():
     (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert devices == {"driver": "nvidia", "count": 2, "capabilities": ["gpu"]}
     assert service["command"][0] == "org/Model-8B"
-    assert {"--host=0.0.0.0", "--port=8080", "--tensor_parallel_size=2"} <= set(service["command"])
+    assert {"--host=::", "--port=8080", "--tensor_parallel_size=2"} <= set(service["command"])
     assert service["ports"] == ["127.0.0.1:8080:8080"]
     assert service["user"] == "65534:65534"
     assert service["read_only"] is True
@@ -53,8 +55,9 @@ def test_a_server_on_gpus():
     assert int(service["shm_size"]) >= 2 * (128 << 20)
     assert int(service["mem_limit"]) == quantity("64Gi")
     assert int(service["stop_grace_period"].removesuffix("s")) > 40 + 16
-    assert ":8080/ready" in service["healthcheck"]["test"][-1]
-    compile(service["healthcheck"]["test"][-1], "healthcheck", "exec")
+    command, *arguments = service["healthcheck"]["test"]
+    assert (command, arguments[:2]) == ("CMD", ["python3", "-m"])
+    assert find_spec(arguments[2]) is not None
 
 
 def test_places_of_the_host_and_a_key():
@@ -63,7 +66,12 @@ def test_places_of_the_host_and_a_key():
     )
     service = document["services"]["model-70b"]
     assert service["command"][0] == "/models/70b"
-    assert service["volumes"] == ["/c:/cache", "/data:/models:ro"]
+    # Docker would make a missing folder for root, whose files the container's user may not write.
+    stays = {"create_host_path": False}
+    assert service["volumes"] == [
+        {"type": "bind", "source": "/c", "target": "/cache", "bind": stays},
+        {"type": "bind", "source": "/data", "target": "/models", "bind": stays, "read_only": True},
+    ]
     assert service["secrets"] == ["api-key"]
     assert document["secrets"] == {"api-key": {"file": "key"}}
     assert "--api_key_file=/run/secrets/api-key" in service["command"]
@@ -73,12 +81,24 @@ def test_places_of_the_host_and_a_key():
     assert "volumes" not in document
 
 
+def test_the_file_says_where_the_image_comes_from():
+    text = compose.text(flags(), ComposeOptions.of())
+    assert f"# image: no registry has it; in a checkout: docker build -t phalanx:{__version__} .\n" in text
+    assert "# image" not in compose.text(flags(), ComposeOptions.of(image="registry.example/phalanx:1"))
+
+
+def test_the_file_says_how_to_make_the_cache():
+    text = compose.text(flags(), ComposeOptions.of(cache_path="/my cache"))
+    assert "# cache_path must exist: sudo install -d -o 65534 -g 65534 '/my cache'\n" in text
+    assert "cache_path" not in compose.text(flags(), ComposeOptions.of())
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_compose_replaces_nothing_in_texts(text):
     """`$` would begin a variable."""
     service = written(flags(served_model_name=text), env=(f"A={text}",))["services"]["demo"]
     assert service["environment"]["A"].replace("$$", "") == text.replace("$", "")
-    server, _ = read_arguments(service["command"], folder=False, own={"host", "kernel_cache_dir"})
+    server = read_arguments(service["command"])
     assert server.serving.served_model_name == text
 
 

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+import yaml
 
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
-from phalanx.deploy import k8s, yaml_text
+from phalanx.deploy import k8s
 from phalanx.deploy.options import K8sOptions, quantity
-from phalanx.deploy.serve_flags import ServeFlags
+from phalanx.deploy.serve_flags import ServeFlags, read_arguments
 from phalanx.errors import LayoutError, OptionError, PhalanxError, UnknownOption
 from phalanx.serve import lifecycle
 from tests.support.deploy_options import deployment
@@ -27,8 +31,8 @@ def flags(**values: Any) -> ServeFlags:
 
 def documents(server: ServeFlags | None = None, **options: Any) -> dict[str, dict[str, Any]]:
     """The objects by kind; several network policies by name, too."""
-    text = k8s.text(server or flags(), K8sOptions.of(**options))
-    objects = yaml_text.loads(text, what="text")
+    text = k8s.text(server or flags(), K8sOptions.of(**{"image": "phalanx:1", **options}))
+    objects = list(yaml.safe_load_all(text))
     return {one["kind"]: one for one in objects} | {
         one["metadata"]["name"]: one for one in objects if one["kind"] == "NetworkPolicy"
     }
@@ -48,7 +52,7 @@ def test_one_node_is_a_deployment_with_a_service():
     assert container(deployment)["command"] == ["phalanx", "serve"]
     arguments = container(deployment)["args"]
     assert arguments[0] == "meta-llama/Meta-Llama-3-70B"
-    assert {"--tensor_parallel_size=4", "--max_batch_size=128", "--dtype=fp8", "--host=0.0.0.0"} <= set(arguments)
+    assert {"--tensor_parallel_size=4", "--max_batch_size=128", "--dtype=fp8", "--host=::"} <= set(arguments)
     assert container(deployment)["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     pods = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"].items() <= pods.items()
@@ -184,8 +188,54 @@ def test_where_the_model_comes_from():
     assert token in container(hub)["env"]
 
 
+@pytest.mark.parametrize("cache", [{}, {"cache_claim": "c"}, {"cache_host_path": "/c"}, {"cache_host_path": "/c", "with_": "ray"}])
+def test_a_new_folder_of_the_node_is_given_to_the_server(cache, tmp_path):
+    """kubelet makes a missing one for root. One that holds files, or is not root's, stays as it is."""
+    objects = documents(**cache)
+    pods = [objects["Deployment"]["spec"]["template"]] if "Deployment" in objects else templates(objects["RayService"])
+    for pod in pods:
+        if "cache_host_path" not in cache:
+            assert "initContainers" not in pod["spec"]
+            continue
+        (init,) = pod["spec"]["initContainers"]
+        assert init["volumeMounts"] == [{"name": "cache", "mountPath": "/cache"}]
+        assert init["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+        assert (init["securityContext"]["runAsUser"], init["securityContext"]["runAsNonRoot"]) == (0, False)
+        new, full = tmp_path / f"new{len(init)}", tmp_path / "full"
+        new.mkdir(exist_ok=True)
+        (full / "within").mkdir(parents=True, exist_ok=True)
+        for folder in (new, full):
+            command = [str(folder) if word == "/cache" else "echo" if word == "chown" else word for word in init["command"]]
+            command = [
+                str(os.getuid()) if word == "0" and command[index - 1] == "-user" else word for index, word in enumerate(command)
+            ]
+            printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            assert printed == (f"65534:65534 {folder}\n" if folder == new else "")
+
+
+def templates(service: dict[str, Any]) -> list[dict[str, Any]]:
+    cluster = service["spec"]["rayClusterConfig"]
+    return [cluster["headGroupSpec"]["template"], *(group["template"] for group in cluster["workerGroupSpecs"])]
+
+
+@pytest.mark.parametrize(
+    ("resource", "keys"),
+    [
+        ("nvidia.com/gpu", ["nvidia.com/gpu"]),
+        ("nvidia.com/mig-3g.40gb", ["nvidia.com/mig-3g.40gb", "nvidia.com/gpu"]),
+        ("nvidia.com/gpu.shared", ["nvidia.com/gpu.shared", "nvidia.com/gpu"]),
+        ("example.com/h100", ["example.com/h100", "nvidia.com/gpu"]),
+    ],
+)
+def test_nodes_with_gpus_are_tolerated_whatever_the_resource_is_called(resource, keys):
+    pod = documents(flags(), gpu_resource=resource)["Deployment"]["spec"]["template"]["spec"]
+    assert pod["tolerations"] == [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
+
+
 def test_secrets_are_named_and_never_written():
-    text = k8s.text(flags(**TWO_NODES), K8sOptions.of(api_key_secret="key", hub_token_secret="hub", namespace="prod"))
+    text = k8s.text(
+        flags(**TWO_NODES), K8sOptions.of(image="phalanx:1", api_key_secret="key", hub_token_secret="hub", namespace="prod")
+    )
     for secret, key in (("key", "api-key"), ("hub", "hub-token"), ("demo-cluster-token", "cluster-token")):
         assert f"kubectl -n prod create secret generic {secret} --from-literal={key}=" in text
     assert "kind: Secret" not in text
@@ -305,7 +355,7 @@ ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(("server", "options", "problem"), ODD, ids=[problem for *_, problem in ODD])
 def test_odd_options_are_errors_with_a_reason(server, options, problem):
     with pytest.raises((OptionError, LayoutError, UnknownOption)) as caught:
-        k8s.text(flags(**server), K8sOptions.of(**options))
+        k8s.text(flags(**server), K8sOptions.of(**{"image": "phalanx:1", **options}))
     assert problem in str(caught.value)
     assert isinstance(caught.value, PhalanxError)
     assert "secret-key" not in str(caught.value)
@@ -320,7 +370,7 @@ def test_odd_options_are_errors_with_a_reason(server, options, problem):
 )  # fmt: skip
 def test_names_come_from_the_model(model, name):
     assert k8s.name_of(model) == name
-    assert K8sOptions.of(name=name).name == name
+    assert K8sOptions.of(image="phalanx:1", name=name).name == name
 
 
 def test_options_of_the_manifest_have_names_of_their_own():
@@ -333,4 +383,37 @@ def test_labels_and_names_have_the_length_that_kubernetes_takes():
     for seed in range(30):
         server, options = deployment(seed)
         objects = k8s.objects(server, k8s.resolve(server, options.model_copy(update={"name": long})).options)
-        assert all(len(one.metadata.name) <= 63 - len("-0123456789") for one in objects)
+        assert all(len(one["metadata"]["name"]) <= 63 - len("-0123456789") for one in objects)
+
+
+def test_another_process_writes_the_same_bytes():
+    imports = "from phalanx.deploy import k8s; from tests.support.deploy_options import deployment"
+    code = f"{imports}; print(k8s.text(*deployment(7)), end='')"
+    for seed in ("1", "2"):
+        completed = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path), "PATH": ""},
+        )  # fmt: skip
+        assert completed.stdout == k8s.text(*deployment(7))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_arguments_are_the_options(seed):
+    """Whatever the options are: what the container's command reads is what the manifest was made of, but for what the manifest
+    sets itself."""
+    flags, options = deployment(seed)
+    (workload,) = (one for one in yaml.safe_load_all(k8s.text(flags, options)) if one["kind"] in WORKLOADS)
+    if workload["kind"] == "RayService":
+        (application,) = yaml.safe_load(workload["spec"]["serveConfigV2"])["applications"]
+        words = application["args"]["arguments"]
+    else:
+        spec = workload["spec"].get("leaderWorkerTemplate", {}).get("leaderTemplate") or workload["spec"]["template"]
+        words = [word for word in spec["spec"]["containers"][0]["args"] if not word.startswith(("--node_rank=", "--master_addr="))]
+    engine, serving = read_arguments(words)
+    own = {"kernel_cache_dir", "cluster_token_file", "master_addr_timeout", "start_timeout", "model"}
+    assert engine.model_copy(update={name: getattr(flags.engine, name) for name in own}) == flags.engine
+    assert engine.model.removeprefix("/models/") == flags.engine.model
+    assert serving.model_copy(update={name: getattr(flags.serving, name) for name in ("host", "api_key_file")}) == flags.serving
+
+
+WORKLOADS = ("Deployment", "LeaderWorkerSet", "RayService")

@@ -16,7 +16,7 @@ MISSING = [name for name in (ray_application.REPLICAS, "ray") if importlib.util.
 
 def test_without_replicas_the_manifest_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(ray_application, "REPLICAS", "phalanx.deploy.no_such_module")
-    assert main(["deploy", "k8s", "demo", "--with", "ray"]) == 2
+    assert main(["deploy", "k8s", "demo", "--with", "ray", "--image", "phalanx:1"]) == 2
     assert "with=ray is not possible" in capsys.readouterr().err
 
 

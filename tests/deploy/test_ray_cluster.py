@@ -58,7 +58,7 @@ def test_hosts_are_ordered_by_address_and_the_engines_own_leads():
 
 def test_without_the_package_ray_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(OptionError, match=r"needs the package ray; .*pip install 'phalanx\[ray\]'"):
+    with pytest.raises(OptionError, match=r"needs the package ray; .*pip install 'ray\[serve\]"):
         connect()
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.deploy import yaml_text
-from phalanx.errors import OptionError
 
 STRINGS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 VALUES = st.recursive(
@@ -25,8 +24,8 @@ VALUES = st.recursive(
 @given(st.lists(st.dictionaries(STRINGS, VALUES, min_size=1, max_size=3), min_size=1, max_size=3))
 def test_documents_survive(documents):
     text = yaml_text.dumps(documents, comments=["a line", "two\nlines"])
-    assert yaml_text.loads(text, what="text") == documents
-    assert list(yaml.safe_load_all(text)) == documents  # the parser in Python reads the same
+    assert list(yaml.safe_load_all(text)) == documents
+    assert list(yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))) == documents
 
 
 # What parsers of YAML 1.1 and 1.2 read as something else than a string, among them those of Go.
@@ -45,10 +44,5 @@ def test_strings_that_look_like_something_else_are_in_quotes(text):
 def test_plain_words_are_plain():
     document = {"image": "registry.example/phalanx", "list": ["a-b", "c d"], "empty": [], "none": {}, "flag": True, "count": 3}
     assert yaml_text.dumps([document]) == (
-        "image: registry.example/phalanx\nlist:\n  - a-b\n  - c d\nempty: []\nnone: {}\nflag: true\ncount: 3\n"
+        "image: registry.example/phalanx\nlist:\n- a-b\n- c d\nempty: []\nnone: {}\nflag: true\ncount: 3\n"
     )
-
-
-def test_a_text_that_is_no_yaml_is_an_error_with_its_name():
-    with pytest.raises(OptionError, match="the manifest is not valid YAML"):
-        yaml_text.loads("a: b: c", what="the manifest")

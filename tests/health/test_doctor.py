@@ -15,9 +15,8 @@ import pytest
 from rich.console import Console
 
 from phalanx import cli
-from phalanx.health import checks
 from phalanx.health.check import Check, Level, Need, error, note, ok, warning
-from phalanx.health.checks import cpu_cores, driver_cuda, multicast
+from phalanx.health.checks import gpu, limits, nvlink
 from phalanx.health.doctor import about, examine, show
 from phalanx.health.pairs import Measured, Measurements
 from phalanx.health.registry import every, named
@@ -44,9 +43,9 @@ MACHINES = {
 @pytest.fixture(autouse=True)
 def rest_of_the_machine(monkeypatch):
     """What belongs to a machine beside NVML's answers: its cores, its torch, its driver's library."""
-    monkeypatch.setattr(driver_cuda, "torch_cuda", lambda: "12.8")
-    monkeypatch.setattr(multicast, "attribute", lambda: True)
-    monkeypatch.setattr(cpu_cores, "cores", lambda cgroup: 32)
+    monkeypatch.setattr(gpu, "torch_cuda", lambda: "12.8")
+    monkeypatch.setattr(nvlink, "multicast_offered", lambda: True)
+    monkeypatch.setattr(limits, "cores", lambda *_: 32)
 
 
 def healthy(nvml, **options):
@@ -105,13 +104,15 @@ def test_each_check_is_silent_where_all_is_well(name, tmp_path):
 
 
 def sources_of_checks_tests():
-    """The source of every test of a check, with its decorators."""
-    for file in sorted(Path(__file__).parent.glob("test_checks_*.py")):
+    """The source of every test of a check, with its decorators, and of every row of a table."""
+    for file in sorted(Path(__file__).parent.glob("test_checks*.py")):
         text = file.read_text(encoding="utf-8")
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 yield "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
+                yield from (ast.get_source_segment(text, row) for row in node.value.elts)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -124,7 +125,6 @@ def test_each_check_is_provoked_by_a_test(name):
 def test_each_check_is_complete():
     assert len(NAMES) >= 30
     for check in every():
-        assert (Path(checks.__path__[0]) / f"{check.name}.py").is_file(), check.name
         assert check.what
         assert check.why
         assert check.cure

@@ -54,6 +54,7 @@ def generate(folder, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=280, env=environment)
 
 
+@pytest.mark.alone  # it takes the GPU's memory
 @pytest.mark.gpu1
 @pytest.mark.timeout(600)
 def test_following_the_first_remedy_on_a_gpu(capped, tmp_path):

@@ -9,9 +9,8 @@ from phalanx.bench import shapes
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.health import memory
-from phalanx.plan import footprint
-from phalanx.plan.footprint import Split
-from phalanx.plan.shape import Shape
+from phalanx.layout import Layout
+from phalanx.layout.weights import weight_bytes
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 1), (4, 1, 1), (4, 1, 2), (2, 2, 4), (1, 1, 8)])
@@ -20,7 +19,7 @@ def test_weights_are_those_of_the_layout(tp: int, pp: int, ep: int) -> None:
     options = EngineOptions(
         model="m", tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel_size=ep, dtype="bf16", kv_cache_dtype="model"
     )
-    planned = max(footprint.weight_bytes(Shape.of(shape), "bf16", Split(tp, pp, ep)))
+    planned = max(weight_bytes(shape, "bf16", Layout(tp=tp, pp=pp, dp=ep)))
     assert memory.budget(options, shape, on_gpu=True).rank.weights == pytest.approx(planned, rel=0.01)
 
 
@@ -29,7 +28,7 @@ def test_copies_of_experts_count_and_can_be_left_out() -> None:
     options = EngineOptions(
         model="m", tensor_parallel_size=2, moe_expert_parallel_size=2, redundant_experts=4, dtype="bf16", kv_cache_dtype="model"
     )
-    planned = max(footprint.weight_bytes(Shape.of(shape), "bf16", Split(2, moe_ep=2, redundant=4)))
+    planned = max(weight_bytes(shape, "bf16", Layout(tp=2, moe_ep=2, redundant=4)))
     need = memory.budget(options, shape, on_gpu=True)
     assert need.rank.weights == planned
     without = memory.budget(options.model_copy(update={"redundant_experts": 0}), shape, on_gpu=True)

@@ -228,6 +228,43 @@ def test_several_servers_one_of_which_is_gone():
     assert "does not answer: ConnectError" in text_of(shown)
 
 
+def of_replicas(text: str, replicas: int) -> str:
+    """The exposition of a server with several engines: each series once for each engine."""
+    lines = []
+    for line in text.splitlines():
+        own = 'engine="0"' in line
+        lines += [line.replace('engine="0"', f'engine="{engine}"') for engine in range(replicas)] if own else [line]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 11])
+def test_ranks_of_replicas(replicas):
+    shown = view(of_replicas(loaded(False), replicas), of_replicas(loaded(True), replicas))
+    own = [f"{engine}.{rank}" for engine in range(1, replicas) for rank in (0, 1)]
+    assert [rank.rank for rank in shown.ranks] == ["0", "1", *own]
+    assert {rank.used for rank in shown.ranks} == {shown.ranks[0].used}
+    assert shown.kv_used == pytest.approx(view(loaded(False), loaded(True)).kv_used)
+    assert all(rank in text_of(frame(shown)) for rank in own)
+
+
+@pytest.mark.parametrize("text", [loaded(False).replace('rank="1"', 'rank="one"'), loaded(False).replace('rank="1"', 'rank=""')])
+def test_ranks_with_other_names_are_shown(text):
+    assert len(view(text, text).ranks) == 2
+
+
+def test_a_server_whose_metrics_are_not_understood_stands_beside_healthy_ones():
+    well, odd = loaded(False), re.sub(r"(rank_memory_bytes\{.*\}) .*", r"\1 NaN", loaded(False))
+    with (
+        served(well) as one,
+        served(odd) as other,
+        monitor.ServerWatch([one, other]) as watch,
+    ):
+        watch.read()
+        shown = watch.frame()
+    assert [bool(server.failure) for server in shown.servers] == [False, True]
+    assert "its metrics are not understood" in text_of(shown)
+
+
 def test_command(capsys):
     with served(loaded(False), loaded(True)) as url:
         assert cli.main(["monitor", url, "--once", "--interval", "0.05", "--json", "-"]) == 0

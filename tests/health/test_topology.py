@@ -17,7 +17,7 @@ from phalanx.health import topology
 from phalanx.health.pairs import Measured, Measurements
 from phalanx.tables.message import Fusion
 from phalanx.tables.shipped import find
-from tests.support.health_nvml import machine
+from tests.support.health_nvml import failing, machine
 from tests.support.health_subject import subject
 
 MEASURED = Measurements((Measured(0, 1, 393.4e9, 8.7e-6, True, True, 0.3), Measured(1, 0, 391.2e9, 8.9e-6, True, True, 0.3)))
@@ -73,6 +73,26 @@ def test_nvlink_pairs_with_pcie_between_them():
     assert "TP 4 over pcie_p2p costs" in text
 
 
+def test_what_nvml_does_not_answer_is_no_zero():
+    """P2P says NVLink, and no link answers: neither a rate nor a number of links."""
+    silent = machine(2, nvlink=False).change("nvmlDeviceGetP2PStatus", 0).refuse("nvmlDeviceGetMaxPcieLinkGeneration")
+    text = page(subject("llama-3-8b", nvml=silent))
+    assert "Use TP over NVLink: every pair has it (NVML does not say its rate)." in text
+    row = next(line for line in text.splitlines() if line.strip().startswith("GPU1"))
+    assert row.split() == ["GPU1", "NV", "X"]
+    assert next(line for line in text.splitlines() if "NVIDIA H200" in line).split()[5:7] == ["?", "?"]
+
+
+def test_a_model_for_more_gpus_than_a_rack_has():
+    text = page(subject("llama-3.1-405b", nvml=machine(2, memory=16 << 30)))
+    assert "GB of weights need more than 32 GPUs of 16.0 GiB" in text
+
+
+def test_a_gpu_that_ails_is_named():
+    text = page(subject(nvml=failing("nvmlDeviceGetMemoryInfo", 15)))
+    assert "GPUs: GPU 3 (GPU-00000003-0000-0000-0000-000000000000, NVIDIA H200) cannot be used" in text
+
+
 def test_damage_shows_in_the_matrix():
     damaged = Measurements((Measured(0, 1, 393e9, 9e-6, False, True, 0.3, "1 of 9 words differ"), MEASURED.pairs[1]))
     assert "NV18 393 GB/s 9.0 us DAMAGED" in page(subject(nvml=machine(2)), damaged)
@@ -85,7 +105,6 @@ def test_without_gpus_it_is_useful():
     assert "TP 2 over nvlink costs" in text
     assert "TP 2 over pcie_p2p costs" in text
     assert "lo" in text
-    assert "NVML: " in text
 
 
 def test_rdma_between_hosts(tmp_path):

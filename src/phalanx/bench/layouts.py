@@ -15,14 +15,10 @@ from typing import Any
 from phalanx.bench import report
 from phalanx.bench.workloads import parse
 from phalanx.errors import OptionError
-from phalanx.plan.search import PlannedLayout
+from phalanx.layout.layout import OPTIONS, Layout
 
-_FACTORS = {
-    "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "ep": "expert_parallel_size", "replicas": "replicas",
-    "moe_ep": "moe_expert_parallel_size",
-}  # fmt: skip
 MAY_DIFFER = {
-    *_FACTORS.values(), "redundant_experts", "expert_exchange", "expert_traffic", "allreduce_strategy", "max_batch_size",
+    *OPTIONS.values(), "expert_exchange", "expert_traffic", "allreduce_strategy", "max_batch_size",
     "kv_cache_free_gpu_memory_fraction", "workloads", "strategies",
 }  # fmt: skip
 """Options that reports need not have alike. Any other that differs would be taken for what a layout does."""
@@ -145,9 +141,9 @@ def _device(document: dict[str, Any]) -> str:
 
 def _figures(document: dict[str, Any]) -> Iterator[tuple[MeasuredLayout, Column, float]]:
     options = document["asked"]
-    factors = {short: options.get(name, 1) for short, name in _FACTORS.items()}
-    layout = PlannedLayout(**factors, redundant=options.get("redundant_experts", 0))
-    exchange = options.get("expert_exchange", "AUTO") if layout.ep > 1 else "AUTO"
+    sizes = {size: options[name] for size, name in OPTIONS.items() if name in options}
+    layout = Layout(**sizes)
+    exchange = options.get("expert_exchange", "AUTO") if layout.dp > 1 else "AUTO"
     name = layout.name if exchange == "AUTO" else f"{layout.name}, {exchange}"
     for row in document["results"]:
         strategy = row["allreduce_strategy"]

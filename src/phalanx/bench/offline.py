@@ -60,7 +60,7 @@ def target(raw_options: RawOptions, commit: str | None = None) -> Iterator[Bench
         values = {**method, **raw_options.values, "model": folder}
         origins = {**dict.fromkeys(values, "the method of the bench"), **raw_options.origins}
         options = build_options(EngineOptions, RawOptions(values, origins))
-        gpus = len(probe.detect_machine().gpus)
+        gpus = len(probe.usable_machine(options.device).gpus)
         device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
         yield BenchmarkTarget(first.model, options, shape, device, gpus, commit)
 
@@ -130,7 +130,7 @@ def requested_options(target: BenchmarkTarget) -> dict[str, Any]:
 
 
 def engine_summary(facts: EngineFacts, start_s: float) -> dict[str, Any]:
-    pp, dp, tp = facts.layout
+    layout = facts.layout
     slowest: dict[str, float] = {}
     for rank in facts.ranks:
         for name, seconds in rank.phases.items():
@@ -138,7 +138,7 @@ def engine_summary(facts: EngineFacts, start_s: float) -> dict[str, Any]:
     return {
         "start_s": round(start_s, 1), "phases_s": {name: round(value, 2) for name, value in facts.phases.items()},
         "rank_phases_s": slowest,
-        "dtype": facts.dtype, "device": facts.device, "tp": tp, "pp": pp, "dp": dp,
+        "dtype": facts.dtype, "device": facts.device, "tp": layout.tp, "pp": layout.pp, "dp": layout.dp,
         "kv_tokens": facts.num_blocks * facts.block_size,
         "max_batch_size": facts.max_batch_size, "max_num_tokens": facts.max_num_tokens, "max_seq_len": facts.max_seq_len,
         "attention": sorted({rank.attention for rank in facts.ranks}),

@@ -24,8 +24,8 @@ from phalanx.bench.workloads import Workload
 from phalanx.config.model import ModelShape
 from phalanx.engine.messages import EngineFacts
 from phalanx.hardware import probe
-from phalanx.plan.layout import Layout
-from phalanx.plan.weight_tensors import expert_bytes, layer_bytes
+from phalanx.layout.layout import Layout
+from phalanx.layout.weights import expert_bytes, itemsize, kind_of, layer_bytes
 
 _TIMEOUT = 180.0  # seconds for the process that measures a GPU: importing torch is most of it
 _GPU_BYTES = 4 << 30
@@ -54,10 +54,10 @@ def weight_bytes(shape: ModelShape, dtype: str, tokens: float = 1) -> float:
     """Bytes of the weights that a step of so many tokens reads, all ranks together: every layer, of routed experts those that are
     reached, and the output head, not the embedding.
 
-    dtype: as `plan.weight_tensors.layer_bytes` takes it.
+    dtype: as `layout.weights.layer_bytes` takes it.
     """
-    layers, _, head = layer_bytes(shape, dtype)
-    total = float(sum(layers) + head)
+    head = (shape.vocab_size + 1) * shape.hidden_size * itemsize(dtype)
+    total = float(sum(layer_bytes(shape, layer, dtype, Layout()) for layer in kind_of(shape)) + head)
     if shape.experts is None:
         return total
     return total - (1 - shape.experts.touched(tokens) / shape.experts.count) * expert_bytes(shape, dtype)
@@ -65,8 +65,8 @@ def weight_bytes(shape: ModelShape, dtype: str, tokens: float = 1) -> float:
 
 def kv_token_bytes(facts: EngineFacts) -> float:
     """Bytes of one token's keys and values in the engine's cache, on the tp rank that holds most, all stages together."""
-    layout = _layout(facts)
-    tokens = facts.num_blocks // (facts.replicas * layout.dp) * facts.block_size
+    layout = facts.layout
+    tokens = facts.num_blocks // (facts.layout.replicas * layout.dp) * facts.block_size
     stages = [0.0] * layout.pp
     for rank in facts.ranks:
         stage = layout.place(rank.rank).pp_index
@@ -79,14 +79,14 @@ def round_bytes(shape: ModelShape, facts: EngineFacts, requests: float, context:
 
     On CPU all ranks share the host's memory, so the bytes of all ranks count.
     """
-    layout = _layout(facts)
-    rows = max(requests / facts.replicas / layout.pp / layout.dp, 1)
+    layout = facts.layout
+    rows = max(requests / facts.layout.replicas / layout.pp / layout.dp, 1)
     weights = weight_bytes(shape, facts.dtype, rows * layout.dp) / layout.tp
     if shape.experts is not None and layout.dp > 1:  # tokens of all dp indices reach a rank's experts, which are 1/dp of them
         reached = expert_bytes(shape, facts.dtype) * shape.experts.touched(rows * layout.dp) / shape.experts.count
         weights -= reached * (1 - 1 / layout.dp) / layout.tp
     keys = rows * attended_tokens(shape, context) * kv_token_bytes(facts)
-    return (weights + keys) * (layout.world * facts.replicas if facts.device.startswith("cpu") else 1)
+    return (weights + keys) * (layout.gpus if facts.device.startswith("cpu") else 1)
 
 
 def attended_tokens(shape: ModelShape, context: float) -> float:
@@ -112,10 +112,6 @@ def batch_seconds(shape: ModelShape, facts: EngineFacts, workload: Workload, ban
 def fraction(least: float | None, taken: float) -> float | None:
     """The fraction of the roofline that was reached; None where the bandwidth was not measured, or the time is below noise."""
     return least / taken if least is not None and taken > 0 else None
-
-
-def _layout(facts: EngineFacts) -> Layout:
-    return Layout(*facts.layout)
 
 
 # ---- bandwidth --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published model shapes by name. A folder with config.json and a substitute tokenizer is all that dummy weights need.
+"""Published model shapes by their short names. A folder with config.json and a substitute tokenizer is all that dummy weights need.
 
-The dimensions are those of the planner's models (src/phalanx/plan/data/models.json).
+The dimensions are those of the planner's models (src/phalanx/layout/data/models.json).
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from typing import Any
 
 from phalanx.bench.report import os_failure
 from phalanx.errors import OptionError
-from phalanx.plan.families import known
+from phalanx.layout.families import known
+from phalanx.layout.families.registry import short_names
 
-_NAMES = (
-    "llama-3-8b", "llama-3-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mixtral-8x7b", "mixtral-8x22b",
-    "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3",
-)  # fmt: skip
 _LLAMA = {
     "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "bos_token_id": 128000,
     "eos_token_id": 128001,
@@ -36,8 +33,8 @@ def _config(name: str) -> dict[str, Any]:
     return {**(_LLAMA if name.startswith("llama") else _OTHERS), **config}
 
 
-SHAPES: dict[str, dict[str, Any]] = {name: _config(name) for name in _NAMES}
-"""Name -> config.json."""
+SHAPES: dict[str, dict[str, Any]] = {name: _config(name) for name in short_names()}
+"""Name -> config.json, of every model that is known without a network."""
 
 
 def config_of(name: str) -> dict[str, Any] | None:
@@ -50,10 +47,17 @@ def config_of(name: str) -> dict[str, Any] | None:
     config = SHAPES.get(base)
     if config is None or not colon:
         return config
-    most = config["num_hidden_layers"]
+    most = _text(config)["num_hidden_layers"]
     if not layers.isdecimal() or not 1 <= int(layers) <= most:
         raise OptionError(f"{name!r}: {layers!r} is no number of layers of {base}", next=f"use {base}:1 to {base}:{most}")
-    return {**config, "num_hidden_layers": int(layers)}
+    cut = {**_text(config), "num_hidden_layers": int(layers)}
+    return {**config, "text_config": cut} if "text_config" in config else cut
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the text model: wrappers of several models have it as text_config."""
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
 
 
 def write(name: str, folder: Path) -> Path:
@@ -75,7 +79,7 @@ def write(name: str, folder: Path) -> Path:
     }
     files = {
         folder / "config.json": json.dumps(config, indent=1) + "\n",
-        folder / "tokenizer.json": json.dumps(_tokenizer(config["vocab_size"], special)),
+        folder / "tokenizer.json": json.dumps(_tokenizer(_text(config)["vocab_size"], special)),
         folder / "tokenizer_config.json": json.dumps(named),
     }
     written: list[Path] = []

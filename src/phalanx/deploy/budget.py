@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
-from phalanx.plan.families import known, shape_of
-from phalanx.plan.footprint import Split, weight_bytes
+from phalanx.layout import Layout
+from phalanx.layout.families import known
+from phalanx.layout.weights import weight_bytes
 
 PROBE_SECONDS = 10
 """Period of the probe of a start; the budget is a multiple of it."""
@@ -26,7 +28,7 @@ MARGIN_SECONDS = 60
 """Beyond start_timeout: the engine's own error, which names what it waited for, comes before the kubelet's."""
 
 GPU_SHM_BYTES_PER_RANK = 128 << 20
-"""NCCL's buffers between two ranks without peer access, and its proxies' queues (as `health.checks.shm_size`)."""
+"""NCCL's buffers between two ranks without peer access, and its proxies' queues (as `health.checks.memory`)."""
 CPU_SHM_BYTES_PER_RANK = 16 << 20
 """Chunks of `comm.shared_memory`."""
 
@@ -58,8 +60,8 @@ def checkpoint_bytes(engine: EngineOptions) -> int | None:
         return 0
     if config is None:
         return None
-    shape = shape_of(config, file=f"config.json of {engine.model}")
-    return sum(weight_bytes(shape, "bf16" if shape.dtype == "fp32" else shape.dtype, Split()))
+    shape = ModelShape.from_config(config, file=f"config.json of {engine.model}")
+    return sum(weight_bytes(shape, "bf16" if shape.dtype == "fp32" else shape.dtype, Layout()))
 
 
 def shm_bytes(ranks: int, *, gpu: bool) -> int:

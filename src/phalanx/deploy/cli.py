@@ -38,19 +38,18 @@ def register(command: typer.Typer, takes: Takes) -> None:
 
 
 def k8s(raw_options: RawOptions, options: K8sOptions, out: Path | None) -> None:
-    """Print the Kubernetes manifest of a server: phalanx deploy k8s MODEL --tp_size 4 | kubectl apply -f -"""
+    """Print the Kubernetes manifest of a server: phalanx deploy k8s MODEL --image NAME | kubectl apply -f -"""
     from phalanx.deploy import k8s as manifest
     from phalanx.deploy.ray_application import require_replicas
 
     if options.with_ == "ray":
         require_replicas()
-    text = manifest.text(_flags(raw_options), options)
     if out is None:
-        sys.stdout.write(text)
+        sys.stdout.write(manifest.text(_flags(raw_options), options))
         return
     from phalanx.deploy.folder import write
 
-    for path in write(text, out):
+    for path in write(*manifest.manifest(_flags(raw_options), options), out):
         print(path)
 
 

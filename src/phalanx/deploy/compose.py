@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from phalanx.deploy import yaml_text
 from phalanx.deploy.budget import shm_quantity, startup
 from phalanx.deploy.k8s import name_of
-from phalanx.deploy.objects import USER
 from phalanx.deploy.options import ComposeOptions, quantity, require_once
-from phalanx.deploy.pod import CLOSE_SECONDS, drain_seconds, on_gpu, ranks_per_pod
+from phalanx.deploy.pod import CLOSE_SECONDS, USER, drain_seconds, on_gpu, ranks_per_pod
 from phalanx.deploy.serve_flags import CACHE, KERNELS, MODELS_MOUNT, ServeFlags, arguments, require_portable
 from phalanx.errors import OptionError
 
 KEY_FILE = "/run/secrets/api-key"
-_READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/ready', timeout=5)"
+HEALTH_CHECK = ["python3", "-m", "phalanx.health.ready"]
 
 
 def text(flags: ServeFlags, options: ComposeOptions) -> str:
@@ -37,6 +37,10 @@ def text(flags: ServeFlags, options: ComposeOptions) -> str:
     if seconds < flags.engine.start_timeout:
         raise OptionError(f"startup_seconds={seconds} is below start_timeout={flags.engine.start_timeout:g}", next="raise it")
     comments = [f"startup_seconds = {seconds}: {budget.reason}"] if options.startup_seconds is None else []
+    if options.image == type(options).model_fields["image"].default:
+        comments.append(f"image: no registry has it; in a checkout: docker build -t {options.image} .")
+    if options.cache_path is not None:
+        comments.append(f"cache_path must exist: sudo install -d -o {USER} -g {USER} {shlex.quote(options.cache_path)}")
     name = options.name or name_of(flags.engine.model)
     service = _service(flags, options, shm=shm, seconds=seconds)
     document: dict[str, Any] = {"name": name, "services": {name: service}}
@@ -49,12 +53,12 @@ def text(flags: ServeFlags, options: ComposeOptions) -> str:
 
 def _service(flags: ServeFlags, options: ComposeOptions, *, shm: str, seconds: int) -> dict[str, Any]:
     port = flags.serving.port
-    own = {"host": "0.0.0.0", "kernel_cache_dir": KERNELS, **({"api_key_file": KEY_FILE} if options.key_file else {})}
+    own = {"host": "::", "kernel_cache_dir": KERNELS, **({"api_key_file": KEY_FILE} if options.key_file else {})}
     environment = {"HOME": "/tmp", "HF_HOME": f"{CACHE}/huggingface", **({"HF_TOKEN": "${HF_TOKEN}"} if options.hub_token else {})}
     environment |= {name: _escaped(value) for name, value in (each.split("=", 1) for each in options.env)}
-    volumes = [f"{_escaped(options.cache_path or 'cache')}:{CACHE}"]
+    volumes: list[Any] = [_bind(options.cache_path, CACHE) if options.cache_path else f"cache:{CACHE}"]
     if options.model_path is not None:
-        volumes.append(f"{_escaped(options.model_path)}:{MODELS_MOUNT}:ro")
+        volumes.append({**_bind(options.model_path, MODELS_MOUNT), "read_only": True})
     service: dict[str, Any] = {
         "image": options.image, "entrypoint": ["phalanx", "serve"],
         "command": arguments(flags, folder=options.model_path is not None, own=own), "environment": environment,
@@ -63,7 +67,7 @@ def _service(flags: ServeFlags, options: ComposeOptions, *, shm: str, seconds: i
         "shm_size": str(int(quantity(shm))), "restart": "unless-stopped",
         "stop_grace_period": f"{drain_seconds(flags) + CLOSE_SECONDS}s",
         "healthcheck": {
-            "test": ["CMD", "python3", "-c", _READY.format(port=port)], "interval": "10s", "timeout": "10s", "retries": 3,
+            "test": ["CMD", *HEALTH_CHECK], "interval": "10s", "timeout": "10s", "retries": 3,
             "start_period": f"{seconds}s",
         },
     }  # fmt: skip
@@ -75,6 +79,11 @@ def _service(flags: ServeFlags, options: ComposeOptions, *, shm: str, seconds: i
         devices = [{"driver": "nvidia", "count": ranks_per_pod(flags), "capabilities": ["gpu"]}]
         service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
     return service
+
+
+def _bind(path: str, target: str) -> dict[str, Any]:
+    """A folder of the host, which must exist: Docker would make it for root, and the container's user could not write there."""
+    return {"type": "bind", "source": _escaped(path), "target": target, "bind": {"create_host_path": False}}
 
 
 def _escaped(text: str) -> str:

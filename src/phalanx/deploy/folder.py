@@ -13,11 +13,9 @@ from phalanx.errors import OptionError
 KUSTOMIZATION = "kustomization.yaml"
 
 
-def write(text: str, folder: Path) -> list[Path]:
-    """Write a manifest of `k8s.text`; returns the files, the kustomization first. Files of an earlier manifest that this one has
+def write(documents: list[dict[str, Any]], comments: list[str], folder: Path) -> list[Path]:
+    """Write the objects of a manifest; returns the files, the kustomization first. Files of an earlier manifest that this one has
     not stay, but are not listed. Raises OptionError where the folder cannot be written."""
-    documents = yaml_text.loads(text, what="the manifest")
-    comments = [line[2:] for line in text.splitlines() if line.startswith("# ")]
     names = [file_name(document) for document in documents]
     kustomization = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": names}
     files = [(KUSTOMIZATION, yaml_text.dumps([kustomization], comments=comments))]
@@ -29,16 +27,6 @@ def write(text: str, folder: Path) -> list[Path]:
     except OSError as error:
         raise OptionError(f"the folder {folder} cannot be written", why=str(error), next="give another --out") from None
     return [folder / name for name, _ in files]
-
-
-def read(folder: Path) -> str:
-    """The manifest of a folder of `write`, without its comments. Raises OptionError where it is none."""
-    try:
-        (kustomization,) = yaml_text.loads((folder / KUSTOMIZATION).read_text(encoding="utf-8"), what=str(folder / KUSTOMIZATION))
-        texts = [(folder / name).read_text(encoding="utf-8") for name in kustomization["resources"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise OptionError(f"{folder} holds no manifest", why=str(error), next="name a folder of phalanx deploy k8s --out") from None
-    return "---\n".join(texts)
 
 
 def file_name(document: dict[str, Any]) -> str:

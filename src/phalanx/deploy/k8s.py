@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kubernetes manifests of a server: options in, text out. Pure: the same options give the same bytes.
 
-    resolve the options -> workload (Deployment | LeaderWorkerSet) -> what stands around it -> YAML
-
-`read_back` makes the same options from the text.
+resolve the options -> workload (Deployment | LeaderWorkerSet) -> what stands around it -> YAML
 """
 
 from __future__ import annotations
@@ -12,11 +10,21 @@ import re
 from typing import NamedTuple
 
 from phalanx.config.sources import ALIASES
-from phalanx.deploy import objects as k
 from phalanx.deploy import ray_service, yaml_text
 from phalanx.deploy.budget import PROBE_SECONDS, shm_quantity, startup
 from phalanx.deploy.options import LONGEST_NAME, K8sOptions, quantity, require_once
-from phalanx.deploy.pod import SECRET_KEYS, in_folder, labels, on_gpu, ranks_per_pod, template
+from phalanx.deploy.pod import (
+    SECRET_KEYS,
+    Fields,
+    disruption_budget,
+    in_folder,
+    labels,
+    network_policy,
+    on_gpu,
+    ranks_per_pod,
+    some,
+    template,
+)
 from phalanx.deploy.serve_flags import ServeFlags, require_portable
 from phalanx.errors import OptionError
 from phalanx.metrics import PICKER_PREFIX
@@ -139,41 +147,45 @@ def _require_sizes(flags: ServeFlags, options: K8sOptions) -> None:
         raise OptionError(f"memory={options.memory} is not above shm_size={options.shm_size}", why="/dev/shm counts towards it")
 
 
-def objects(flags: ServeFlags, options: K8sOptions) -> list[k.Object]:
+def objects(flags: ServeFlags, options: K8sOptions) -> list[Fields]:
     """The objects of a server. options: of `resolve`."""
-    result: list[k.Object] = [_claim_template(flags, options)] if options.dra else []
+    result: list[Fields] = [_claim_template(flags, options)] if options.dra else []
     if options.with_ == "ray":
         result.append(ray_service.service(flags, options, _meta(options)))
         return result + ray_service.around(flags, options, _meta(options), _meta(options, "-api"))
+    pods = {"matchLabels": labels(_name(options))}
     result += [_workload(flags, options), _service(flags, options)]
     if options.disruption_budget:
-        selector = k.LabelSelector(match_labels=labels(_name(options)))
-        spec = k.PodDisruptionBudgetSpec(max_unavailable=1, selector=selector)
-        result.append(k.PodDisruptionBudget(metadata=_meta(options), spec=spec))
+        result.append(disruption_budget(_meta(options), {"maxUnavailable": 1, "selector": pods}))
     if options.network_policy:
         result += _policies(flags, options)
     if options.service_monitor:
-        endpoint = k.Endpoint(port="http", path="/metrics", interval=SCRAPE_INTERVAL)
-        selector = k.LabelSelector(match_labels=labels(_name(options)))
+        endpoint = {"port": "http", "path": "/metrics", "interval": SCRAPE_INTERVAL}
         # The job is then "phalanx", which dashboards/alerts.yaml selects.
-        spec_ = k.ServiceMonitorSpec(job_label="app.kubernetes.io/name", selector=selector, endpoints=[endpoint])
-        result.append(k.ServiceMonitor(metadata=_meta(options), spec=spec_))
+        spec = {"jobLabel": "app.kubernetes.io/name", "selector": pods, "endpoints": [endpoint]}
+        result.append(_object("monitoring.coreos.com/v1", "ServiceMonitor", _meta(options), spec))
     if options.autoscale != "none":
         result.append(_scaler(flags, options))
     if options.endpoint_picker is not None:
-        picker = k.PickerRef(name=options.endpoint_picker, port=k.PortNumber(number=options.endpoint_picker_port))
-        pool = k.InferencePoolSpec(
-            selector=k.LabelSelector(match_labels=_servers(flags, options)),
-            target_ports=[k.PortNumber(number=flags.serving.port)], endpoint_picker_ref=picker,
-        )  # fmt: skip
-        result.append(k.InferencePool(metadata=_meta(options), spec=pool))
+        port = {"number": options.endpoint_picker_port}
+        pool = {
+            "selector": {"matchLabels": _servers(flags, options)}, "targetPorts": [{"number": flags.serving.port}],
+            "endpointPickerRef": {"name": options.endpoint_picker, "port": port, "failureMode": "FailOpen"},
+        }  # fmt: skip
+        result.append(_object("inference.networking.k8s.io/v1", "InferencePool", _meta(options), pool))
     return result
 
 
-def text(flags: ServeFlags, options: K8sOptions) -> str:
-    """The manifest: YAML below comments with the reasons of automatic choices and the Secrets to create. Raises as `resolve`."""
+def manifest(flags: ServeFlags, options: K8sOptions) -> tuple[list[Fields], list[str]]:
+    """The objects, and comments with the reasons of automatic choices and the Secrets to create. Raises as `resolve`."""
     resolved = resolve(flags, options)
-    return yaml_text.dumps((each.document() for each in objects(flags, resolved.options)), comments=comments(flags, resolved))
+    return objects(flags, resolved.options), comments(flags, resolved)
+
+
+def text(flags: ServeFlags, options: K8sOptions) -> str:
+    """The manifest as YAML."""
+    documents, lines = manifest(flags, options)
+    return yaml_text.dumps(documents, comments=lines)
 
 
 def comments(flags: ServeFlags, resolved: ResolvedK8sOptions) -> list[str]:
@@ -201,9 +213,15 @@ def _name(options: K8sOptions) -> str:
     return options.name
 
 
-def _meta(options: K8sOptions, suffix: str = "", annotations: dict[str, str] | None = None) -> k.Meta:
+def _meta(options: K8sOptions, suffix: str = "", annotations: dict[str, str] | None = None) -> Fields:
     name = _name(options)
-    return k.Meta(name=name + suffix, namespace=options.namespace, labels=labels(name), annotations=annotations)
+    return {
+        "name": name + suffix, **some(namespace=options.namespace), "labels": labels(name), **some(annotations=annotations)
+    }  # fmt: skip
+
+
+def _object(api: str, kind: str, metadata: Fields, spec: Fields) -> Fields:
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def _servers(flags: ServeFlags, options: K8sOptions) -> dict[str, str]:
@@ -212,84 +230,84 @@ def _servers(flags: ServeFlags, options: K8sOptions) -> dict[str, str]:
     return {f"{LWS}/name": name, f"{LWS}/worker-index": "0"} if flags.engine.nnodes > 1 else labels(name)
 
 
-def _rolling(options: K8sOptions) -> k.RollingUpdate:
-    return k.RollingUpdate(max_surge=options.max_surge, max_unavailable=0 if options.max_surge else 1)
+WORKLOADS = {True: ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"), False: ("apps/v1", "Deployment")}
+"""apiVersion and kind of a server, by whether it has several nodes."""
 
 
-def _workload(flags: ServeFlags, options: K8sOptions) -> k.Object:
+def _workload(flags: ServeFlags, options: K8sOptions) -> Fields:
     assert options.startup_seconds is not None
-    if flags.engine.nnodes > 1:
-        annotations = {f"{LWS}/exclusive-topology": options.exclusive_topology} if options.exclusive_topology else None
-        group = k.LeaderWorkerTemplate(
-            size=flags.engine.nnodes, leader_template=template(flags, options, "leader"),
-            worker_template=template(flags, options, "follower"),
-        )  # fmt: skip
-        rollout = k.RolloutStrategy(rolling_update_configuration=_rolling(options))
-        # LeaderCreated: a leader is ready only when its followers have joined, so waiting for it would never end.
-        spec = k.LeaderWorkerSetSpec(replicas=options.pod_replicas, rollout_strategy=rollout, leader_worker_template=group)
-        return k.LeaderWorkerSet(metadata=_meta(options, annotations=annotations), spec=spec)
-    return k.Deployment(
-        metadata=_meta(options),
-        spec=k.DeploymentSpec(
-            replicas=options.pod_replicas,
+    several = flags.engine.nnodes > 1
+    replicas = some(replicas=options.pod_replicas)
+    rolling = {"maxSurge": options.max_surge, "maxUnavailable": 0 if options.max_surge else 1}
+    if not several:
+        spec = {
+            **replicas,
             # Kubernetes' 600 s would call the start of a large model a failure.
-            progress_deadline_seconds=options.startup_seconds + 60,
-            strategy=k.DeploymentStrategy(rolling_update=_rolling(options)),
-            selector=k.LabelSelector(match_labels=labels(_name(options))), template=template(flags, options, "single"),
-        ),
-    )  # fmt: skip
+            "progressDeadlineSeconds": options.startup_seconds + 60,
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": rolling},
+            "selector": {"matchLabels": labels(_name(options))}, "template": template(flags, options, "single"),
+        }  # fmt: skip
+        return _object(*WORKLOADS[False], _meta(options), spec)
+    annotations = {f"{LWS}/exclusive-topology": options.exclusive_topology} if options.exclusive_topology else None
+    spec = {
+        **replicas,
+        # A leader is ready only when its followers have joined, so waiting for it would never end.
+        "startupPolicy": "LeaderCreated", "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": rolling},
+        "leaderWorkerTemplate": {
+            "size": flags.engine.nnodes, "restartPolicy": "RecreateGroupOnPodRestart",
+            "leaderTemplate": template(flags, options, "leader"), "workerTemplate": template(flags, options, "follower"),
+        },
+    }  # fmt: skip
+    return _object(*WORKLOADS[True], _meta(options, annotations=annotations), spec)
 
 
-def _service(flags: ServeFlags, options: K8sOptions) -> k.Service:
+def _service(flags: ServeFlags, options: K8sOptions) -> Fields:
     """In front of the servers. Its name has a suffix: a LeaderWorkerSet makes a headless Service of its own name."""
-    port = k.ServicePort(name="http", port=flags.serving.port, target_port="http")
-    return k.Service(metadata=_meta(options, "-api"), spec=k.ServiceSpec(selector=_servers(flags, options), ports=[port]))
+    port = {"name": "http", "port": flags.serving.port, "targetPort": "http", "protocol": "TCP"}
+    return _object("v1", "Service", _meta(options, "-api"), {"selector": _servers(flags, options), "ports": [port]})
 
 
-def _claim_template(flags: ServeFlags, options: K8sOptions) -> k.ResourceClaimTemplate:
-    devices = k.ExactDevices(device_class_name=options.device_class, count=ranks_per_pod(flags))
-    claim = k.ClaimSpec(devices=k.DeviceClaim(requests=[k.DeviceRequest(name="gpus", exactly=devices)]))
-    return k.ResourceClaimTemplate(metadata=_meta(options, "-gpus"), spec=k.ResourceClaimTemplateSpec(spec=claim))
+def _claim_template(flags: ServeFlags, options: K8sOptions) -> Fields:
+    devices = {"deviceClassName": options.device_class, "count": ranks_per_pod(flags)}
+    spec = {"spec": {"devices": {"requests": [{"name": "gpus", "exactly": devices}]}}}
+    return _object("resource.k8s.io/v1", "ResourceClaimTemplate", _meta(options, "-gpus"), spec)
 
 
-def _policies(flags: ServeFlags, options: K8sOptions) -> list[k.Object]:
+def _policies(flags: ServeFlags, options: K8sOptions) -> list[Fields]:
     """The API port is open to everybody; every port of a group, to the pods of that group.
 
     A policy cannot say "of the same group", so that each group has one: as many as there can be during an update.
     """
-    api = k.NetworkPolicySpec(
-        pod_selector=k.LabelSelector(match_labels=_servers(flags, options)), ingress=[k.Ingress(ports=[k.PolicyPort(port="http")])]
-    )
-    policies: list[k.Object] = [k.NetworkPolicy(metadata=_meta(options, "-api"), spec=api)]
+    api = [{"ports": [{"protocol": "TCP", "port": "http"}]}]
+    policies = [network_policy(_meta(options, "-api"), {"matchLabels": _servers(flags, options)}, api)]
     if flags.engine.nnodes == 1:
         return policies
     for index in range((options.pod_replicas or options.max_replicas) + options.max_surge):
-        group = k.LabelSelector(match_labels={f"{LWS}/name": _name(options), f"{LWS}/group-index": str(index)})
-        spec = k.NetworkPolicySpec(pod_selector=group, ingress=[k.Ingress(from_=[k.Peer(pod_selector=group)])])
-        policies.append(k.NetworkPolicy(metadata=_meta(options, f"-group-{index}"), spec=spec))
+        group = {"matchLabels": {f"{LWS}/name": _name(options), f"{LWS}/group-index": str(index)}}
+        policies.append(network_policy(_meta(options, f"-group-{index}"), group, [{"from": [{"podSelector": group}]}]))
     return policies
 
 
-def _scaler(flags: ServeFlags, options: K8sOptions) -> k.Object:
-    kind = k.LeaderWorkerSet if flags.engine.nnodes > 1 else k.Deployment
-    target = k.ScaleTarget(api_version=kind.api, kind=kind.kind(), name=_name(options))
+def _scaler(flags: ServeFlags, options: K8sOptions) -> Fields:
+    api, kind = WORKLOADS[flags.engine.nnodes > 1]
+    target = {"apiVersion": api, "kind": kind, "name": _name(options)}
     metric = f"{flags.serving.metrics_prefix}:num_requests_waiting"
     if options.autoscale == "hpa":
-        goal = k.MetricTarget(average_value=str(options.queue_target))
-        spec = k.HorizontalPodAutoscalerSpec(
-            scale_target_ref=target, min_replicas=options.min_replicas, max_replicas=options.max_replicas,
-            metrics=[k.ScalerMetric(pods=k.PodsMetric(metric=k.MetricName(name=metric), target=goal))],
-            behavior=k.Behavior(scale_down=k.ScaleDown(stabilization_window_seconds=SCALE_DOWN_SECONDS)),
-        )  # fmt: skip
-        return k.HorizontalPodAutoscaler(metadata=_meta(options), spec=spec)
-    assert options.prometheus_url is not None
-    labels_of_service = {"service": f"{_name(options)}-api", **({"namespace": options.namespace} if options.namespace else {})}
+        goal = {"type": "AverageValue", "averageValue": str(options.queue_target)}
+        spec = {
+            "scaleTargetRef": target, "minReplicas": options.min_replicas, "maxReplicas": options.max_replicas,
+            "metrics": [{"type": "Pods", "pods": {"metric": {"name": metric}, "target": goal}}],
+            "behavior": {"scaleDown": {"stabilizationWindowSeconds": SCALE_DOWN_SECONDS}},
+        }  # fmt: skip
+        return _object("autoscaling/v2", "HorizontalPodAutoscaler", _meta(options), spec)
+    labels_of_service = {"service": f"{_name(options)}-api", **some(namespace=options.namespace)}
     selector = ",".join(f'{label}="{value}"' for label, value in labels_of_service.items())
-    trigger = k.TriggerMetadata(
-        server_address=options.prometheus_url, query=f"sum({metric}{{{selector}}})", threshold=str(options.queue_target)
-    )
-    keda = k.ScaledObjectSpec(
-        scale_target_ref=target, min_replica_count=options.min_replicas, max_replica_count=options.max_replicas,
-        polling_interval=KEDA_POLLING_SECONDS, cooldown_period=SCALE_DOWN_SECONDS, triggers=[k.Trigger(metadata=trigger)],
-    )  # fmt: skip
-    return k.ScaledObject(metadata=_meta(options), spec=keda)
+    trigger = {
+        "serverAddress": options.prometheus_url, "query": f"sum({metric}{{{selector}}})", "threshold": str(options.queue_target)
+    }  # fmt: skip
+    spec = {
+        "scaleTargetRef": target, "minReplicaCount": options.min_replicas, "maxReplicaCount": options.max_replicas,
+        "pollingInterval": KEDA_POLLING_SECONDS, "cooldownPeriod": SCALE_DOWN_SECONDS,
+        "triggers": [{"type": "prometheus", "metadata": trigger}],
+    }  # fmt: skip
+    return _object("keda.sh/v1alpha1", "ScaledObject", _meta(options), spec)

@@ -105,6 +105,10 @@ class _ManifestOptions(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
+            if error.errors()[0]["type"] == "missing":
+                name = str(error.errors()[0]["loc"][0])
+                advice = f"give --{name}: {cls.model_fields[name].description}"
+                raise OptionError(f"option {name} is missing", why="it has no default", next=advice) from None
             problem = option_error(error)
             why = problem.why.removeprefix("Value error, ")
             raise OptionError(problem.failure.replace("with_=", "with="), why=why) from None
@@ -117,7 +121,7 @@ class K8sOptions(_ManifestOptions):
     namespace: Annotated[str, Field(pattern=_LABEL, max_length=63)] | None = Field(
         None, description="Namespace of the objects. None: that of `kubectl apply`."
     )
-    image: str = Field(f"phalanx:{__version__}", pattern=r"^\S+$", description="Container image; the Dockerfile makes it.")
+    image: str = Field(pattern=r"^\S+$", description="Container image that the nodes can pull; the Dockerfile makes it.")
     image_pull_secret: Subdomain | None = Field(None, description="Secret with the credentials of the image's registry.")
     with_: Literal["none", "ray"] = Field(
         "none", description="none: pods of a Deployment, or of a LeaderWorkerSet for nnodes > 1. ray: a RayService of KubeRay."
@@ -146,7 +150,9 @@ class K8sOptions(_ManifestOptions):
     cache_claim: Subdomain | None = Field(
         None, description="PersistentVolumeClaim for compiled kernels and downloads. None: they last as long as the pod."
     )
-    cache_host_path: AbsolutePath | None = Field(None, description="Folder of each node for them, writable by user 65534.")
+    cache_host_path: AbsolutePath | None = Field(
+        None, description="Folder of each node for them, writable by user 65534; made where missing."
+    )
     hub_token_secret: Subdomain | None = Field(None, description="Secret whose key `hub-token` is a token of the Hugging Face Hub.")
     api_key_secret: Subdomain | None = Field(None, description="Secret whose key `api-key` is the key that requests must carry.")
     cluster_token_secret: Subdomain | None = Field(
@@ -176,7 +182,9 @@ class ComposeOptions(_ManifestOptions):
     """Of `phalanx deploy compose`: one server on one host."""
 
     name: Label | None = Field(None, description="Name of the project and its service. None: from the model's name.")
-    image: str = Field(f"phalanx:{__version__}", pattern=r"^\S+$", description="Container image; the Dockerfile makes it.")
+    image: str = Field(
+        f"phalanx:{__version__}", pattern=r"^\S+$", description="Container image of the host; the Dockerfile makes it."
+    )
     publish: str = Field(
         "127.0.0.1",
         pattern=r"^[0-9A-Fa-f.:\[\]]+$",
@@ -184,7 +192,8 @@ class ComposeOptions(_ManifestOptions):
     )
     model_path: AbsolutePath | None = Field(None, description="Folder of the host with checkpoints; MODEL is a folder in it.")
     cache_path: AbsolutePath | None = Field(
-        None, description="Folder of the host for compiled kernels and downloads, writable by user 65534. None: a volume."
+        None,
+        description="Folder of the host for compiled kernels and downloads, which user 65534 can write. None: a volume.",
     )
     hub_token: bool = Field(False, description="Pass HF_TOKEN on from the environment of `docker compose`.")
     key_file: str | None = Field(None, min_length=1, description="File of the host with the key that requests must carry.")

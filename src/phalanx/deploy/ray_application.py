@@ -27,7 +27,7 @@ def build(args: dict[str, Any]) -> Any:
     """
     replicas: Any = importlib.import_module(REPLICAS)
     ray_serve: Any = importlib.import_module("ray.serve")
-    (engine, serving), _ = read_arguments(list(args["arguments"]), folder=False, own=set())
+    engine, serving = read_arguments(list(args["arguments"]))
     replicas.require_deployable(engine, serving)
     device = "cpu" if engine.device == "cpu" else "cuda"  # the head, which runs this, has no GPU to look at
     options = replicas.deployment_options(engine, serving, replicas.Scaling(args["servers"], args["servers"]), device)

@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.config.sources import ray_address
 from phalanx.errors import LayoutError, OptionError
 from phalanx.log import get_logger
+from phalanx.version import install_extra
 
 logger = get_logger(__name__)
 
@@ -100,7 +101,7 @@ def connect() -> None:
         import ray
     except ImportError as error:
         raise OptionError(
-            "launcher='ray' needs the package ray", why=str(error), next="run: pip install 'phalanx[ray]' on every host"
+            "launcher='ray' needs the package ray", why=str(error), next=f"run on every host: {install_extra('ray')}"
         ) from None
     if ray.is_initialized():
         return

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx import hardware, log
+from phalanx import log
+from phalanx.config.home import ensure_home
 from phalanx.config.options import EngineOptions
 from phalanx.config.sources import adopt_variables, variables_to_pass_on
 from phalanx.deploy import ray_cluster
@@ -50,6 +51,7 @@ class NodeAgent:
 
     def run(self, options: dict[str, Any], cluster_token: str | None, variables: dict[str, str]) -> dict[str, str] | None:
         """Host the ranks until the engine asks this node to end. The PhalanxError with which it ends otherwise, as `to_wire`."""
+        ensure_home()
         for name, value in adopt_variables(variables).items():
             logger.warning("%s=%s of this host stays; the engine's host has %s", name, value, variables[name])
         try:
@@ -106,7 +108,7 @@ class RayLauncher:
     @classmethod
     def gpus_per_host(cls, options: EngineOptions) -> int:
         if options.device == "cpu":
-            return len(hardware.detect_machine().gpus)
+            return 0
         ray_cluster.connect()
         return int(max((host.resources.get("GPU", 0.0) for host in ray_cluster.live_hosts()), default=0.0))
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import httpx
 
-from phalanx import log
-from phalanx.comm import launch
+from phalanx import launch, log
 from phalanx.config.options import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import adopt_variables, variables_to_pass_on
@@ -27,6 +26,7 @@ from phalanx.deploy import ray_cluster
 from phalanx.deploy.proxy import Proxy, Receive, Send
 from phalanx.deploy.server_child import MODULE
 from phalanx.errors import EngineError, OptionError
+from phalanx.version import install_extra
 
 logger = log.get_logger(__name__)
 
@@ -215,5 +215,5 @@ def _ray_serve() -> Any:
     try:
         from ray import serve
     except ImportError as error:
-        raise OptionError("ray-serve needs Ray Serve", why=str(error), next="run: pip install 'ray[serve]' on every host") from None
+        raise OptionError("ray-serve needs Ray Serve", why=str(error), next=f"run on every host: {install_extra('ray')}") from None
     return serve

@@ -7,9 +7,6 @@ cluster where its description changes.
 
 from __future__ import annotations
 
-from typing import Any
-
-from phalanx.deploy import objects as k
 from phalanx.deploy import yaml_text
 from phalanx.deploy.options import K8sOptions
 from phalanx.deploy.pod import (
@@ -17,17 +14,22 @@ from phalanx.deploy.pod import (
     PRE_STOP_SECONDS,
     SECRET_KEYS,
     SECRETS,
+    Fields,
+    disruption_budget,
     drain_seconds,
     environment,
     in_folder,
     labels,
     mounts,
+    network_policy,
     on_gpu,
     pod,
     ranks_per_pod,
     resources,
+    security,
+    some,
 )
-from phalanx.deploy.serve_flags import KERNELS, ServeFlags, arguments, read_arguments
+from phalanx.deploy.serve_flags import KERNELS, ServeFlags, arguments
 from phalanx.errors import OptionError
 
 IMPORT_PATH = "phalanx.deploy.ray_application:build"
@@ -37,8 +39,6 @@ HEAD_PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001}
 WITHOUT_BUDGET = "KubeRay keeps a worker without a proxy of Ray Serve unready, so a budget could forbid every eviction"
 """Why a server of several workers has no PodDisruptionBudget: only the worker of its replica has a proxy."""
 OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
-OWN_OPTIONS = {"kernel_cache_dir", "api_key_file", "start_timeout"}
-"""Options of the server that this manifest sets."""
 _NOT_WITH_RAY = {
     "max_surge": "KubeRay replaces a cluster as one", "exclusive_topology": "Ray places the ranks",
     "cluster_token_secret": "each server makes a token of its own", "service_monitor": "a scrape would reach any server",
@@ -57,25 +57,22 @@ def require_possible(flags: ServeFlags, options: K8sOptions) -> None:
         raise OptionError("insecure_cluster has no effect with ray", why=_NOT_WITH_RAY["cluster_token_secret"], next="leave it out")
 
 
-def service(flags: ServeFlags, options: K8sOptions, metadata: k.Meta) -> k.RayService:
+def service(flags: ServeFlags, options: K8sOptions, metadata: Fields) -> Fields:
     """The RayService. options: of `k8s.resolve`."""
-    head = {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0", "object-store-memory": str(OBJECT_STORE_BYTES)}
-    worker = {"object-store-memory": str(OBJECT_STORE_BYTES)}
-    if on_gpu(flags):
-        worker["num-gpus"] = str(ranks_per_pod(flags))
-    else:
-        worker["num-cpus"] = str(ranks_per_pod(flags))
+    # "" is every address of both families for the dashboard, `::` for Ray Serve.
+    head = {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "", "object-store-memory": str(OBJECT_STORE_BYTES)}
+    device = "num-gpus" if on_gpu(flags) else "num-cpus"
+    worker = {"object-store-memory": str(OBJECT_STORE_BYTES), device: str(ranks_per_pod(flags))}
     workers = flags.engine.nnodes * servers(options)
-    group = k.WorkerGroup(
-        group_name="ranks", replicas=workers, min_replicas=workers, max_replicas=workers, ray_start_params=worker,
-        template=_template(flags, options, head=False),
-    )  # fmt: skip
-    cluster = k.RayClusterSpec(
-        head_group_spec=k.HeadGroup(ray_start_params=head, template=_template(flags, options, head=True)),
-        worker_group_specs=[group],
-    )
-    spec = k.RayServiceSpec(serve_config_v2=_serve_config(flags, options), ray_cluster_config=cluster)
-    return k.RayService(metadata=metadata, spec=spec)
+    group = {
+        "groupName": "ranks", "replicas": workers, "minReplicas": workers, "maxReplicas": workers, "rayStartParams": worker,
+        "template": _template(flags, options, head=False),
+    }  # fmt: skip
+    cluster = {
+        "headGroupSpec": {"rayStartParams": head, "template": _template(flags, options, head=True)}, "workerGroupSpecs": [group]
+    }  # fmt: skip
+    spec = {"serveConfigV2": _serve_config(flags, options), "rayClusterConfig": cluster}
+    return {"apiVersion": "ray.io/v1", "kind": "RayService", "metadata": metadata, "spec": spec}
 
 
 def servers(options: K8sOptions) -> int:
@@ -91,49 +88,36 @@ def _serve_config(flags: ServeFlags, options: K8sOptions) -> str:
         "name": options.name, "import_path": IMPORT_PATH, "route_prefix": "/",
         "args": {"arguments": arguments(flags, folder=in_folder(options), own=own), "servers": servers(options)},
     }  # fmt: skip
-    http = {"host": "0.0.0.0", "port": flags.serving.port}
+    http = {"host": "::", "port": flags.serving.port}
     return yaml_text.dumps([{"http_options": http, "applications": [application]}])
 
 
-def read_serve_config(text: str, *, folder: bool) -> tuple[ServeFlags, dict[str, Any]]:
-    """The server's options in a serveConfigV2, and those of the manifest. Raises OptionError for what is none of ours."""
-    try:
-        (config,) = yaml_text.loads(text, what="serveConfigV2")
-        (application,) = config["applications"]
-        words, count = application["args"]["arguments"], application["args"]["servers"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise OptionError("serveConfigV2 is not understood", why=str(error)) from None
-    flags, own = read_arguments(words, folder=folder, own=OWN_OPTIONS)
-    return flags, {"pod_replicas": count, "startup_seconds": own.get("start_timeout")}
-
-
-def _template(flags: ServeFlags, options: K8sOptions, *, head: bool) -> k.PodTemplate:
+def _template(flags: ServeFlags, options: K8sOptions, *, head: bool) -> Fields:
     """A pod of Ray: without a command and probes, which KubeRay writes."""
     gpus = on_gpu(flags) and not head
     ports = {**HEAD_PORTS, "serve": flags.serving.port} if head else {"serve": flags.serving.port}
-    container = k.Container(
-        name="ray-head" if head else "ray-worker", image=options.image, env=environment(options),
-        ports=[k.ContainerPort(name=name, container_port=port) for name, port in ports.items()],
-        resources=resources(flags, options, gpus=gpus), security_context=k.ContainerSecurity(), volume_mounts=mounts(options),
-    )  # fmt: skip
+    container = {
+        "name": "ray-head" if head else "ray-worker", "image": options.image, "env": environment(options),
+        "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
+        **some(resources=resources(flags, options, gpus=gpus)), "securityContext": security(), "volumeMounts": mounts(options),
+    }  # fmt: skip
     return pod(options, container, grace=PRE_STOP_SECONDS + drain_seconds(flags) + CLOSE_SECONDS, gpus=gpus)
 
 
-def around(flags: ServeFlags, options: K8sOptions, meta: k.Meta, api_meta: k.Meta) -> list[k.Object]:
+def around(flags: ServeFlags, options: K8sOptions, meta: Fields, api_meta: Fields) -> list[Fields]:
     """What stands around a RayService. KubeRay reaches the head's dashboard; Ray's ports are open to the pods of the service."""
     assert options.name is not None
-    own_pods = k.LabelSelector(match_labels=labels(options.name))
-    result: list[k.Object] = []
+    own_pods = {"matchLabels": labels(options.name)}
+    result: list[Fields] = []
     if options.disruption_budget:  # of servers on one worker each, so that every worker has a replica and is ready
         # Pods of KubeRay have no number that a share could be taken of.
         pods = 1 + flags.engine.nnodes * servers(options)
-        budget = k.PodDisruptionBudgetSpec(min_available=pods - 1, selector=own_pods)
-        result.append(k.PodDisruptionBudget(metadata=meta, spec=budget))
+        result.append(disruption_budget(meta, {"minAvailable": pods - 1, "selector": own_pods}))
     if options.network_policy:
-        operator = k.Peer(namespace_selector=k.AnyNamespace(), pod_selector=k.LabelSelector(match_labels=OPERATOR))
-        rules = [
-            k.Ingress(ports=[k.PolicyPort(port="serve")]), k.Ingress(from_=[k.Peer(pod_selector=own_pods)]),
-            k.Ingress(from_=[operator], ports=[k.PolicyPort(port="dashboard")]),
+        operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": OPERATOR}}
+        rules: list[Fields] = [
+            {"ports": [{"protocol": "TCP", "port": "serve"}]}, {"from": [{"podSelector": own_pods}]},
+            {"from": [operator], "ports": [{"protocol": "TCP", "port": "dashboard"}]},
         ]  # fmt: skip
-        result.append(k.NetworkPolicy(metadata=api_meta, spec=k.NetworkPolicySpec(pod_selector=own_pods, ingress=rules)))
+        result.append(network_policy(api_meta, own_pods, rules))
     return result

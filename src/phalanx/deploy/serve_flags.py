@@ -6,18 +6,16 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-
 from phalanx.config import EngineOptions
-from phalanx.config.model import FAMILIES, ModelShape
+from phalanx.config.model import ModelShape
 from phalanx.config.resolve import require_one_host
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import RawOptions, build_options
 from phalanx.errors import OptionError
 from phalanx.executor.launcher import host_ranks
-from phalanx.plan import Layout
-from phalanx.plan.families import known
-from phalanx.plan.layout import require_suits
+from phalanx.layout import Layout
+from phalanx.layout.families import known
+from phalanx.layout.layout import require_suits
 
 MODELS_MOUNT = "/models"
 """Where checkpoints of a claim or of the host are mounted, read-only."""
@@ -92,7 +90,7 @@ def require_portable(flags: ServeFlags, *, folder: bool) -> None:
                 raise OptionError(f"{name} has a NUL character", why="no argument of a process can carry it")
     host_ranks(engine, 0)
     config = known(engine.model)
-    if config is not None and any(str(name) in FAMILIES for name in config.get("architectures") or ()):
+    if config is not None:
         require_suits(Layout.of(engine), ModelShape.from_config(config, file=f"config.json of {engine.model}"))
 
 
@@ -159,31 +157,25 @@ def _flag(name: str, value: Any) -> str:
     return f"--{name}={_escaped(repr(value) if isinstance(value, float) else str(value))}"
 
 
-def read_arguments(words: list[str], *, folder: bool, own: set[str]) -> tuple[ServeFlags, dict[str, str]]:
-    """The options of `arguments`, and what the manifest had set. Raises OptionError for arguments that it does not write."""
+def read_arguments(words: list[str]) -> ServeFlags:
+    """The options of `arguments`. Raises OptionError for arguments that it does not write."""
     if not words:
         raise OptionError("the container has no arguments", why="the first one is the model")
-    model = words[0].replace("$$", "$")
-    prefix = f"{MODELS_MOUNT}/"
-    values: dict[str, Any] = {"model": model.removeprefix(prefix) if folder else model}
-    set_here: dict[str, str] = {}
+    values: dict[str, Any] = {"model": words[0].replace("$$", "$")}
     for word in words[1:]:
         flag = re.fullmatch(r"--(\w+)(?:=(.*))?", word, re.S)
         if flag is None:
             raise OptionError(f"the argument {word!r} is not understood", next="write it as --option=value")
         name, text = flag.groups()
-        if name in own:
-            set_here[name] = text or ""
-        elif text is None:
+        if text is None:
             values[name.removeprefix("no_")] = not name.startswith("no_")
         else:
             values[name] = text.replace("$$", "$")
-    names: dict[str, type[BaseModel]] = dict.fromkeys(EngineOptions.model_fields, EngineOptions)
     for name in values:
-        if name not in names and name not in ServeOptions.model_fields:
+        if name not in EngineOptions.model_fields and name not in ServeOptions.model_fields:
             raise OptionError(f"the argument --{name} is no option of the server")
     raw = RawOptions(values, dict.fromkeys(values, "the arguments of the container"))
-    return ServeFlags(build_options(EngineOptions, raw), build_options(ServeOptions, raw)), set_here
+    return ServeFlags(build_options(EngineOptions, raw), build_options(ServeOptions, raw))
 
 
 def _escaped(text: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m phalanx.deploy.server_child`: the server as the child of another process (`comm.launch.start`), with which it ends.
+"""`python -m phalanx.deploy.server_child`: the server as the child of another process (`launch.start`), with which it ends.
 
 Its config: "engine" (of EngineOptions), "serving" (of ServeOptions).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from phalanx.comm import launch
+from phalanx import launch
 from phalanx.config.options import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.serve.app import run

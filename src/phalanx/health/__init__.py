@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is it well: the topology of a machine, the monitor of servers, and the doctor with one file per check.
+"""Is it well: the topology of a machine, the monitor of servers, and the doctor with its checks.
 
 A server is reached over HTTP only, so that the doctor works when the server does not start. NVML is only read. No torch here,
 except in the process that measures pairs of devices. Names are loaded when they are used: the command imports this package.

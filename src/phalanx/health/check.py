@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,13 +49,21 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+Examine = Callable[["Subject"], Finding | Iterable[Finding]]
+
+
 @dataclass(frozen=True)
 class Check:
-    """One thing that can be wrong. `name` is the file's stem.
+    """One thing that can be wrong.
 
-    what: what is examined. why: the symptom, and its cause. cure: the general cure; a finding's own cure is more exact.
-    threads: links to users' reports. needs: conditions without which it is skipped. symptoms: regular expressions over the text
-    of a failed start for which this check may hold the explanation. slow: takes seconds.
+    what: what is examined.
+    why: the symptom, and its cause.
+    cure: the general cure; a finding's own cure is more exact.
+    threads: links to users' reports.
+    needs: conditions without which it is skipped.
+    symptoms: regular expressions over the text of a failed start for which this check may hold the explanation.
+    slow: takes seconds.
+    fine: what to say where it finds nothing.
     """
 
     name: str
@@ -62,10 +71,34 @@ class Check:
     why: str
     cure: str
     threads: tuple[str, ...]
-    examine: Callable[[Subject], Finding | Iterable[Finding]]
+    examine: Examine
     needs: tuple[Need, ...] = ()
     symptoms: tuple[str, ...] = ()
     slow: bool = False
+    fine: str = "nothing to report"
+
+    def findings(self, subject: Subject) -> tuple[Finding, ...]:
+        outcome = self.examine(subject)
+        return (outcome,) if isinstance(outcome, Finding) else tuple(outcome) or (ok(self.fine),)
+
+
+registered: dict[str, Check] = {}
+"""The checks of the modules that are loaded, by name."""
+
+
+def check(*, why: str, cure: str, threads: tuple[str, ...], **options: Any) -> Callable[[Examine], Examine]:
+    """Make a function a check: its name is the check's, its docstring says what it examines.
+
+    threads: URLs; of GitHub the path alone. options: further fields of Check.
+    """
+    urls = tuple(thread if thread.startswith("https://") else f"https://github.com/{thread}" for thread in threads)
+
+    def register(examine: Examine) -> Examine:
+        name = examine.__name__
+        registered[name] = Check(name, cleandoc(examine.__doc__ or ""), why, cure, urls, examine, **options)
+        return examine
+
+    return register
 
 
 def ok(summary: str, **facts: Any) -> Finding:

@@ -57,7 +57,7 @@ def topo(
     _check_json(json, "pairs")
     subject = _subject(raw_options, model)
     count = len(subject.devices.gpus)
-    measured = pairs.measure(count) if measure and count > 1 else None
+    measured = pairs.measure(count, visible=subject.devices.uuids) if measure and count > 1 else None
     result = topology.survey(subject, measured)
     _give(json, topology.dumps(result), lambda: _console().print(topology.show(result)))
 
@@ -140,11 +140,12 @@ def experts(
 ) -> None:
     """Show the load of each expert of a running server as a heat map, and what another placement would give."""
     from phalanx.health import experts as view
+    from phalanx.tables.table_file import write_whole
 
     _check_json(json, "engines")
     engines = view.views(view.read(url), recent=recent, redundant=copies)
     if out is not None:
-        out.write_text(view.picture(engines), encoding="utf-8")
+        write_whole(out, view.picture(engines))
     _give(json, view.dumps(engines), lambda: view.show(engines, _console()))
 
 
@@ -201,7 +202,9 @@ def _give(json: str | None, text: str, show: Callable[[], None]) -> None:
         print(text)
         return
     if json is not None:
-        Path(json).write_text(text + "\n", encoding="utf-8")
+        from phalanx.tables.table_file import write_whole
+
+        write_whole(Path(json), text + "\n")
     show()
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.hardware.gauges import ALL_LINKS
-from phalanx.hardware.probe import Gpu, choose
+from phalanx.hardware.nvml import Ailment, Gpu, list_gpus
+from phalanx.hardware.probe import choose_gpus
 
 T = TypeVar("T")
 
@@ -23,7 +25,6 @@ GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
 """nvmlDeviceGetNvLinkVersion counts 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0 from 1 on."""
 LINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
 """Bytes per second of one link in one direction, by generation, where NVML does not answer: data sheets of P100 to B200."""
-NOT_SUPPORTED = 3
 FIELDS = {"link_count": 91, "tx_kib": 138, "rx_kib": 139, "remap_pending": 144, "remap_failed": 145, "link_speed_mbps": 90}
 """Fields of nvmlDeviceGetFieldValues by our name; nvml.h numbers them, and pynvml repeats it."""
 
@@ -153,7 +154,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Devices:
-    """All GPUs that this process may use. failure: why NVML cannot be reached, "" where it can."""
+    """All GPUs that this process may use.
+
+    failure: why NVML cannot be asked although there are GPUs, "" where it can or there are none.
+    present: how many NVML lists. ailing: NVML's index -> why one of them cannot be used.
+    unusable: why there is no GPU here, or which are not used. refused: the engine would not start for that reason.
+    """
 
     gpus: tuple[Device, ...] = ()
     pairs: dict[tuple[int, int], Pair] = field(default_factory=dict)
@@ -161,38 +167,44 @@ class Devices:
     cuda: int | None = None
     failure: str = ""
     present: int = 0
+    ailing: dict[int, Ailment] = field(default_factory=dict)
+    unusable: str = ""
+    refused: bool = False
+
+    @property
+    def uuids(self) -> str:
+        """As CUDA_VISIBLE_DEVICES: device i of CUDA is then the i-th GPU."""
+        return ",".join(gpu.uuid for gpu in self.gpus)
 
     def pair(self, a: Device, b: Device) -> Pair:
         return self.pairs.get((a.index, b.index)) or self.pairs.get((b.index, a.index)) or Pair(None, {})
 
 
-def read(nvml: Any = None, visible: str | None = None) -> Devices:
-    """Read all GPUs. nvml: the module pynvml, or one with the same functions. visible: as CUDA_VISIBLE_DEVICES; None leaves all."""
+def read(nvml: Any = None, visible: str | None = None, order: str | None = None, root: Path = Path("/")) -> Devices:
+    """Read all GPUs that the engine would use. nvml: the module pynvml, or one with the same functions. visible, order: as
+    CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; None: unset. root: where /dev and /sys are mounted."""
+    listed = list_gpus(nvml, root)
+    gpus, unusable, refusal = choose_gpus(listed, visible, order)
+    present, refused = len(listed.gpus) + len(listed.ailing), refusal is not None
+    nothing = Devices((), {}, "", None, listed.failure, present, listed.ailing, unusable, refused)
+    if not present:
+        return nothing
+    nvml = importlib.import_module("pynvml") if nvml is None else nvml
+    nvml.nvmlInit()
     try:
-        nvml = importlib.import_module("pynvml") if nvml is None else nvml
-        nvml.nvmlInit()
-    except Exception as error:
-        return Devices(failure=f"{type(error).__name__}: {error}")
-    try:
-        return _read(nvml, visible)
-    except Exception as error:
-        return Devices(failure=f"{type(error).__name__}: {error}")
+        handles = {gpu.index: nvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in gpus}
+        devices = tuple(_device(nvml, gpu, handles[gpu.index]) for gpu in gpus)
+        pairs = {
+            (a.index, b.index): _pair(nvml, handles[a.index], handles[b.index])
+            for a in devices for b in devices if a.index < b.index
+        }  # fmt: skip
+        ask = _Asker(nvml, None)
+        driver = _text(ask("nvmlSystemGetDriverVersion") or "")
+        return replace(nothing, gpus=devices, pairs=pairs, driver=driver, cuda=ask("nvmlSystemGetCudaDriverVersion"))
+    except Exception as error:  # a GPU that was lost since
+        return replace(nothing, failure=f"{type(error).__name__}: {error}", refused=True)
     finally:
         nvml.nvmlShutdown()
-
-
-def _read(nvml: Any, visible: str | None) -> Devices:
-    count = nvml.nvmlDeviceGetCount()
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-    gpus = [_device(nvml, index, handle) for index, handle in enumerate(handles)]
-    usable = choose([Gpu(gpu.index, gpu.uuid, gpu.name, gpu.sm, gpu.total, gpu.total - gpu.used) for gpu in gpus], visible)
-    chosen = tuple(gpus[gpu.index] for gpu in usable)
-    pairs = {
-        (a.index, b.index): _pair(nvml, handles[a.index], handles[b.index]) for a in chosen for b in chosen if a.index < b.index
-    }
-    ask = _Asker(nvml, None)
-    driver = _text(ask("nvmlSystemGetDriverVersion") or "")
-    return Devices(chosen, pairs, driver, ask("nvmlSystemGetCudaDriverVersion"), present=count)
 
 
 class _Asker:
@@ -228,10 +240,8 @@ class _Asker:
         return int(values[0].value.ullVal if values[0].valueType in (2, 3) else values[0].value.uiVal)
 
 
-def _device(nvml: Any, index: int, handle: Any) -> Device:
+def _device(nvml: Any, gpu: Gpu, handle: Any) -> Device:
     ask = _Asker(nvml, handle)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    major, minor = ask("nvmlDeviceGetCudaComputeCapability") or (0, 0)
     pci = ask("nvmlDeviceGetPciInfo")
     utilization = ask("nvmlDeviceGetUtilizationRates")
     reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
@@ -239,13 +249,13 @@ def _device(nvml: Any, index: int, handle: Any) -> Device:
     mig = ask("nvmlDeviceGetMigMode")
     fabric, fabric_status = _fabric(ask)
     return Device(
-        index,
-        _text(ask("nvmlDeviceGetUUID") or ""),
-        _text(ask("nvmlDeviceGetName") or "?"),
-        10 * major + minor,
+        gpu.index,
+        gpu.uuid,
+        gpu.name,
+        gpu.sm,
         _text(pci.busId).lower() if pci is not None else "",
-        int(memory.total),
-        int(memory.used),
+        gpu.total_memory,
+        gpu.total_memory - gpu.free_memory,
         holders=_holders(ask),
         utilization=None if utilization is None else int(utilization.gpu),
         power=_watts(ask("nvmlDeviceGetPowerUsage")),

@@ -111,11 +111,10 @@ def _run(check: Check, subject: Subject) -> CheckResult:
     if lacking is not None:
         return CheckResult(check, (Finding(Level.SKIPPED, str(lacking)),), 0.0)
     try:
-        outcome = check.examine(subject)
-        findings = (outcome,) if isinstance(outcome, Finding) else tuple(outcome)
+        findings = check.findings(subject)
     except Exception as error:
         findings = (Finding(Level.SKIPPED, f"the check could not run: {type(error).__name__}: {error}"),)
-    return CheckResult(check, findings or (Finding(Level.OK, "nothing to report"),), time.monotonic() - started)
+    return CheckResult(check, findings, time.monotonic() - started)
 
 
 def about(subject: Subject) -> dict[str, Any]:

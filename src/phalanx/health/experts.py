@@ -18,7 +18,7 @@ from rich.text import Text
 from phalanx.config.experts import require_places
 from phalanx.errors import EngineError, OptionError
 from phalanx.health.servers import TIMEOUT, authorization, normal
-from phalanx.plan.expert_placement import balanced_placement, default_placement, imbalance, rank_loads
+from phalanx.layout.expert_placement import balanced_placement, default_placement, imbalance, rank_loads
 
 SHADES = " ░▒▓█"
 HOT = 4.0

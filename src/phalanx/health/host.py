@@ -16,11 +16,14 @@ from typing import NamedTuple
 
 import psutil
 
-from phalanx.config.sources import differing_variables
+from phalanx.config.sources import is_service_link, variables_that
+from phalanx.hardware import cgroup
+from phalanx.hardware.visible import is_unknown
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_ORDER",
     "CUDA_HOME",
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
@@ -39,6 +42,7 @@ VARIABLES = (
     "OMP_NUM_THREADS",
     "HF_HOME",
     "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
     "HF_HUB_OFFLINE",
     "TRITON_CACHE_DIR",
     "FLASHINFER_WORKSPACE_BASE",
@@ -80,12 +84,17 @@ class Listener(NamedTuple):
     orphan: bool
 
 
+def _matters(name: str, value: str) -> bool:
+    """Empty ones, too: an empty CUDA_VISIBLE_DEVICES hides every GPU."""
+    return name in VARIABLES or is_service_link(name, value) or is_unknown(name)
+
+
 @dataclass(frozen=True)
 class Host:
     """This host. `root`: where /proc, /sys and /dev are mounted; tests put their own files there."""
 
     root: Path = Path("/")
-    environment: Mapping[str, str] = field(default_factory=lambda: differing_variables(dict.fromkeys(VARIABLES, "")))
+    environment: Mapping[str, str] = field(default_factory=lambda: variables_that(_matters))
 
     def path(self, name: str) -> Path:
         return self.root / name.lstrip("/")
@@ -200,44 +209,9 @@ class Host:
             return None
         return done.stdout if done.returncode == 0 else None
 
-    def cgroup_value(self, v2: str, v1_controller: str, v1: str) -> str | None:
-        """A file of this process's control group, in either version of cgroups: its own group first, then the root of the mount."""
-        groups = dict(_cgroup_paths(self.read("/proc/self/cgroup") or ""))
-        places = [(groups.get(""), "", v2), (groups.get(v1_controller), v1_controller, v1)]
-        for group, controller, name in places:
-            base = f"/sys/fs/cgroup/{controller}".rstrip("/")
-            for folder in (f"{base}{group or ''}".rstrip("/"), base):
-                text = self.read(f"{folder}/{name}")
-                if text is not None:
-                    return text
-        return None
-
-    def cgroup_cores(self) -> float | None:
-        """Cores that the control group's quota allows; None for no quota."""
-        text = self.cgroup_value("cpu.max", "cpu", "cpu.cfs_quota_us")
-        if text is None or text.startswith(("max", "-1")):
-            return None
-        quota, _, period = text.partition(" ")
-        period = period or self.cgroup_value("cpu.max", "cpu", "cpu.cfs_period_us") or "100000"
-        return int(quota) / int(period)
-
-    def cgroup_memory(self) -> int | None:
-        """Bytes that the control group allows; None for no limit (cgroups 1 write one near 2^63)."""
-        return _number(self.cgroup_value("memory.max", "memory", "memory.limit_in_bytes"))
-
-    def cgroup_tasks(self) -> int | None:
-        """Processes and threads that the control group allows; None for no limit."""
-        return _number(self.cgroup_value("pids.max", "pids", "pids.max"))
-
-
-def _cgroup_paths(text: str) -> list[tuple[str, str]]:
-    """(controller, path) for each line of /proc/self/cgroup; the controller of cgroups 2 is ""."""
-    entries = [line.split(":", 2) for line in text.splitlines() if line.count(":") >= 2]
-    return [(controller, path) for _, controllers, path in entries for controller in controllers.split(",")]
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() and int(text) < 1 << 60 else None
+    def limits(self) -> cgroup.GroupLimits:
+        """Of this process's control groups and of their ancestors."""
+        return cgroup.read_limits(self.root)
 
 
 def _described(pid: int | None) -> tuple[str, bool]:

@@ -2,7 +2,7 @@
 """Bytes that a model takes on the fullest GPU of a layout, and what each change of options would free: the remedies for out of
 memory.
 
-All of it by the planner's function (`plan.footprint.rank_memory`): weights and KV cache are exact, and what stands beside them is
+All of it by the planner (`planner.footprint.rank_memory`): weights and KV cache are exact, and what stands beside them is
 never less than a committed start took. On CPU only weights, KV cache and a step's activations count.
 """
 
@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
+from phalanx.config.quantization import on_load
 from phalanx.config.resolve import resolve
 from phalanx.errors import PhalanxError
-from phalanx.plan import footprint
-from phalanx.plan.footprint import RankMemory, Sizes, Split
-from phalanx.plan.layout import Layout, require_suits
-from phalanx.plan.shape import Shape
+from phalanx.layout.cache import kv_dtype
+from phalanx.layout.draft import draft_network
+from phalanx.layout.layout import Layout, require_suits
+from phalanx.planner import footprint
+from phalanx.planner.footprint import RankMemory, Sizes
 
 MOST_BYTES = 1 << 62
 """Of a GPU, where its memory does not matter."""
@@ -64,27 +66,21 @@ def _flag(name: str, value: object) -> str:
     return f"--{name} {value}"
 
 
-def split(options: EngineOptions) -> Split:
-    return Split(
-        options.tensor_parallel_size, options.pipeline_parallel_size, options.expert_parallel_size,
-        options.moe_expert_parallel_size, options.redundant_experts,
-    )  # fmt: skip
-
-
 def budget(options: EngineOptions, shape: ModelShape, total: int = MOST_BYTES, *, on_gpu: bool) -> MemoryBudget:
     """Of options whose "auto" is resolved here, on GPUs with `total` free bytes. Raises LayoutError or OptionError for what cannot
     be laid out."""
     world = options.world_size
     device = "cuda" if on_gpu else "cpu"
     resolved = resolve(options.model_copy(update={"device": device}), shape, max(-(-world // options.nnodes), 1)).options
-    layout = split(options)
-    require_suits(Layout(layout.pp, layout.ep, layout.tp), shape)
-    kv = footprint.kv_format(resolved.kv_cache_dtype, resolved.dtype)
+    layout = Layout.of(options)
+    require_suits(layout, shape)
+    kv = kv_dtype(resolved.kv_cache_dtype, resolved.dtype)
     sizes = Sizes(
-        resolved.dtype, kv, options.index_batch_size, resolved.max_num_tokens or 1, options.kv_block_size,
-        options.kv_cache_free_gpu_memory_fraction, options.cuda_graphs,
+        resolved.dtype, kv, resolved.max_batch_size, resolved.max_num_tokens or 1, options.kv_block_size,
+        options.kv_cache_free_gpu_memory_fraction, options.cuda_graphs, draft_network(options, shape), options.state_snapshots,
+        (options.max_loras, options.max_lora_rank),
     )  # fmt: skip
-    rank = footprint.rank_memory(Shape.of(shape), layout, total, sizes)
+    rank = footprint.rank_memory(shape, layout, total, sizes)
     return MemoryBudget(rank, rank.block * math.ceil((resolved.max_seq_len or 1) / options.kv_block_size))
 
 
@@ -118,7 +114,7 @@ def _changes(options: EngineOptions, shape: ModelShape) -> Iterator[tuple[dict[s
         yield changed, "a smaller batch: the sampler and the activations shrink, and so does the throughput at full load"
     if options.cuda_graphs:
         yield {"cuda_graphs": False}, "no memory for captured graphs; small steps get slower"
-    if options.dtype != "fp8" and shape.quantization is None:
+    if not on_load(options.dtype) and shape.quantization is None:
         yield {"dtype": "fp8"}, "weights of GEMMs in one byte instead of two"
     if options.redundant_experts:
         yield {"redundant_experts": 0}, "no copies of experts; the load of ranks may be less even"
@@ -155,7 +151,7 @@ def cpu_budget(options: EngineOptions, shape: ModelShape) -> CpuBudget:
     assert resolved.max_num_tokens is not None
     block = need.rank.block
     activations = footprint.activation_bytes(
-        Shape.of(shape), split(options), resolved.max_num_tokens, resolved.max_batch_size, resolved.dtype, on_gpu=False
+        shape, Layout.of(options), resolved.max_num_tokens, resolved.max_batch_size, resolved.dtype, on_gpu=False
     )
     kv = min(resolved.kv_cache_bytes // block * block, resolved.index_batch_size * need.sequence)
     return CpuBudget(need.rank.weights, activations, kv, block, need.sequence)

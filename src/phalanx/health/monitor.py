@@ -23,7 +23,7 @@ from phalanx.health.check import size
 from phalanx.health.servers import TIMEOUT, Scrape, authorization, parse
 
 LOW_UTILIZATION = 50.0
-"""Percent; the guide aims at 80 to 95 under load."""
+"""Percent under load: below it, GPUs wait."""
 IDLE_NVLINK = 1e9
 """Bytes per second in both directions, below which NVLink counts as idle while all-reduces run."""
 UNEVEN_MEMORY = 0.25
@@ -141,7 +141,10 @@ class ServerWatch:
                 views.append(ServerView(url, self._failures.get(url, "not read yet")))
                 continue
             seconds = max(seconds, scrapes[-1].at - scrapes[0].at)
-            views.append(view(url, scrapes[0], scrapes[-1]))
+            try:
+                views.append(view(url, scrapes[0], scrapes[-1]))
+            except (ValueError, ArithmeticError) as error:  # of this server alone: the others are shown
+                views.append(ServerView(url, f"its metrics are not understood: {type(error).__name__}: {error}"))
         return Frame(tuple(views), seconds)
 
 
@@ -219,7 +222,7 @@ def _ranks(first: Scrape, last: Scrape, seconds: float) -> tuple[RankView, ...]:
     for (rank, kind), count in last.by("rank_memory_bytes", "rank", "kind").items():
         memory.setdefault(rank, {})[kind] = int(count)
     views = []
-    for rank in sorted(memory, key=int):
+    for rank in sorted(memory, key=_place):
         nvlink = {way: _rate(first, last, "rank_nvlink_bytes_total", seconds, rank=rank, direction=way) for way in ("tx", "rx")}
         slowed = tuple(
             reason
@@ -240,6 +243,12 @@ def _ranks(first: Scrape, last: Scrape, seconds: float) -> tuple[RankView, ...]:
             )
         )
     return tuple(views)
+
+
+def _place(rank: str) -> list[tuple[int, str]]:
+    """The order of ranks: 2 before 10, and those of the first engine before "1.0", which is rank 0 of engine 1."""
+    numbers = rank.split(".")
+    return [(len(numbers), ""), *((int(part), "") if part.isdecimal() else (0, part) for part in numbers)]
 
 
 def warnings_of(server: ServerView, calls: dict[str, float]) -> list[Warned]:

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+
+from phalanx.hardware.visible import VISIBLE
 
 SECONDS_PER_DIRECTION = 5.0
 START_SECONDS = 60.0
@@ -44,10 +47,16 @@ class Measurements:
 
 
 def measure(
-    count: int, *, device: str = "cuda", quick: bool = False, command: list[str] | None = None, seconds: float | None = None
+    count: int,
+    *,
+    device: str = "cuda",
+    quick: bool = False,
+    command: list[str] | None = None,
+    seconds: float | None = None,
+    visible: str | None = None,
 ) -> Measurements:
-    """Measure every direction between `count` devices. quick: a smaller copy. command, seconds: for tests, the process
-    that measures and its time limit."""
+    """Measure every direction between `count` devices. quick: a smaller copy. visible: CUDA_VISIBLE_DEVICES of the process that
+    measures. command, seconds: for tests, that process and its time limit."""
     started = time.monotonic()
     order = [(a, b) for a in range(count) for b in range(count) if a != b]
     task = json.dumps({"count": count, "device": device, "quick": quick})
@@ -58,6 +67,7 @@ def measure(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=None if visible is None else {**os.environ, VISIBLE: visible},
     )
     late = False
     try:

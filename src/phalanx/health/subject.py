@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,7 +38,10 @@ class Subject:
 
     @cached_property
     def devices(self) -> Devices:
-        return devices.read(self.nvml, self.host.environment.get("CUDA_VISIBLE_DEVICES"))
+        environment = self.host.environment
+        return devices.read(
+            self.nvml, environment.get("CUDA_VISIBLE_DEVICES"), environment.get("CUDA_DEVICE_ORDER"), self.host.root
+        )
 
     @property
     def folder(self) -> Path | None:
@@ -51,20 +55,25 @@ class Subject:
 
     @cached_property
     def snapshot(self) -> Path | None:
-        """Of a Hub id: its newest folder in the cache that has a config.json."""
+        """Of a Hub id: the folder in the cache that a start without a network takes: of `revision`, a branch, tag or commit."""
         assert self.options is not None
-        folder = self.hub_cache / f"models--{self.options.model.replace('/', '--')}" / "snapshots"
-        entries = [entry for entry in folder.glob("*") if (entry / CONFIG).exists()] if folder.is_dir() else []
-        return max(entries, key=lambda entry: entry.stat().st_mtime, default=None)
+        folder = self.hub_cache / f"models--{self.options.model.replace('/', '--')}"
+        revision = self.options.revision or "main"
+        try:
+            commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
+        except OSError:
+            commit = revision
+        snapshot = folder / "snapshots" / commit
+        return snapshot if (snapshot / CONFIG).exists() else None
 
     @property
     def hub_cache(self) -> Path:
-        """Where huggingface_hub keeps models."""
+        """Where huggingface_hub keeps models, by the variables that it reads."""
         environment = self.host.environment
-        if "HF_HUB_CACHE" in environment:
-            return Path(environment["HF_HUB_CACHE"])
-        home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME', '~/.cache')}/huggingface"
-        return Path(home).expanduser() / "hub"
+        home = environment.get("HF_HOME", os.path.join(environment.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+        hub = os.path.join(os.path.expanduser(home), "hub")
+        folder = environment.get("HF_HUB_CACHE", environment.get("HUGGINGFACE_HUB_CACHE", hub))
+        return Path(os.path.expanduser(folder)).absolute()
 
     @cached_property
     def shape(self) -> ModelShape | PhalanxError | None:
@@ -84,7 +93,7 @@ class Subject:
     def on_gpu(self) -> bool:
         """Whether the ranks run on GPUs, as far as the options and the host decide it."""
         device = self.options.device if self.options is not None else "auto"
-        return device == "cuda" or (device == "auto" and bool(self.devices.gpus))
+        return device == "cuda" or (device == "auto" and (bool(self.devices.gpus) or self.devices.refused))
 
     @property
     def ranks_here(self) -> int:

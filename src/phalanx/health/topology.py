@@ -19,7 +19,8 @@ from phalanx.health.check import size
 from phalanx.health.devices import Device, Devices
 from phalanx.health.pairs import Measurements
 from phalanx.health.subject import Subject
-from phalanx.plan.weight_tensors import layer_bytes
+from phalanx.layout import Layout
+from phalanx.layout.weights import weight_bytes
 from phalanx.tables.message import Fusion
 from phalanx.tables.shipped import find, table_for
 
@@ -82,13 +83,14 @@ def survey(subject: Subject, measurements: Measurements | None) -> Topology:
     prices = (
         tuple(prices_of(shape, devices, subject.options.nnodes if subject.options is not None else 1)) if shape is not None else ()
     )
-    failures = {"NVML": devices.failure} if devices.failure else {}
+    failures = {"GPUs": devices.unusable} if devices.unusable and (devices.present or devices.failure) else {}
     if measurements is not None and measurements.failure:
         failures["pairs"] = measurements.failure
+    limit = host.limits().memory
     facts = {
         "name": host.name,
-        "cores": cores(),
-        "memory": psutil.virtual_memory().total,
+        "cores": cores(host.root),
+        "memory": psutil.virtual_memory().total if limit is None else min(psutil.virtual_memory().total, int(limit.amount)),
         "numa": numa_nodes(subject),
         "shm": _shm(subject),
     }
@@ -214,6 +216,8 @@ def _advice_on_links(devices: Devices, measurements: Measurements | None) -> lis
         f"{min(rates) / 1e9:.0f} GB/s measured in the slowest direction"
         if rates
         else f"{rate_of(gpus[0]) / 1e9:.0f} GB/s signalled"
+        if rate_of(gpus[0])
+        else "NVML does not say its rate"
     )
     linked = [pair for pair in pairs.values() if pair.nvlink]
     if len(linked) == len(pairs):
@@ -227,17 +231,16 @@ def _advice_on_links(devices: Devices, measurements: Measurements | None) -> lis
 
 
 def _advice_on_size(shape: ModelShape, model: str, gpus: tuple[Device, ...]) -> str:
-    layers, embedding, head = layer_bytes(shape, "fp8" if shape.quantization is not None else "bf16")
-    total = sum(layers) + embedding + head
+    (total,) = weight_bytes(shape, "fp8" if shape.quantization is not None else "bf16", Layout())
     if not gpus:
         return (
             f"{model}: {total / 1e9:.1f} GB of weights; `phalanx doctor {model} --tp_size N` says whether they fit on the machine"
             " where it runs."
         )
     smallest = min(gpu.total for gpu in gpus)
-    least = next((count for count in (1, 2, 4, 8, 16, 32) if total / count < 0.8 * smallest), 0)
+    least = next((f"at least {count}" for count in (1, 2, 4, 8, 16, 32) if total / count < 0.8 * smallest), "more than 32")
     return (
-        f"{model}: {total / 1e9:.1f} GB of weights need at least {least} GPUs of {size(smallest)}; the smallest TP that fits costs"
+        f"{model}: {total / 1e9:.1f} GB of weights need {least} GPUs of {size(smallest)}; the smallest TP that fits costs"
         " the least."
     )
 
@@ -275,6 +278,8 @@ def _gpu_table(devices: Devices) -> Table:
         nvlink = (
             f"{len(active)} of {len(gpu.links)} up" + (f", generation {active[0].version}" if active and active[0].version else "")
             if gpu.links
+            else "?"
+            if any(devices.pair(gpu, other).nvlink for other in devices.gpus)
             else "none"
         )
         pcie = f"{gpu.pcie_generation or '?'}/{gpu.max_pcie_generation or '?'} x{gpu.pcie_width or '?'}/{gpu.max_pcie_width or '?'}"
@@ -304,7 +309,7 @@ def _matrix(topology: Topology) -> Table:
                 cells.append("X")
                 continue
             pair = topology.devices.pair(a, b)
-            kind = f"NV{len(a.active_links)}" if pair.nvlink else pair.kind
+            kind = f"NV{len(a.active_links) or ''}" if pair.nvlink else pair.kind
             result = results.get((row, column))
             if result is not None:
                 state = "" if result.verified else " DAMAGED"

@@ -5,26 +5,24 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan import accuracy
-from benchmarks.plan.rows import rows
+from benchmarks.planner import accuracy
+from benchmarks.planner.rows import rows
 from phalanx.bench.prediction import beside
 from phalanx.bench.workloads import parse
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
-from phalanx.engine.messages import EngineFacts, RankFacts
-from phalanx.hardware.probe import Gpu, Machine
-from phalanx.plan.cost import Costs
-from phalanx.plan.families import known
-from phalanx.plan.memory import INT8_KV, KvFormat
+from phalanx.engine.messages import EngineFacts
+from phalanx.hardware.nvml import Gpu
+from phalanx.hardware.probe import Machine
+from phalanx.layout import Layout
+from phalanx.layout.families import known
 
-OPTIONS = EngineOptions(model="70b")
+OPTIONS = EngineOptions(model="70b", kv_cache_dtype="fp8")
 MODEL = ModelShape.from_config(known("llama-3-70b"))
 
 
-def facts(device, scale_bytes=0):
-    kv = 2_791_952 * 2 * 8 * (128 + scale_bytes) * 80 // 4
-    ranks = [RankFacts(rank, 0, device, (0, 80), {"kv": kv}) for rank in range(4)]
-    return EngineFacts("70b", "fp8", device, 4, (1, 1, 4), 4096, 512, 8192, 16, 2_791_952 // 16, 128256, [], ranks)
+def facts(device):
+    return EngineFacts("70b", "fp8", device, Layout(tp=4), 4096, 512, 8192, 16, 2_791_952 // 16, 128256, [])
 
 
 def test_it_is_what_the_accuracy_command_says(monkeypatch):
@@ -41,13 +39,12 @@ def test_it_is_what_the_accuracy_command_says(monkeypatch):
 
 
 def test_the_scales_of_an_int8_cache_are_read_too(monkeypatch):
-    """Which the bytes of the engine's cache tell."""
     here = tuple(Gpu(index, f"GPU-{index}", "NVIDIA H200", 90, 1, 1) for index in range(4))
     monkeypatch.setattr(beside.subject.probe, "detect_machine", lambda: Machine(here, 1, 1, 1))
-    formats = []
-    monkeypatch.setattr(beside, "Costs", lambda shape, dtype, kv, *rest: formats.append(kv) or Costs(shape, dtype, kv, *rest))
-    fp8, int8 = (beside.predicted(MODEL, facts("cuda", size), parse("decode-64"), OPTIONS)["value"] for size in (0, 2))
-    assert formats == [KvFormat(1), INT8_KV]
+    fp8, int8 = (
+        beside.predicted(MODEL, facts("cuda"), parse("decode-64"), EngineOptions(model="70b", kv_cache_dtype=kind))["value"]
+        for kind in ("fp8", "int8")
+    )
     assert fp8 < int8 < 1.016 * fp8
 
 
@@ -61,15 +58,15 @@ def test_replicas_and_the_split_of_experts_are_priced(monkeypatch):
         return prediction and prediction["value"]
 
     one, two = facts("cuda"), facts("cuda")
-    two.replicas, two.num_blocks, two.max_batch_size = 2, 2 * one.num_blocks, 2 * one.max_batch_size
+    two.layout, two.num_blocks, two.max_batch_size = Layout(tp=4, replicas=2), 2 * one.num_blocks, 2 * one.max_batch_size
     assert value(MODEL, two, "decode-64") == pytest.approx(value(MODEL, one, "decode-32"))
     assert value(MODEL, two, "batch-512x1000x1000") == pytest.approx(2 * value(MODEL, one, "batch-256x1000x1000"))
     mixture = ModelShape.from_config(known("mixtral-8x7b"))
-    one_group, split = facts("cuda"), {"moe_expert_parallel_size": 4, "tensor_parallel_size": 4}
-    one_group.dtype = "fp8"
-    assert value(mixture, one_group, "decode-1", **split) != value(mixture, one_group, "decode-1")
+    one_group, by_number = facts("cuda"), facts("cuda")
+    by_number.layout = Layout(tp=4, moe_ep=4)
+    assert value(mixture, by_number, "decode-1") != value(mixture, one_group, "decode-1")
     groups = facts("cuda")
-    groups.layout = (1, 2, 2)
+    groups.layout = Layout(dp=2, tp=2)
     gathered, one_sided = (value(mixture, groups, "decode-64", expert_exchange=name) for name in ("ALL_GATHER", "ONE_SIDED"))
     assert gathered > 1.02 * one_sided
     assert value(mixture, one_group, "decode-64", expert_traffic=1.2) is None
@@ -77,5 +74,5 @@ def test_replicas_and_the_split_of_experts_are_priced(monkeypatch):
 
 
 def test_an_unknown_machine_has_none(monkeypatch, tmp_path):
-    monkeypatch.setattr("phalanx.plan.calibration.folder", lambda: tmp_path)
+    monkeypatch.setattr("phalanx.planner.calibration.folder", lambda: tmp_path)
     assert beside.predicted(MODEL, facts("cpu"), parse("decode-1"), OPTIONS) is None

@@ -11,8 +11,7 @@ from phalanx.bench.prediction import calibrate
 from phalanx.bench.prediction.calibrate import Point
 from phalanx.hardware import catalogue
 from phalanx.hardware.catalogue import GpuSpec
-from phalanx.plan import cost, subject
-from phalanx.plan.memory import KvFormat
+from phalanx.planner import cost, subject
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -26,11 +25,11 @@ def test_the_fit_finds_what_made_the_points():
     true = replace(true, e_flops=base.e_flops * 0.9, tflops_per_watt=base.tflops_per_watt * 0.9, c_step=60.0, e_kv=base.e_kv * 0.8)
     sizes = [(kind, lengths) for kind, lengths in calibrate._SIZES if len(lengths) <= 64]
     points = [
-        Point(kind, lengths, calibrate.predicted(Point(kind, lengths, 1.0), shape, "bf16", KvFormat(2), spec, true))
+        Point(kind, lengths, calibrate.predicted(Point(kind, lengths, 1.0), shape, "bf16", "bf16", spec, true))
         for kind, lengths in sizes
     ]
-    before = [abs(calibrate.predicted(point, shape, "bf16", KvFormat(2), spec, base) / point.seconds - 1) for point in points]
-    fitted, error = calibrate.fit(points, shape, "bf16", KvFormat(2), spec, base)
+    before = [abs(calibrate.predicted(point, shape, "bf16", "bf16", spec, base) / point.seconds - 1) for point in points]
+    fitted, error = calibrate.fit(points, shape, "bf16", "bf16", spec, base)
     assert sum(before) / len(before) > 0.1
     assert error < 0.01
     assert fitted.e_bytes_16 == pytest.approx(true.e_bytes_16, rel=0.05)
@@ -42,10 +41,10 @@ def test_a_cpu_has_no_graphs_and_pays_for_calls_of_other_sizes():
     chain = {"c_layer": 300.0, "c_few": 300.0 * base.c_few / base.c_layer, "c_one": 250.0}
     true = replace(base, e_kv=base.e_kv * 0.1, e_prompt=base.e_prompt * 3, c_call=90.0, c_step=400.0, **chain)
     points = [
-        Point(kind, lengths, calibrate.predicted(Point(kind, lengths, 1.0), shape, "fp32", KvFormat(4), spec, true))
+        Point(kind, lengths, calibrate.predicted(Point(kind, lengths, 1.0), shape, "fp32", "fp32", spec, true))
         for kind, lengths in calibrate._SIZES
     ]
-    fitted, error = calibrate.fit(points, shape, "fp32", KvFormat(4), spec, base)
+    fitted, error = calibrate.fit(points, shape, "fp32", "fp32", spec, base)
     assert error < 0.01
     assert fitted.e_kv == pytest.approx(true.e_kv, rel=0.1)
     assert fitted.c_call == pytest.approx(true.c_call, rel=0.3)

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from benchmarks.plan.rows import RESULTS
+from benchmarks.planner.rows import RESULTS
 from phalanx.cli import main
-from phalanx.plan import calibration
-from phalanx.plan.coefficients import Coefficients
+from phalanx.planner import calibration
+from phalanx.planner.coefficients import Coefficients
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -59,14 +59,14 @@ def test_files_are_written_and_never_overwritten(tmp_path, capsys):
     words = ["plan", "llama-3-8b", "--gpu", "L40S", "--isl", "512", "--osl", "128", *files]
     assert main(words) == 0
     assert json.loads((tmp_path / "plan.json").read_text())["plans"]
-    assert (tmp_path / "plan.yaml").read_text().startswith("model: llama-3-8b\n")
+    assert (tmp_path / "plan.yaml").read_text().startswith("model: meta-llama/Meta-Llama-3-8B\n")
     assert main(words) == 2
     assert "a file is there" in capsys.readouterr().err
 
 
 def test_files_are_checked_before_anything_runs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("phalanx.plan.search.search", pytest.fail)
-    monkeypatch.setattr("phalanx.bench.prediction.simulate.run", pytest.fail)
+    monkeypatch.setattr("phalanx.planner.search.search", pytest.fail)
+    monkeypatch.setattr("phalanx.planner.simulate.run", pytest.fail)
     taken = tmp_path / "taken.png"
     taken.write_text("kept")
     for command, message in (
@@ -85,7 +85,7 @@ def test_files_are_checked_before_anything_runs(tmp_path, capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["plan", "llama-3-8b", "--gpu", "V100"], "gpu 'V100' is not in the catalogue"),
-        (["plan", "llama-3-8b", "--gpu", "H100", "--dtype", "int4"], "dtype 'int4' is unknown; use one of auto, fp8, bf16, "),
+        (["plan", "llama-3-8b", "--gpu", "H100", "--dtype", "int3"], "dtype 'int3' is unknown; use one of auto, fp8, int4, bf16, "),
         (["plan", "llama-3-8b", "--gpu", "H100", "--goal", "glory"], "goal 'glory' is unknown"),
         (["plan", "llama-3-8b", "--gpu", "H100", "--osl", "9000"], "its positions end at 8192"),
         (["plan", "simulate", "nowhere.csv", "--model", "llama-3-8b", "--gpu", "H100"], "is not a file"),

@@ -7,8 +7,9 @@ import pytest
 
 from phalanx.bench.prediction import verified
 from phalanx.errors import OptionError
-from phalanx.plan import search, subject
-from phalanx.plan.search import PlannedLayout, PlanRequest
+from phalanx.layout import Layout
+from phalanx.planner import search, subject
+from phalanx.planner.search import PlanRequest
 
 
 def test_measured_stands_beside_predicted():
@@ -28,7 +29,7 @@ def test_one_replica_runs_and_stands_for_all(monkeypatch):
     """A plan of two replicas starts one of them, with its share of the requests."""
     machine = subject.machine_for("H200", gpus_per_node=2)[0]
     request = PlanRequest(isl=8, osl=2, concurrency=4)
-    plan = search.examine(subject.shape_for("llama-3-8b"), machine, request, PlannedLayout(1, 1, 1, 2))
+    plan = search.examine(subject.shape_for("llama-3-8b"), machine, request, Layout(replicas=2))
     started = []
 
     def refuse(raw):

@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner says of an engine, and how right it is: simulation with the real scheduler, calibration, predicted against
-measured."""
+"""`phalanx plan`, and how right the planner is: calibration, plans run here, predicted beside measured."""

@@ -8,14 +8,14 @@ from typing import Any
 from phalanx.bench.workloads import Workload
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
+from phalanx.config.resolve import concrete_kv_cache_dtype
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import PhalanxError
-from phalanx.plan import burst, search, subject
-from phalanx.plan.burst import Limits
-from phalanx.plan.cost import Costs
-from phalanx.plan.memory import KvFormat
-from phalanx.plan.search import Figure, PlannedLayout
-from phalanx.plan.shape import Shape
+from phalanx.layout.cache import kv_dtype
+from phalanx.planner import burst, search, subject
+from phalanx.planner.burst import Limits
+from phalanx.planner.cost import Costs
+from phalanx.planner.search import Figure
 
 
 def predicted(model: ModelShape, facts: EngineFacts, workload: Workload, options: EngineOptions) -> dict[str, Any] | None:
@@ -24,27 +24,21 @@ def predicted(model: ModelShape, facts: EngineFacts, workload: Workload, options
     evenly."""
     if options.expert_traffic:
         return None
-    pp, ep, tp = facts.layout
     try:
         machine, _ = subject.machine_for("CPU" if facts.device.startswith("cpu") else None)
     except PhalanxError:
         return None
-    shape = Shape.of(model)
-    layout = PlannedLayout(tp, pp, ep, facts.replicas, options.moe_expert_parallel_size, options.redundant_experts)
-    requests, slots = -(-workload.requests // facts.replicas), facts.max_batch_size // facts.replicas
-    tokens = facts.num_blocks // facts.replicas * facts.block_size
-    kv_bytes = sum(rank.bytes.get("kv", 0) for rank in facts.ranks)
-    elements = shape.kv_elements(tp) * shape.num_layers * tp * tokens
-    each = kv_bytes / elements if elements else 2.0
-    itemsize = max(round(each), 1)
-    kv = KvFormat(itemsize, max(round((each - itemsize) * shape.head_dim), 0))
+    layout = facts.layout
+    requests, slots = -(-workload.requests // layout.replicas), facts.max_batch_size // layout.replicas
+    tokens = facts.num_blocks // layout.replicas * facts.block_size
+    kv = kv_dtype(concrete_kv_cache_dtype(options.kv_cache_dtype, model), facts.dtype)
     strategy = "NCCL" if options.allreduce_strategy == "NCCL" else "AUTO"
-    costs = Costs(shape, facts.dtype, kv, layout.split, machine, strategy, options.expert_exchange)
+    costs = Costs(model, facts.dtype, kv, layout, machine, strategy, options.expert_exchange)
     if workload.kind == "decode":
         value = 1e3 * burst.decode_round(costs, requests, workload.mean_context, slots)
     else:
         limits = Limits(slots, facts.max_num_tokens, tokens)
         one = burst.run(costs, requests, workload.input_len, workload.output_len, limits)
         value = workload.requests / requests * one.output_tokens_per_second
-    half = search.width(shape, machine, layout, costs, workload.input_len + workload.output_len / 2).half
+    half = search.width(costs, workload.input_len + workload.output_len / 2).half
     return Figure.of(value, half, costs.label).as_json()

@@ -18,19 +18,19 @@ from typing import Any
 
 from phalanx.bench import offline, roofline
 from phalanx.bench.workloads import Workload, prompts
+from phalanx.config.model import ModelShape
 from phalanx.config.sources import RawOptions
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import OptionError
 from phalanx.hardware import catalogue, probe, provenance
 from phalanx.hardware.catalogue import GpuSpec
-from phalanx.plan import burst, calibration, cost
-from phalanx.plan.attention_calls import padded
-from phalanx.plan.coefficients import Coefficients
-from phalanx.plan.cost import Costs, MachineModel, Work
-from phalanx.plan.footprint import Split
-from phalanx.plan.memory import KvFormat
-from phalanx.plan.search import BLOCK
-from phalanx.plan.shape import Shape
+from phalanx.layout import Layout
+from phalanx.layout.attention_calls import padded
+from phalanx.layout.cache import kv_dtype
+from phalanx.planner import burst, calibration, cost
+from phalanx.planner.coefficients import Coefficients
+from phalanx.planner.cost import Costs, MachineModel, Work
+from phalanx.planner.search import BLOCK
 
 MOST_POINTS = 12
 _TOKENS = 32  # of each request of a decode point, after the first
@@ -81,20 +81,20 @@ def measure(model: str, device: str = "auto", seconds: float = 120.0) -> dict[st
         with offline.engine(subject) as (llm, _):
             points, round_trip = _measure(llm, seconds - (time.perf_counter() - begin))
             dtype = llm.facts.dtype
-        shape = Shape.of(subject.shape)
+        shape = subject.shape
         on_cpu = subject.device == "cpu"
     return explained(model, shape, dtype, spec, points, round_trip, on_cpu=on_cpu)
 
 
 def explained(
-    model: str, shape: Shape, dtype: str, spec: GpuSpec, points: Sequence[Point], round_trip: float, *, on_cpu: bool
+    model: str, shape: ModelShape, dtype: str, spec: GpuSpec, points: Sequence[Point], round_trip: float, *, on_cpu: bool
 ) -> dict[str, Any]:
     """The document of a calibration: points of a model and the coefficients that are fitted to them. round_trip: seconds of a call
     beside its steps."""
     base, _ = cost.coefficients_for(spec)
     if on_cpu:
         base = replace(base, c_eager=0.0, c_eager_experts=0.0, c_call=_CALL_US)
-    fitted, error = fit(points, shape, dtype, KvFormat(4 if dtype == "fp32" else 2), spec, base)
+    fitted, error = fit(points, shape, dtype, kv_dtype("model", dtype), spec, base)
     return {
         "about": provenance.collect().as_json(),
         "model": model,
@@ -110,7 +110,7 @@ def explained(
 def _spec(device: str) -> GpuSpec:
     """Of the GPU at hand, or of this host's CPU: memory bandwidth as it copies, arithmetic as a matrix product in fp32 has it."""
     if device != "cpu":
-        name = catalogue.at_hand(probe.detect_machine().gpus)
+        name = catalogue.at_hand(probe.usable_machine().gpus)
         if name is None:
             raise OptionError("the GPUs of this host are not in the catalogue", next=f"known: {', '.join(catalogue.names())}")
         return catalogue.gpu(name)
@@ -183,7 +183,7 @@ def _prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
 
 
 def fit(
-    points: Sequence[Point], shape: Shape, dtype: str, kv: KvFormat, spec: GpuSpec, base: Coefficients
+    points: Sequence[Point], shape: ModelShape, dtype: str, kv: str, spec: GpuSpec, base: Coefficients
 ) -> tuple[Coefficients, float]:
     """The coefficients that explain the points best, and the mean error that is left, as a part of the measured time."""
 
@@ -235,10 +235,10 @@ def _least_squares(residuals: Callable[[Sequence[float]], Sequence[float]], coun
     return [float(each) for each in at]
 
 
-def predicted(point: Point, shape: Shape, dtype: str, kv: KvFormat, spec: GpuSpec, coefficients: Coefficients) -> float:
+def predicted(point: Point, shape: ModelShape, dtype: str, kv: str, spec: GpuSpec, coefficients: Coefficients) -> float:
     """Seconds of a point under the coefficients."""
     machine = MachineModel(spec, spec.link, 1, 1, None, coefficients, "measured")
-    costs = Costs(shape, dtype, kv, Split(), machine)
+    costs = Costs(shape, dtype, kv, Layout(), machine)
     decodes, length = point.kind == "decode", point.lengths[0]
     if not machine.replays_graphs:
         rows = [(1, each + _TOKENS // 2) for each in point.lengths] if decodes else [(length, 0)]

@@ -23,17 +23,29 @@ Dtype = Annotated[str, typer.Option("--dtype", metavar="auto|fp32|fp16|bf16|fp8"
 KvDtype = Annotated[str, typer.Option("--kv_cache_dtype", metavar="auto|model|fp8|int8", help="As for `phalanx serve`.")]
 Isl = Annotated[int, typer.Option("--isl", help="Input length: tokens per prompt.")]
 Osl = Annotated[int, typer.Option("--osl", help="Output length: new tokens per request.")]
-SloTtft = Annotated[float | None, typer.Option("--slo_ttft", help="Limit of the time to the first token, in ms.")]
-SloTpot = Annotated[float | None, typer.Option("--slo_tpot", help="Limit of the time per output token, in ms.")]
+SloTtft = Annotated[
+    float | None, typer.Option("--slo_ttft", help="Limit of the time to the first token under a steady load, in ms.")
+]
+SloTpot = Annotated[float | None, typer.Option("--slo_tpot", help="Limit of the time per output token under a steady load, in ms.")]
 Slots = Annotated[
-    int | None, typer.Option("--max_batch_size", help="Requests at once in one replica. Default: all (simulate: 256).")
+    int | None,
+    typer.Option(
+        "--max_batch_size", help="Requests at once in one replica. Default: 256, as for `phalanx serve`, or all if these are more."
+    ),
 ]
 StepTokens = Annotated[int, typer.Option("--max_num_tokens", help="Maximum number of tokens per step.")]
 SeqLen = Annotated[
     int | None,
-    typer.Option("--max_seq_len", help="Maximum length of one request, prompt and output. Default: what the requests need."),
+    typer.Option(
+        "--max_seq_len",
+        help="Maximum length of one request, prompt and output. Default: what the requests need.",
+    ),
 ]
 Copies = Annotated[int, typer.Option("--redundant_experts", help="Extra copies of experts per layer, as for `phalanx serve`.")]
+Speculation = Annotated[
+    str | None,
+    typer.Option("--speculative_config", help="As for `phalanx serve`: the memory of a draft model or head is counted."),
+]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON to this new file; - for stdout.")
 ]
@@ -71,6 +83,13 @@ class _PlanGroup(TyperGroup):
             args = [self.default_verb, *args]
         return super().parse_args(ctx, args)
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Those of `phalanx plan MODEL`, too."""
+        super().format_options(ctx, formatter)
+        records = [parameter.get_help_record(ctx) for parameter in self.commands[self.default_verb].get_params(ctx)]
+        with formatter.section("Options of phalanx plan MODEL"):
+            formatter.write_dl([record for record in records if record is not None])
+
 
 def register(command: typer.Typer) -> None:
     """Add `plan` to the command."""
@@ -103,6 +122,7 @@ def layouts(
     max_num_tokens: StepTokens = 8192,
     max_seq_len: SeqLen = None,
     redundant_experts: Copies = 0,
+    speculative_config: Speculation = None,
     json: Json = None,
     yaml: Yaml = None,
     tp_size: Annotated[int | None, typer.Option("--tp_size", help="Only layouts with this size.")] = None,
@@ -114,7 +134,7 @@ def layouts(
     """Predict memory, time per token and throughput of every layout of a model on a machine, and say why others are rejected."""
     from phalanx.bench import report
     from phalanx.bench.prediction import ranges
-    from phalanx.plan import explain, search, subject
+    from phalanx.planner import explain, search, subject
 
     report.json_path(json)
     yaml_path = report.json_path(yaml, what="the YAML file")
@@ -129,17 +149,19 @@ def layouts(
         shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
         slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len, redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
+        speculative_config=speculative_config,
     )  # fmt: skip
     result = search.search(shape, machine, request)
-    document = explain.as_json(model, machine, request, result)
+    document = explain.as_json(model, shape, machine, request, result)
     if json != "-":
         print(explain.text(model, shape, machine, request, result), flush=True)
     if verify and result.plans:
         document["verified"] = _verified(model, machine, request, result.plans[:verify_plans], silent=json == "-")
     _write(document, json)
     if result.plans and yaml_path is not None:
-        yaml_path.parent.mkdir(parents=True, exist_ok=True)
-        yaml_path.write_text(explain.yaml(explain.options(model, machine, request, result.plans[0])), encoding="utf-8")
+        from phalanx.tables.table_file import write_whole
+
+        write_whole(yaml_path, explain.yaml(explain.options(model, shape, machine, request, result.plans[0])))
     if not result.plans:
         raise typer.Exit(2)
 
@@ -175,14 +197,16 @@ def request_of(
     shape: Any, device: str, *, dtype: str, kv_cache_dtype: str, isl: int, osl: int, concurrency: int, goal: str = "throughput",
     slo_ttft: float | None = None, slo_tpot: float | None = None, max_batch_size: int | None = None, max_num_tokens: int = 8192,
     max_seq_len: int | None = None, redundant_experts: int = 0, tp_size: int | None = None, pp_size: int | None = None,
-    ep_size: int | None = None,
+    ep_size: int | None = None, speculative_config: str | None = None,
 ) -> Any:  # fmt: skip
     """What the flags ask for, with every "auto" replaced as an engine on this device ("cuda" or "cpu") does. Raises OptionError."""
     from phalanx.config.dtypes import DTYPE_SPELLINGS
     from phalanx.config.resolve import concrete_dtype, concrete_kv_cache_dtype
-    from phalanx.plan.search import PlanRequest
+    from phalanx.config.speculation import SpeculativeConfig
+    from phalanx.layout.draft import network_for
+    from phalanx.planner.search import PlanRequest
 
-    dtypes = {"auto": "auto", "fp8": "fp8", **DTYPE_SPELLINGS}
+    dtypes = {"auto": "auto", "fp8": "fp8", "int4": "int4", **DTYPE_SPELLINGS}
     if (spelling := dtype.removeprefix("torch.")) not in dtypes:
         raise OptionError(f"dtype {dtype!r} is unknown", next=f"use one of {', '.join(dtypes)}")
     dtype = dtypes[spelling]
@@ -192,11 +216,14 @@ def request_of(
     ):  # fmt: skip
         if value not in known:
             raise OptionError(f"{name} {value!r} is unknown", next=f"known: {', '.join(known)}")
+    speculation = None if speculative_config is None else SpeculativeConfig.of(speculative_config)
     return PlanRequest(
         concrete_dtype(dtype, shape, device), concrete_kv_cache_dtype(kv_cache_dtype, shape), isl, osl, concurrency,
         goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
         None if slo_tpot is None else slo_tpot / 1e3, max_batch_size, max_num_tokens, max_seq_len,
         redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
+        speculative_config=None if speculation is None else speculation.canonical(),
+        draft=None if speculation is None else network_for(speculation, shape),
     )  # fmt: skip
 
 
@@ -239,11 +266,12 @@ def simulate(
     """Simulate a trace with the engine's own scheduler on the clock of the cost model. Shows latencies, goodput, cost, and the
     number of replicas that an objective needs."""
     from phalanx.bench import report
-    from phalanx.bench.prediction import arrivals, ranges, scenario
-    from phalanx.plan import subject
+    from phalanx.bench.prediction import picture, ranges
+    from phalanx.layout import Layout
+    from phalanx.planner import arrivals, scenario, subject
 
     report.json_path(json)
-    scenario.picture_path(plot)
+    picture.picture_path(plot)
     ranges.require(
         gpus_per_node=gpus_per_node, nodes=nodes, isl=isl, osl=osl, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
         replicas=replicas, requests=requests, speed=speed, concurrency=concurrency, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
@@ -261,7 +289,7 @@ def simulate(
     )  # fmt: skip
     frontend, frontend_source = scenario.frontend_of(machine, path_ms, event_us)
     replica = scenario.ReplicaSpec.of(
-        shape, machine, request, tp=tp_size, pp=pp_size, ep=ep_size, prefix_caching=prefix_caching, frontend=frontend
+        shape, machine, request, Layout(pp_size, ep_size, tp_size), prefix_caching=prefix_caching, frontend=frontend
     )
     bounds = scenario.Bounds(request.slo_ttft, request.slo_tpot, slo_part)
     if find_replicas:
@@ -272,7 +300,7 @@ def simulate(
     )  # fmt: skip
     _give(document, scenario.text(document), json)
     if plot is not None:
-        scenario.draw(document, plot)
+        picture.draw(document, plot)
 
 
 def calibrate(

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.bench.prediction.arrivals import MOST_TOKENS
 from phalanx.errors import OptionError
-from phalanx.plan.subject import MOST_GPUS
+from phalanx.planner.arrivals import MOST_TOKENS
+from phalanx.planner.subject import MOST_GPUS
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from phalanx.config import EngineOptions
 from phalanx.config.sources import RawOptions
 from phalanx.errors import PhalanxError
 from phalanx.hardware import probe
-from phalanx.plan import explain
-from phalanx.plan.cost import MachineModel
-from phalanx.plan.search import Plan, PlanRequest
+from phalanx.planner import explain
+from phalanx.planner.cost import MachineModel
+from phalanx.planner.search import Plan, PlanRequest
 from phalanx.serve.llm import LLM
 
 SHAPE_NAMES = {
@@ -37,7 +37,7 @@ def run(
 
     A plan that does not start is a row with its error.
     """
-    if device == "auto" and not probe.detect_machine().gpus:
+    if device == "auto" and not probe.usable_machine().gpus:
         device = "cpu"
     return [_row(model, machine, request, plan, device) for plan in plans]
 
@@ -54,8 +54,14 @@ def measure(model: str, machine: MachineModel, request: PlanRequest, plan: Plan,
     """Figures of the burst as the plan defines them, and KV tokens of the start. One replica runs with its share of the requests;
     output tokens per second are of all replicas."""
     share = -(-request.concurrency // plan.layout.replicas)
-    chosen = explain.options(model, machine, request, plan) | {"replicas": 1}
-    values = {**chosen, "model": SHAPE_NAMES.get(model, model), "enable_prefix_caching": False, "device": device}
+    values = {
+        **explain.layout_options(machine, plan),
+        "replicas": 1,
+        "dtype": request.dtype,
+        "kv_cache_dtype": request.kv_cache_dtype,
+    }
+    values |= {"max_batch_size": plan.max_batch_size, "max_num_tokens": request.max_num_tokens, "max_seq_len": request.seq_len}
+    values |= {"model": SHAPE_NAMES.get(model, model), "enable_prefix_caching": False, "device": device}
     if device == "cpu":
         values |= {"dtype": "fp32", "kv_cache_dtype": "model"}
     known = {name: value for name, value in values.items() if name in EngineOptions.model_fields}

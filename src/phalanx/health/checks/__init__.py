@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One check per file. Each file has `CHECK`; `phalanx.health.registry` lists them. CONTRIBUTING says how to add one."""
+"""Checks by theme: each is a function with `@check`. `phalanx.health.registry` lists them. CONTRIBUTING says how to add one."""

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
-from phalanx.deploy import k8s, objects, yaml_text
+from phalanx.deploy import k8s
 from tests.support import kubernetes_schemas
 from tests.support.deploy_options import deployment
 
 SEEDS = range(150)
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The parser in C where PyYAML has it: it reads the same, ten times as fast."""
 VERSIONS = ("1.30", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 DRA_SINCE = "1.34"
 OF_CLUSTER = {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "HorizontalPodAutoscaler", "ResourceClaimTemplate"}
@@ -28,7 +31,7 @@ def documents() -> list[tuple[bool, dict[str, Any]]]:
     result = []
     for seed in SEEDS:
         flags, options = deployment(seed)
-        result += [(options.dra, one) for one in yaml_text.loads(k8s.text(flags, options), what="text")]
+        result += [(options.dra, one) for one in yaml.load_all(k8s.text(flags, options), Loader=LOADER)]
     return result
 
 
@@ -38,9 +41,7 @@ def test_every_object_is_valid_by_the_strict_schemas(documents):
 
 
 def test_there_is_a_schema_for_every_kind(documents):
-    kinds = {each.kind() for each in objects.KINDS}
-    assert kubernetes_schemas.kinds() == kinds
-    assert {document["kind"] for _, document in documents} == kinds
+    assert {document["kind"] for _, document in documents} == kubernetes_schemas.kinds()
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -149,10 +150,3 @@ def test_every_object_is_valid_by_the_schemas_of_kubernetes(with_each_field, ver
             checked.add(origin)
     since_dra = {"ResourceClaimTemplate"} if VERSIONS.index(version) < VERSIONS.index(DRA_SINCE) else set()
     assert checked == (OF_CLUSTER - since_dra) | POD_ORIGINS
-
-
-def test_an_unknown_field_is_an_error_with_its_place(documents):
-    workload = copy.deepcopy(next(document for _, document in documents if document["kind"] == "Deployment"))
-    workload["spec"]["template"]["spec"]["containers"][0]["imagePolicy"] = "Always"
-    with pytest.raises(ValueError, match=r"spec\.template\.spec\.containers\.0\.imagePolicy is not understood"):
-        objects.read(workload)
