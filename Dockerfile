@@ -19,15 +19,17 @@ ENV PATH=/opt/phalanx/bin:$PATH
 COPY --from=wheel /wheels /wheels
 # With --build-arg EXTRAS=gpu,ray the image also runs in a Ray cluster; KubeRay's probes of it call wget.
 ARG EXTRAS=gpu
-RUN pip install --no-cache-dir "$(ls /wheels/phalanx-*.whl)[$EXTRAS]" && rm -rf /wheels
+# The versions that the figures in README were measured with.
+COPY constraints.txt ./constraints.txt
+RUN pip install --no-cache-dir -c constraints.txt "$(ls /wheels/phalanx-*.whl)[$EXTRAS]" && rm -rf /wheels
 
 # Checkpoints and compiled kernels: mount a volume here, and the next container finds them. It belongs to the user "nobody", who runs
 # the server, here as in the manifests of `phalanx deploy`. With /cache and /tmp as mounts, the root may be read-only.
 RUN mkdir /cache && chown 65534:65534 /cache
 VOLUME /cache
-ENV HOME=/tmp HF_HOME=/cache/huggingface PHALANX_KERNEL_CACHE_DIR=/cache/kernels PHALANX_HOST=0.0.0.0
+ENV HOME=/tmp HF_HOME=/cache/huggingface PHALANX_KERNEL_CACHE_DIR=/cache/kernels PHALANX_HOST=::
 USER 65534:65534
 WORKDIR /tmp
 EXPOSE 8000
-HEALTHCHECK --start-period=10m CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://localhost:8000/ready', timeout=5)"]
+HEALTHCHECK --start-period=10m CMD ["python3", "-m", "phalanx.health.ready"]
 ENTRYPOINT ["phalanx", "serve"]

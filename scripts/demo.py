@@ -30,8 +30,8 @@ START_SECONDS, STOP_SECONDS = 180.0, 30.0
 
 def main() -> int:
     port = free_port()
-    command = [sys.executable, "-m", "phalanx", "serve", "demo", "--tp_size", "2", "--port", str(port)]
-    print(f"== phalanx {' '.join(command[3:])}", flush=True)
+    command = [sys.executable, "-m", "phalanx", "serve", "demo", "--tp_size", "2", "--port", str(port), "--log_level", "warning"]
+    print(f"== phalanx {' '.join(command[3:])} (ready in seconds; without --log_level it tells what it does)", flush=True)
     server = subprocess.Popen(command)
     try:
         with httpx.Client(base_url=f"http://localhost:{port}", timeout=60.0) as client:

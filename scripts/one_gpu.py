@@ -38,8 +38,9 @@ def edits(gpus: int) -> Iterator[Edit]:
     yield Edit(launcher, '"device_index": ranks.first_device + index', '"device_index": 0')
     read = "    config = launch.read_config()\n"
     yield Edit("src/phalanx/worker/worker.py", read, read + '    os.environ["NCCL_HOSTID"] = f"rank{config[\'rank\']}"\n')
-    machine = "Machine(tuple(choose(gpus, visible))"
-    yield Edit("src/phalanx/hardware/probe.py", machine, f"{machine} * {gpus}")
+    yield Edit(
+        "src/phalanx/hardware/probe.py", "return GpuChoice(chosen, unusable)", f"return GpuChoice(chosen * {gpus}, unusable)"
+    )
     detect = "src/phalanx/comm/detect.py"
     yield Edit(detect, "reach = hosts == 1 and all(_reaches(each, uuids) for each in own)", "reach = hosts == 1")
     yield Edit(detect, "linked = reach and nvlink_everywhere(uuids)", "linked = reach")

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/options.md from the option models: one source for flags, keywords, environment and documentation.
+"""Write docs/options.md from the option models, and the tables of docs/coming_from.md from `config/other_engines.py`: one source
+for flags, keywords, environment, hints of errors and documentation.
 
-python scripts/options_page.py            writes the page
-python scripts/options_page.py --check    exits with status 1 if the page is out of date
+python scripts/options_page.py            writes the pages
+python scripts/options_page.py --check    exits with status 1 if a page is out of date
 """
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from phalanx.config import EngineOptions
+from phalanx.config import EngineOptions, other_engines
 from phalanx.config.serving import ServeOptions
 from phalanx.deploy.options import ComposeOptions, K8sOptions
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE, COMING_FROM = DOCS / "options.md", DOCS / "coming_from.md"
 HEAD = """# Options
 
 Each option is a flag (`--NAME`, with `_` or `-`), a key of `--config FILE.yaml`, and an environment variable (`PHALANX_NAME`).
@@ -53,7 +56,30 @@ def meaning(field: FieldInfo) -> str:
     return (field.description + (f" One of {', '.join(f'`{v}`' for v in values)}." if values else "")).replace("|", "\\|")
 
 
+def engines_table(engine: str) -> str:
+    """The flags of another engine: those that are the same, then what the others are here."""
+    dash = "_" if engine == "TensorRT-LLM" else "-"
+    same = ", ".join(f"`--{name.replace('_', dash)}`" for name in other_engines.SAME[engine])
+    rows = [*textwrap.wrap(f"The same here: {same}.", 128, break_on_hyphens=False), "", f"| {engine} | here | |", "|---|---|---|"]
+    for flag, (ours, note) in other_engines.ENGINES[engine].items():
+        rows.append(f"| `--{flag}` | {f'`--{ours}`' if ours else ''} | {note} |")
+    return "\n".join(rows)
+
+
+def coming_from() -> str:
+    """The page with each part between `<!-- flags: ENGINE -->` and `<!-- end of flags -->` written anew."""
+    text = COMING_FROM.read_text(encoding="utf-8")
+    for engine in other_engines.ENGINES:
+        before, begin, rest = text.partition(f"<!-- flags: {engine} -->\n")
+        _, end, after = rest.partition("\n<!-- end of flags -->")
+        assert end, f"{COMING_FROM.name} has no place for the flags of {engine}"
+        text = before + begin + engines_table(engine) + end + after
+    return text
+
+
 if __name__ == "__main__":
+    pages = {PAGE: page(), COMING_FROM: coming_from()}
     if "--check" in sys.argv[1:]:
-        sys.exit(PAGE.read_text(encoding="utf-8") != page())
-    PAGE.write_text(page(), encoding="utf-8")
+        sys.exit(any(path.read_text(encoding="utf-8") != text for path, text in pages.items()))
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")

@@ -10,11 +10,13 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
-from fnmatch import fnmatch
+from fnmatch import fnmatch, translate
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.support.sweeps import SWEEPS
 
 ROOT = Path(__file__).parent
 
@@ -74,9 +76,19 @@ def new_interpreters(forked_python: None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def attention_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of the kernels of attention."""
+    from tests.support.worker_graphs import put_references
+
+    put_references(monkeypatch)
+
+
 def gpu_count() -> int:
     """Those that a process started here may use. By nvidia-smi: a machine may have torch alone."""
-    from phalanx.hardware.probe import Gpu, choose
+    from phalanx.errors import OptionError
+    from phalanx.hardware.nvml import Gpu
+    from phalanx.hardware.visible import choose
 
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30)
@@ -84,7 +96,10 @@ def gpu_count() -> int:
         return 0
     here = re.findall(r"^GPU (\d+): (.*) \(UUID: (\S+)\)", listed.stdout, re.MULTILINE)
     gpus = [Gpu(int(index), uuid, name, 0, 0, 0) for index, name, uuid in here]
-    return len(choose(gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    try:
+        return len(choose(gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    except OptionError:
+        return 0
 
 
 SLOW_FILES = (
@@ -107,12 +122,13 @@ BACKGROUND = (
     "kernels/[!c]*", "models/*", "tables/*", "bench/prediction/test_simulate.py", "comm/sequence_parallel/*",
     "comm/test_oneshot.py", "comm/test_twoshot.py", "worker/test_memory_profile_variants.py", "worker/test_cuda_graphs*.py",
     "tune/test_html_report.py",
-    "tune/test_plots.py", "deploy/test_objects.py", "acceptance/test_fp8_error.py",
+    "tune/test_plots.py", "deploy/test_k8s_schemas.py", "acceptance/test_fp8_error.py",
 )  # fmt: skip
 """Files whose tests only compute, without a limit of time: see `scripts/run_tests.py`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-sweeps", action="store_true", help="leave out the tests of tests/support/sweeps.py")
     parser.addoption("--lane", choices=("foreground", "background"), help="run the tests of one lane, see scripts/run_tests.py")
 
 
@@ -124,13 +140,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if any(fnmatch(name, pattern) for pattern in BACKGROUND) != (lane == "background") else None
 
 
+_SWEEPS = re.compile("|".join(map(translate, SWEEPS)))
+
+
+def is_sweep(nodeid: str) -> bool:
+    name = nodeid.removeprefix("tests/")
+    return bool(_SWEEPS.match(name) or _SWEEPS.match(name.partition("::")[0]))
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--without-sweeps"):
+        sweeps = [item for item in items if is_sweep(item.nodeid)]
+        config.hook.pytest_deselected(items=sweeps)
+        items[:] = [item for item in items if not is_sweep(item.nodeid)]
     first = {ROOT / name: place for place, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: first.get(item.path, len(first)))
     wanting = {1: [], 2: [], 4: []}
@@ -146,3 +174,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("root") and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="not run: needs root for network namespaces"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What of the tests that need GPUs ran, in a line for each number of GPUs."""
+    for count in (1, 2, 4):
+        outcomes = {
+            outcome: sum(f"gpu{count}" in getattr(report, "keywords", ()) for report in terminalreporter.stats.get(outcome, ()))
+            for outcome in ("passed", "failed", "error", "skipped")
+        }
+        if sum(outcomes.values()) > outcomes["skipped"]:
+            ran = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items() if number)
+            terminalreporter.write_line(f"tests that need {count} GPU(s): {ran}, on {gpu_count()} GPU(s)")

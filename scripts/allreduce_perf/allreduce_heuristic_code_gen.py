@@ -33,6 +33,7 @@ def main() -> int:
     arguments = parser.parse_args()
     log.configure("allreduce")
     try:
+        commands.require_packages()
         folder = arguments.data_dir
         if folder is None:
             folder = arguments.save_csv_dir

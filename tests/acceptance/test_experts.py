@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from phalanx import cli
-from phalanx.plan.expert_placement import imbalance
+from phalanx.layout.expert_placement import imbalance
 from tests.support.serve_processes import MODEL, rank_server, until
 from tests.support.skewed_experts import EXPERTS, LAYERS, Skewed, write
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.health import devices, topology
-from phalanx.health.checks import cpu_cores, driver_cuda, fabric, multicast
+from phalanx.health.checks import gpu as gpu_checks
+from phalanx.health.checks import limits, nvlink
 from phalanx.health.doctor import examine
 from phalanx.health.pairs import Measured, Measurements
 from tests.support.health_nvml import RecordedNvml
@@ -48,10 +49,10 @@ def test_nvlink_counters_count_what_is_copied():
 
 
 def test_no_alarm(monkeypatch):
-    monkeypatch.setattr(driver_cuda, "torch_cuda", lambda: "13.0")
-    monkeypatch.setattr(multicast, "attribute", lambda: True)
-    monkeypatch.setattr(cpu_cores, "cores", lambda cgroup: 32)
-    monkeypatch.setattr(fabric, "cuda_status", lambda: RECORDING["cuda"]["cuInit"])
+    monkeypatch.setattr(gpu_checks, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(nvlink, "multicast_offered", lambda: True)
+    monkeypatch.setattr(limits, "cores", lambda *_: 32)
+    monkeypatch.setattr(nvlink, "cuda_status", lambda: RECORDING["cuda"]["cuInit"])
     examined = subject("llama-3-8b", nvml=RecordedNvml.of_file(FILE), tensor_parallel_size=2, port=0, max_seq_len=8192)
     rates = [(copied["from"], copied["to"], copied["gbytes_per_s"] * 1e9) for copied in RECORDING["load"]["copies"]]
     examined.measured = Measurements(tuple(Measured(a, b, rate, 9e-6, True, True, 0.1) for a, b, rate in rates))

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import json
 import re
-import shlex
 import shutil
 import signal
 import threading
@@ -20,15 +19,15 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from phalanx.cli import main
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
-from phalanx.deploy import k8s, yaml_text
+from phalanx.deploy import k8s
 from phalanx.deploy.options import K8sOptions
 from phalanx.deploy.serve_flags import ServeFlags
 from tests.support import kubelet
-from tests.support.documents import ROOT, blocks
 from tests.support.pod_container import TOOLS
 
 pytestmark = [
@@ -49,8 +48,9 @@ def workload() -> dict[str, Any]:
         model="demo", device="cpu", pipeline_parallel_size=2, nnodes=2, max_seq_len=512, kv_cache_bytes=1 << 26
     )  # fmt: skip
     flags = ServeFlags(engine, ServeOptions.of(shutdown_timeout=30.0))
-    options = K8sOptions.of(name="demo", startup_seconds=START_SECONDS * kubelet.FASTER)  # a busy machine starts it late
-    objects = yaml_text.loads(k8s.text(flags, options), what="the manifest")
+    seconds = START_SECONDS * kubelet.FASTER  # a busy machine starts it late
+    options = K8sOptions.of(image="phalanx:1", name="demo", startup_seconds=seconds)
+    objects = list(yaml.safe_load_all(k8s.text(flags, options)))
     (one,) = [each for each in objects if each["kind"] == "LeaderWorkerSet"]
     return one
 
@@ -164,7 +164,7 @@ def test_a_rolling_update_loses_no_accepted_request(cluster, group):
     (running,) = re.findall(r"shutting down: (\d+) completions", leader.container.log.read_text())
     assert int(running) > 0, "nothing was running at SIGTERM"
     problems = [problem for _, problem in last.answers]
-    assert problems.count("") >= int(running)
+    assert problems.count("") >= int(running) - CLIENTS  # of which each client of the Service may have had one there
     assert set(problems) <= {"", REFUSED}, cluster.report()
     assert {problem for _, problem in load.answers} == {""}, cluster.report()
     assert {url for url, _ in load.answers} == {leader.url, surge.leader.url}
@@ -194,19 +194,16 @@ def test_a_server_that_never_starts_fails_its_startup_probe(cluster):
     assert [pod.events for pod in pods] == [["startupProbe failed"]] * 2, "no other probe begins before it has succeeded"
 
 
-def test_the_guides_deployment_serves_and_ends(cluster, capsys):
-    """The guide's command, with the demo on two CPU ranks in the place of 70B on four GPUs."""
-    (block,) = [block for block in blocks(ROOT / "docs" / "guide.md") if block.text.startswith("phalanx deploy k8s")]
-    _, *words = shlex.split(block.text)
-    words[words.index("meta-llama/Meta-Llama-3-70B")] = "demo"
-    words[words.index("--tp_size") + 1] = "2"
+def test_a_deployment_serves_and_ends(cluster, capsys):
+    """One node: the demo on two CPU ranks."""
+    words = ["deploy", "k8s", "demo", "--image", "phalanx:1", "--tp_size", "2", "--max_batch_size", "256"]
     small = ["--device", "cpu", "--kv_cache_bytes", str(1 << 26), "--max_seq_len", "512"]
-    assert main([*words, *small, "--name", "guide", "--startup_seconds", str(START_SECONDS * kubelet.FASTER)]) == 0
-    objects = {each["kind"]: each for each in yaml_text.loads(capsys.readouterr().out, what="the manifest")}
+    assert main([*words, *small, "--name", "one-node", "--startup_seconds", str(START_SECONDS * kubelet.FASTER)]) == 0
+    objects = {each["kind"]: each for each in yaml.safe_load_all(capsys.readouterr().out)}
     deployment = objects["Deployment"]
     assert objects["Service"]["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     group = cluster.start(deployment, 0)
-    cluster.wait(lambda: group.ready, START_SECONDS, "the guide's Deployment")
+    cluster.wait(lambda: group.ready, START_SECONDS, "the Deployment")
     assert group.leader.url in cluster.endpoints()
     assert completed(group.leader.url, TOKENS) == ""
     group.delete()

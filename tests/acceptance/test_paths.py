@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from phalanx.config.locate import locate
-from phalanx.models import registry
+from phalanx.config.quantization import ON_LOAD
+from phalanx.models.decoder import Decoder
 from tests.gpu import forced_prompts, path_comparison
 from tests.gpu.logprob_distance import Limits, Observation, Truth, judge
 from tests.gpu.path_comparison import Observed, Texts
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 
 JOB = {"checkpoint": "demo", "model": "demo", "dtype": "fp8+fp8", "tp": 2, "pp": 1, "device": "cuda"}
 PLAIN: dict[str, Any] = {"steps": {}, "ran": {"decode graph/steps": 0, "prompt graph/steps": 0, "eager/steps": 9}}
-FP8 = {"fp8": True, "fp8_gemm": True, "fp8_cache": True}
+FP8 = {"quantization": ON_LOAD, "fp8_gemm": True, "kv_cache_dtype": "fp8"}
 
 
 @dataclass
@@ -53,23 +54,23 @@ def setting() -> Setting:
     return Setting(texts, truth, at, request, Observation.of(truth.rounded, at, request))
 
 
-def dithered(model: registry.Model) -> None:
+def dithered(model: Decoder) -> None:
     """Half of the values that the model starts from are a step of bf16 off: as good a path as any, and other bits everywhere."""
     noise = torch.rand(model.embed_tokens.weight.shape, generator=torch.Generator().manual_seed(5)) - 0.5
     model.embed_tokens.weight.mul_(1 + noise * 2**-7)
 
 
-def without_a_residual(model: registry.Model) -> None:
+def without_a_residual(model: Decoder) -> None:
     out = model.layers[2].self_attn.o_proj
     forward = out.forward
     out.forward = lambda x, residual, norm: forward(x, torch.zeros_like(residual), norm)
 
 
-def with_other_tokens_scales(model: registry.Model) -> None:
+def with_other_tokens_scales(model: Decoder) -> None:
     """One GEMM takes each token's scale from the token before."""
-    fp8 = model.layers[3].mlp.down_proj.fp8
-    with_scale = fp8.with_scale
-    object.__setattr__(fp8, "with_scale", lambda values, scale: with_scale(values, scale.roll(1, 0)))
+    quantizer = model.layers[3].mlp.down_proj.method.input_quantizer
+    with_scale = quantizer.with_scale
+    quantizer.with_scale = lambda values, scale: with_scale(values, scale.roll(1, 0))
 
 
 def test_a_path_that_rounds_otherwise_holds(setting: Setting) -> None:

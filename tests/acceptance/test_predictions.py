@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness import RESULTS, ROOT
-from benchmarks.plan import fit, history, predict, throughput, widths
-from benchmarks.plan.rows import rows
-from phalanx.bench.prediction import simulate
-from phalanx.plan import coefficients
+from benchmarks.harness import RESULTS
+from benchmarks.planner import fit, history, predict, throughput, widths
+from benchmarks.planner.rows import rows
+from phalanx.planner import coefficients, simulate
 
 ROW = {
     "group": "H100", "gpu": "H100", "model": "llama-3-8b", "dtype": "bf16", "kv_cache_dtype": "fp8", "kv_tokens": 900,
@@ -132,18 +131,6 @@ def test_widths_and_coverage_are_those_of_the_rows_left_out_and_of_the_predictio
 def test_predictions_say_by_which_commit(name):
     about = json.loads((RESULTS / f"{name}.json").read_text())["about"]
     assert re.fullmatch("[0-9a-f]{12}", about["commit"]), "predicted with uncommitted changes"
-
-
-@pytest.mark.parametrize(("kind", "title"), [("dense", "dense"), ("experts", "mixture of experts")])
-def test_the_page_has_the_widths_and_what_was_inside(kind: str, title: str) -> None:
-    intervals = coefficients.document()["intervals"]
-    half, checked, predicted = intervals["kinds"][kind], intervals["checked"], intervals["predicted"][kind]
-    cells = [title]
-    for without in ("layout", "model"):
-        rows = checked[without][kind]
-        cells += [f"{half[without]:.1%}".replace("%", " %"), f"{rows['inside']} of {rows['rows']}"]
-    row = " | ".join([*cells, f"{predicted['inside_by_others']} of {predicted['figures']}"])
-    assert f"| {row} |" in (ROOT / "docs/planner.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2)])

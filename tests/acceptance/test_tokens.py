@@ -16,12 +16,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from phalanx import LLM
+from phalanx.layout.cache import group_of
+from phalanx.layout.families import model_cache
 from tests.support.checkpoints import write_checkpoint
 from tests.support.greedy_tokens import ALL, BLOCK, NEW_TOKENS, SHARED, STEP_TOKENS, continued, params_of, prompts_of_all_lengths
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
-LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
+# Every layout once; of the other families those in which their heads, windows and tied weights are split otherwise.
+LAYOUTS = {
+    "llama": [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)],
+    "mistral": [(4, 1), (2, 2)],
+    "qwen2": [(2, 2), (4, 2)],
+    "qwen3": [(4, 1), (2, 2)],
+}
+CASES = [(family, *layout) for family, layouts in LAYOUTS.items() for layout in layouts]
 ROPE = {
     "rope_type": "llama3",
     "factor": 4.0,
@@ -46,7 +55,7 @@ class Reference:
     logprobs: list[list[float]]
 
 
-@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+@pytest.fixture(scope="module")
 def reference(request, tmp_path_factory) -> Reference:
     family = request.param
     folder = write_checkpoint(tmp_path_factory.mktemp(family), family, num_hidden_layers=3, **CHECKPOINTS[family])
@@ -62,7 +71,7 @@ def reference(request, tmp_path_factory) -> Reference:
     return Reference(folder, prompts, tokens, logprobs)
 
 
-@pytest.mark.parametrize(("tp", "pp"), LAYOUTS, ids=lambda n: str(n))
+@pytest.mark.parametrize(("reference", "tp", "pp"), CASES, indirect=["reference"])
 def test_tokens_equal_transformers(reference, tp, pp):
     longest = max(len(prompt) for prompt in reference.prompts) + NEW_TOKENS
     params = params_of(reference.tokens, logprobs=0)
@@ -91,11 +100,11 @@ def _cache_bytes(reference: Reference, tp: int, pp: int, longest: int) -> int:
     """Room for one request at its largest and a half, on the rank with the most layers. A window bounds what a request keeps: there
     is room for hardly more than one, as few are at their largest at once."""
     from phalanx.config.model import ModelShape, load_config
-    from phalanx.plan.shard import heads
+    from phalanx.layout.shard import heads
 
     shape = ModelShape.from_config(load_config(reference.folder))
     kv_heads = len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv)
     block = 2 * kv_heads * shape.head_dim * 4 * BLOCK * -(-shape.num_layers // pp)
-    if shape.window is not None:
-        return block * ((shape.window + STEP_TOKENS) // BLOCK + 3)
+    if (window := group_of(model_cache(shape)).window) is not None:
+        return block * ((window + STEP_TOKENS) // BLOCK + 3)
     return block * (3 * longest // (2 * BLOCK) + 1)

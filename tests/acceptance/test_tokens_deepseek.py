@@ -11,16 +11,15 @@ import pytest
 
 from phalanx import LLM, SamplingParams
 from phalanx.config.model import ModelShape
-from tests.support import quantized_checkpoints
-from tests.support.checkpoints import write_checkpoint
 from tests.support.greedy_tokens import (
     BLOCK,
     NEW_TOKENS,
     STEP_TOKENS,
+    References,
     assert_layout_gives,
     longest_request,
     prompts_of_all_lengths,
-    reference_tokens,
+    references_of,
 )
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -39,16 +38,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[list[int]]]]:
-    """Name -> (folder, greedy tokens of each prompt)."""
-    root = tmp_path_factory.mktemp("deepseek")
-    expected = {}
-    for name, (family, overrides) in CHECKPOINTS.items():
-        folder = plain = write_checkpoint(root / name, family, num_hidden_layers=3, **overrides)
-        if name == "v3-fp8":
-            folder, plain = quantized_checkpoints.rewrite_by_128(plain, root)
-        expected[name] = folder, reference_tokens(plain, prompts_of_all_lengths(), NEW_TOKENS)
-    return expected
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return references_of(tmp_path_factory.mktemp("deepseek"), CHECKPOINTS, 3)
 
 
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts])

@@ -18,8 +18,8 @@ from tests.support.greedy_tokens import assert_tokens_twice, params_of, referenc
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
-DATA_PARALLEL = [(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (2, 2, 1, 2)]  # (tp, ep, moe_ep, pp)
-OTHERS = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2), (2, 1, 2, 1), (2, 1, 2, 2)]
+DATA_PARALLEL = [(1, 2, 1, 1), (2, 2, 1, 2)]  # (tp, ep, moe_ep, pp)
+OTHERS = [(1, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 2)]
 CASES = [*(("mixtral", layout) for layout in (*DATA_PARALLEL, *OTHERS)), *(("qwen3_moe", layout) for layout in DATA_PARALLEL)]
 NEW_TOKENS, BLOCK, STEP_TOKENS, MAX_LENGTH = 12, 4, 32, 60
 TOKENS_IN_CACHE = 76  # on each data-parallel index: one request at its longest, and a half
@@ -109,7 +109,7 @@ def test_the_guides_mixtral_on_eight_ranks(tmp_path):
 
 def _cache_bytes(folder: Path, tp: int, pp: int) -> int:
     from phalanx.config.model import ModelShape, load_config
-    from phalanx.plan.shard import heads
+    from phalanx.layout.shard import heads
 
     shape = ModelShape.from_config(load_config(folder))
     kv_heads = len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv)

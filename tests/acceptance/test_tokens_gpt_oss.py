@@ -10,7 +10,9 @@ import pytest
 
 from phalanx import LLM, SamplingParams
 from phalanx.config.model import ModelShape
-from phalanx.plan.shard import heads
+from phalanx.layout.cache import group_of
+from phalanx.layout.families import model_cache
+from phalanx.layout.shard import heads
 from tests.support import mxfp4_checkpoints
 from tests.support.checkpoints import write_checkpoint
 from tests.support.greedy_tokens import (
@@ -70,7 +72,7 @@ def _cache_bytes(folder: Path, tp: int, pp: int, longest: int) -> int:
     """Room for one request at its largest and a half, on the rank with the most layers. Windows free nothing, as some layers have
     none."""
     shape = ModelShape.from_folder(folder)
-    assert shape.window is None
+    assert group_of(model_cache(shape)).window is None
     kv_heads = len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv)
     block = 2 * kv_heads * shape.head_dim * 4 * BLOCK * -(-shape.num_layers // pp)
     return block * (3 * longest // (2 * BLOCK) + 1)

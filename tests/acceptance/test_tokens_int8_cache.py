@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from phalanx import LLM
 from phalanx.config.model import ModelShape
 from phalanx.kernels.reference import quantize_int8
-from phalanx.plan import footprint
-from phalanx.plan.shape import Shape
+from phalanx.layout import Layout
+from phalanx.layout.cache import kv_dtype, token_bytes
+from phalanx.layout.memory import stage_caches
 from tests.support.checkpoints import write_checkpoint
 from tests.support.greedy_tokens import (
     ALL,
@@ -91,8 +92,8 @@ def scores(model: nn.Module, sequence: Tensor, cache: DynamicCache) -> Tensor:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)], ids=lambda n: str(n))
 def test_tokens_equal_those_of_an_emulation(reference: Reference, tp: int, pp: int) -> None:
     params, longest = params_of(reference.tokens, logprobs=0), longest_request(reference.prompts)
-    split, shape = footprint.Split(tp, pp), Shape.of(ModelShape.from_folder(reference.folder))
-    per_token = footprint.kv_token_bytes(shape, footprint.kv_format("int8", "fp32"), "fp32", split)
+    split, shape = Layout(tp=tp, pp=pp), ModelShape.from_folder(reference.folder)
+    per_token = tuple(map(token_bytes, stage_caches(shape, kv_dtype("int8", "fp32"), "fp32", split)))
     blocks = -(-longest // BLOCK) * 3 // 2  # room for one request at its largest and a half
     with LLM(
         reference.folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", kv_cache_dtype="int8",

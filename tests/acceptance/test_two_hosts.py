@@ -84,7 +84,7 @@ def test_two_hosts_serve_and_a_lost_one_is_named(hosts):
         assert [hosts.status(host, path)[0] for host in (0, 1) for path in ("/live", "/ready")] == [200] * 4, hosts.log()
         events, _ = hosts.stream(TOKENS).communicate(timeout=60)
         assert events.strip().endswith("data: [DONE]")
-        commands, printed = printed_under(ROOT / "docs" / "guide.md", "### Two nodes without Ray")
+        commands, printed = printed_under(ROOT / "docs" / "nodes.md", "## Try it without GPUs")
         flags = {"phalanx", "node1", *hosts.start_words(0, tp=2), *hosts.start_words(1, tp=2)}
         assert all(set(shlex.split(command)) < flags for command in commands)
         assert text_of(events).strip() == printed.strip()

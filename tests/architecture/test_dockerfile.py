@@ -11,16 +11,19 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from typing import Any, NamedTuple
 
 import typer
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from phalanx.cli import app
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import build_options, read_sources
-from phalanx.deploy.objects import USER
+from phalanx.deploy.compose import HEALTH_CHECK
+from phalanx.deploy.pod import USER
 from phalanx.deploy.serve_flags import CACHE, KERNELS
 from tests.architecture.sources import ROOT
 
@@ -114,6 +117,25 @@ def test_the_wheel_is_built_from_what_is_copied(tmp_path):
     assert (ROOT / project()["project"]["readme"]).read_text(encoding="utf-8").strip() in metadata
 
 
+def test_constraints_are_the_measured_versions():
+    """Each is that of most of the measurements on GPUs, and one that the package takes."""
+    pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    counts: dict[str, Counter[str]] = {pin.name: Counter() for pin in pins}
+    for file in (ROOT / "benchmarks" / "results").rglob("*.json"):
+        versions = re.findall(r'"versions": \{([^}]*)\}', file.read_text(encoding="utf-8"))
+        for record in (dict(re.findall(r'"([^"]+)": "([^"]+)"', text)) for text in versions):
+            for name in counts if "nvidia-nccl-cu13" in record else ():
+                counts[name][record.get(name, "")] += 1
+    project_file = project()["project"]
+    ranges = [Requirement(line) for line in (*project_file["dependencies"], *project_file["optional-dependencies"]["gpu"])]
+    for pin in pins:
+        (version,) = [specifier.version for specifier in pin.specifier]
+        assert counts[pin.name].most_common(1)[0][0] == version, (pin.name, counts[pin.name])
+        assert all(version in one.specifier for one in ranges if one.name == pin.name)
+    assert {"torch", "triton", "flashinfer-python"} <= set(counts)
+    assert "-c constraints.txt" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_image_runs_a_python_that_the_package_takes():
     build, runtime = texts("FROM")
     python, ubuntu = re.search(r"python:(\d+\.\d+)", build), re.search(r"-ubuntu(\d+\.\d+)$", runtime)
@@ -135,7 +157,7 @@ def test_shell_and_pip_lines_are_sound():
     build, install = pip
     # scripts/wheel_check.py, a step of .ci/run, builds and installs a wheel in the same way.
     assert re.fullmatch(r"pip wheel --no-cache-dir --no-deps --wheel-dir /wheels \.", build)
-    assert re.fullmatch(r'pip install --no-cache-dir "\$\(ls /wheels/phalanx-\*\.whl\)\[\$EXTRAS\]"', install)
+    assert re.fullmatch(r'pip install --no-cache-dir -c constraints\.txt "\$\(ls /wheels/phalanx-\*\.whl\)\[\$EXTRAS\]"', install)
     (default,) = texts("ARG")
     assert default == "EXTRAS=gpu"
     assert {"gpu", "ray"} <= set(extras)
@@ -160,9 +182,7 @@ def test_entry_point_and_environment_are_what_phalanx_takes():
     assert verb in typer.main.get_command(app).commands
     raw = read_sources({"model": "demo"}, environ=environment())
     serving = build_options(ServeOptions, raw)
-    assert serving.host == "0.0.0.0"
+    assert serving.host == "::"
     assert str(serving.port) == port
     assert build_options(EngineOptions, raw).kernel_cache_dir is not None
-    *_, code = json.loads(health.partition("CMD ")[2])
-    compile(code, "HEALTHCHECK", "exec")
-    assert f":{port}/ready" in code
+    assert json.loads(health.partition("CMD ")[2]) == HEALTH_CHECK

@@ -32,21 +32,21 @@ from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.config.quantization import ON_LOAD
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.scaled_tensors import FP8, Quantized
-from phalanx.models.layers.fp8 import Activation
+from phalanx.models.layers.activation import Activation
 from phalanx.models.layers.linear import RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import LayerContext
+from phalanx.models.slices import LayerContext, WeightPart
 from phalanx.tables.shipped import table_for
 from phalanx.tables.strategy import Strategy
 from phalanx.tables.table import Entry
 from tests.support import comm_cpu_ranks, comm_gpu_ranks
 
-MAX_FILES = {"down_proj": 9, "o_proj": 12}
+MAX_FILES = {"down_proj": 10, "o_proj": 13}
 """Of each layer. Of `o_proj` also `kernels/ops/dispatch.py`, which picks the op that quantizes the input, its kernel, and
 `kernels/ops/heuristics.py`, which splits the launch."""
 PACKAGE = Path(phalanx.__file__).parent
 TOKENS, OUT, LOCAL_IN = 64, 8192, 512
-HOPPER_PATH = {"kernels/gemm/fp8_skinny.py", "kernels/sequence_parallel/rs_norm_ag.py"}
+HOPPER_PATH = {"kernels/gemm/fp8_skinny.py", "comm/sequence_parallel/rs_norm_ag.py"}
 """The kernels of the call on Hopper."""
 QUANTIZATION: dict[str, set[str]] = {"down_proj": set(), "o_proj": {"kernels/ops/quantize_fp8.py"}}
 """The kernel that quantizes the input of each, where one does."""
@@ -95,9 +95,10 @@ def second_call(group: Group, device: torch.device, name: str = "down_proj") -> 
     """A call of the layer that has been made before, as behind any layer but the first."""
     context = LayerContext(group, torch.bfloat16, device, ON_LOAD, fp8_gemm=True)
     local = range(group.rank * LOCAL_IN, (group.rank + 1) * LOCAL_IN)
-    layer = RowParallelLinear(name, group.size * LOCAL_IN, OUT, local=local, bias=False, context=context)
+    part = WeightPart(name, (OUT, group.size * LOCAL_IN), range(OUT), local)
+    layer = RowParallelLinear(part, bias=False, context=context)
     norm = RmsNorm("post_attention_layernorm", OUT, 1e-5, context=context)
-    norm.set_consumer(layer.fp8)  # stands for the next layer, which is in FP8 as well
+    norm.set_quantizer(layer.method.input_quantizer)  # stands for the next layer, which is in FP8 as well
     for weight in (*layer.parameters(), *norm.parameters()):
         weight.view(torch.uint8).zero_()
     x: Activation = torch.zeros(TOKENS, LOCAL_IN, dtype=torch.bfloat16, device=device)

@@ -23,8 +23,9 @@ from tests.architecture.sources import (
 )
 
 LEVELS = [
-    {"errors", "version"}, {"log", "metrics"}, {"config"}, {"hardware"}, {"tables"}, {"kernels", "plan"}, {"comm"}, {"models"},
-    {"engine"}, {"executor"}, {"worker"}, {"serve", "tune"}, {"bench"}, {"deploy", "health"}, {"cli"}, {"__main__"},
+    {"errors", "version"}, {"log", "metrics"}, {"launch"}, {"config"}, {"hardware"}, {"tables"}, {"kernels", "layout"}, {"comm"},
+    {"models"}, {"engine"}, {"executor"}, {"worker"}, {"planner"}, {"serve", "tune"}, {"bench"}, {"deploy", "health"}, {"cli"},
+    {"__main__"},
 ]  # fmt: skip
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 
@@ -35,15 +36,14 @@ ONLY_IN = {
     "uvicorn": {"serve"},
     "pandas": {"tune", "bench"},
     "matplotlib": {"tune", "bench"},
-    "seaborn": {"tune", "bench"},
     "scipy": {"tune", "bench"},
-    "triton": {"kernels"},
+    "triton": {"kernels", "comm"},
     "tokenizers": {"serve"},
     "typer": {"cli", "tune", "bench", "deploy", "health"},
 }
 NEVER_IN = {
-    "torch": {"config", "hardware", "tables", "plan", "engine", "executor", "errors", "log", "metrics"},
-    "transformers": {"config", "hardware", "tables", "plan", "kernels", "comm", "models", "engine", "executor"},
+    "torch": {"config", "hardware", "tables", "layout", "planner", "engine", "executor", "launch", "errors", "log", "metrics"},
+    "transformers": {"config", "hardware", "tables", "layout", "planner", "kernels", "comm", "models", "engine", "executor"},
     "torch.distributed": {"kernels", "models"},
 }
 
@@ -77,8 +77,6 @@ def test_libraries_stay_in_their_packages(path):
 MEETS_ONLY = {
     ("worker", "engine"): "phalanx.engine.messages",
     ("worker", "executor"): "phalanx.executor.protocol",
-    ("engine", "comm"): "phalanx.comm.launch",
-    ("executor", "comm"): "phalanx.comm.launch",
 }
 """What of a lower package the processes of an engine may import, as they meet by messages."""
 
@@ -175,8 +173,10 @@ def test_test_modules_share_through_support():
 
 READS_ENVIRONMENT = {
     "phalanx.config.sources",  # the one reader
-    "phalanx.comm.launch",  # hands the environment on to children
+    "phalanx.launch",  # hands the environment on to children
     "phalanx.comm.torch_group",  # gloo is told its interface there and nowhere else
+    "phalanx.config.home",  # gives this process and its children a home folder
+    "phalanx.health.pairs",  # hands the environment on to a child
     "phalanx.hardware.probe",  # which of the GPUs of the host this process may see is a fact of the machine
 }
 
@@ -193,12 +193,20 @@ def test_only_sources_reads_the_environment(path):
 @pytest.mark.parametrize(
     "module",
     [
-        "plan", "config", "hardware", "tables", "engine.scheduler", "engine.messages", "engine.process", "executor.rank_executor",
-        "executor.node", "comm.launch", "cli",
+        "layout", "planner.auto", "planner.scenario", "config", "hardware", "tables", "engine.scheduler", "engine.messages",
+        "engine.process", "executor.rank_executor", "executor.node", "launch", "cli",
     ],
 )  # fmt: skip
 def test_modules_that_never_wait_for_torch(module):
     if not (SRC / module.replace(".", "/")).is_dir() and not (SRC / (module.replace(".", "/") + ".py")).is_file():
         pytest.fail(f"phalanx.{module} is gone; mend this list")
     code = f"import sys, phalanx.{module}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'triton', 'pandas')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_models_and_groups_import_no_triton():
+    """The collectives' kernels are in `comm`: a host without Triton forms groups, and only one with GPUs imports them."""
+    code = (
+        "import sys, phalanx.models.registry, phalanx.comm.tuned_group, phalanx.comm.one_sided; sys.exit('triton' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -25,7 +25,6 @@ SELF = {"tests/architecture/test_words.py", "tests/architecture/retired_words.tx
 ACTS = {"found", "held", "asked", "made", "said", "told", "seen", "mine", "given", "got", "whole", "wide"}
 TWICE = {
     "ReasoningText": "a piece of reasoning, in a request and in an output; the first is a component of /openapi.json",
-    "Service": "the state that the routes share, and Kubernetes' kind, which a manifest takes from the name of the class",
 }
 """Names of two classes -> why both keep it."""
 ALLOWED = {

@@ -24,6 +24,7 @@ from benchmarks.engine.gpu_jobs import turn
 from phalanx import LLM, SamplingParams
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 from phalanx.config.resolve import compute_dtype
 from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS
 from tests.gpu import forced_prompts
@@ -101,9 +102,9 @@ def truth_of(job: Mapping[str, Any], folder: Path, rows: Sequence[Sequence[int]]
 
     dtype, _, kv = job["dtype"].partition("+")
     on_gpu = job["device"] == "cuda"
-    options = {"fp8": True, "fp8_gemm": on_gpu} if dtype == "fp8" else {}
+    options = {"quantization": ON_LOAD, "fp8_gemm": on_gpu} if dtype == "fp8" else {}
     if kv == "fp8":
-        options["fp8_cache"] = True
+        options["kv_cache_dtype"] = "fp8"
     name = compute_dtype(dtype, ModelShape.from_folder(folder), job["device"])
     rounded = torch.bfloat16 if name == "fp32" else TORCH_DTYPES[name]
     logprobs = torch.cat(log_probabilities(folder, rows, tp=job["tp"], dtype=torch.float32, **options))

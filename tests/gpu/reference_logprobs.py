@@ -19,13 +19,15 @@ from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
-from phalanx.models.batch import empty_cache
+from phalanx.models.cache import empty_caches
+from phalanx.models.decoder import Decoder
 from phalanx.models.layers.attention.select import select_backend
+from phalanx.models.slices import LayerContext
 
 CPU = torch.device("cpu")
 TOKENS_AT_ONCE = 4096
 
-Change = Callable[[registry.Model], object]
+Change = Callable[[Decoder], object]
 """Applied to each rank's model once it is loaded."""
 
 GEMMS: dict[str, Callable[[Any], Any]] = {
@@ -46,8 +48,8 @@ def log_probabilities(
     shape = ModelShape.from_folder(folder)
     world = LocalWorld(tp)
 
-    def load(group: Group) -> registry.Model:
-        model = registry.build(shape, group=group, layers=range(shape.num_layers), dtype=dtype, device=CPU, **options)
+    def load(group: Group) -> Decoder:
+        model = registry.build(shape, range(shape.num_layers), LayerContext(group, dtype, CPU, **options))
         weights.load(model, folder)
         if change is not None:
             change(model)
@@ -62,8 +64,7 @@ def log_probabilities(
             model = models[group.rank]
             batch, blocks = prefill(read, CPU)
             batch.attention = select_backend(CPU, dtype, shape.head_dim, shape.latent).plan(batch)
-            cache_dtype = model.context.cache_dtype
-            caches = [empty_cache(spec, blocks, BLOCK, cache_dtype, CPU) for spec in model.kv_specs()]
+            caches = empty_caches(model.declared_caches(), blocks, BLOCK, CPU)
             logits: Tensor = model(batch, caches)
             return logits
 
@@ -88,10 +89,10 @@ def _parts(rows: Sequence[Sequence[int]]) -> list[list[int]]:
 def scaled(gemm: str, by: float) -> Change:
     """A change that multiplies the output of one GEMM of every layer by `by`."""
 
-    def change(model: registry.Model) -> None:
+    def change(model: Decoder) -> None:
         for layer in model.layers:
             linear = GEMMS[gemm](layer)
-            (linear.weight if linear.fp8 is None else linear.weight_scale).mul_(by)
+            getattr(linear.method, "weight_scale", linear.method.weight).mul_(by)
 
     return change
 

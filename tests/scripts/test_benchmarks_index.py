@@ -25,7 +25,7 @@ def test_every_module_is_in_the_index():
     index = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     missing = [f"{path.parent.name}.{path.stem}" for path in MODULES if f"`{path.parent.name}.{path.stem}`" not in index]
     assert not missing
-    named = set(re.findall(r"`((?:kernels|comm|tune|models|engine|executor|deploy|serve|plan)\.\w+)`", index))
+    named = set(re.findall(r"`((?:kernels|comm|tune|models|engine|executor|deploy|serve|planner)\.\w+)`", index))
     assert named == {f"{path.parent.name}.{path.stem}" for path in MODULES}
 
 
@@ -39,7 +39,8 @@ def test_every_result_is_in_the_index_and_exists():
             named |= {str((harness.RESULTS / section / one).resolve().relative_to(harness.RESULTS)) for one in expanded(name)}
     folders = {name for name in named if (harness.RESULTS / name).is_dir()}
     files = {str(path.relative_to(harness.RESULTS)) for path in harness.RESULTS.rglob("*") if path.is_file()}
-    files = {name for name in files if not name.endswith("README.md") and not any(name.startswith(f"{one}/") for one in folders)}
+    files = {name for name in files if not name.endswith(("README.md", "tables.toml"))}
+    files = {name for name in files if not any(name.startswith(f"{one}/") for one in folders)}
     assert named - folders == files
 
 

@@ -39,12 +39,12 @@ def test_all_ranks_stand_on_the_first_gpu_and_each_is_a_host_to_nccl(one_gpu: Mo
     program = """if True:
         import json, sys
         from unittest.mock import MagicMock, patch
-        from phalanx.comm import launch
+        from phalanx import launch
         from phalanx.config.options import EngineOptions
         from phalanx.executor.launcher import LocalLauncher, host_ranks
-        from phalanx.hardware import probe
+        from phalanx.hardware import nvml, probe
         from phalanx.worker import worker
-        with patch.object(probe, "_nvml_gpus", lambda: [probe.Gpu(0, "GPU-1", "H200", 90, 1, 1)]):
+        with patch.object(probe, "list_gpus", lambda: nvml.Listed((nvml.Gpu(0, "GPU-1", "H200", 90, 1, 1),))):
             gpus = len(probe.detect_machine("0").gpus)
         started = []
         with patch.object(launch, "start", lambda module, config, *_, **__: started.append(config["device_index"]) or MagicMock()):

@@ -75,21 +75,112 @@ _FAMILIES |= {
 }  # fmt: skip
 
 
+_FAMILIES |= {
+    "seed_oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "granite": ("Granite", {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
+    }),
+    "glm4_moe": ("Glm4Moe", {
+        "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "moe_intermediate_size": 32, "n_routed_experts": 8,
+        "n_shared_experts": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+        "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    }),
+}  # fmt: skip
+
+_FAMILIES |= {
+    "minimax_m2": ("MiniMaxM2", {
+        "head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32,
+    }),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "olmo2": ("Olmo2", {}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
+    "cohere": ("Cohere", {"logit_scale": 0.4}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.4, "sliding_window": 6}),
+    "hy_v3": ("HYV3", {
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 2,
+    }),
+    "olmo3": ("Olmo3", {"sliding_window": 6, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 400.0},
+        "full_attention": {"rope_type": "yarn", "rope_theta": 700.0, "factor": 8.0, "original_max_position_embeddings": 32},
+    }}),
+    "gemma2": ("Gemma2", {
+        "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    }),
+    "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 400.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 700.0, "factor": 8.0},
+    }}),
+}  # fmt: skip
+
+_CONFIGS = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}
+"""Stems of classes of configurations, where they are not the model's."""
+
+_GATED_DELTA: dict[str, Any] = {
+    "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "full_attention_interval": 2, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+_SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+_FAMILIES |= {
+    "qwen3_next": ("Qwen3Next", {**_GATED_DELTA, **_SHARED_EXPERT, "mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5", {**_GATED_DELTA}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_GATED_DELTA, **_SHARED_EXPERT}),
+}  # fmt: skip
+
+_SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 48}
+_QWEN_TOWER = {**_SMALL_TOWER, "depth": 1, "num_heads": 2, "out_hidden_size": 48}
+_WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None, "head_dim": 16}, {
+        **_SMALL_TOWER, "model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+        "image_size": 16,
+    }),
+    "qwen2_5_vl": ("Qwen2_5_VL", {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 2, 2]},
+    }, {**_QWEN_TOWER, "fullatt_block_indexes": [0]}),
+    "qwen3_vl": ("Qwen3VL", {
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    }, {**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+    "gemma3_vl": ("Gemma3", {**_FAMILIES["gemma3"][1], "model_type": "gemma3_text"}, {
+        **_SMALL_TOWER, "model_type": "siglip_vision_model", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+        "image_size": 16,
+    }),
+    "qwen3_5_vl": ("Qwen3_5", {**_GATED_DELTA}, {**_QWEN_TOWER, "num_position_embeddings": 16}),
+    "kimi_k25": ("Kimi_K25", {**_FAMILIES["deepseek_v3"][1], "model_type": "kimi_k2"}, {
+        **_SMALL_TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4,
+        "pos_emb_time": 2,
+    }),
+}  # fmt: skip
+"""Models with a text tower: traits of text_config, and vision_config."""
+
+
 def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer; returns the folder.
 
-    family: a key of _FAMILIES. overrides: fields of the family's transformers config, and `seed` (default 0), `std` of the weights
-    (default 0.3), `dtype` (torch dtype, default float32), `max_shard_size` (default "1GB"; less makes an index), `stacked`
-    (default False: experts as the first checkpoints have them; else as transformers 5 holds them, each layer's in one tensor).
+    family: a key of _FAMILIES or _WRAPPERS. overrides: fields of the transformers config (of a wrapper: of its text_config), and
+    `seed` (default 0), `std` of the weights (default 0.3), `dtype` (torch dtype, default float32), `max_shard_size` (default "1GB";
+    less makes an index), `stacked` (default False: names and experts as the first checkpoints have them; else as transformers 5
+    holds them, each layer's experts in one tensor).
     """
     seed, std = overrides.pop("seed", 0), overrides.pop("std", 0.3)
     dtype, shard = overrides.pop("dtype", torch.float32), overrides.pop("max_shard_size", "1GB")
     stacked = overrides.pop("stacked", False)
-    stem, traits = _FAMILIES[family]
-    config = getattr(transformers, f"{stem}Config")(**{**_SIZES, **traits, **overrides})
+    if family in _WRAPPERS:
+        stem, traits, tower = _WRAPPERS[family]
+        text, end = {**_SIZES, **traits, **overrides}, "ForConditionalGeneration"
+        tied = text["tie_word_embeddings"]
+        config = getattr(transformers, f"{stem}Config")(text_config=text, vision_config=tower, tie_word_embeddings=tied)
+    else:
+        (stem, traits), end = _FAMILIES[family], "ForCausalLM"
+        config = getattr(transformers, f"{_CONFIGS.get(stem, stem)}Config")(**{**_SIZES, **traits, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{stem}ForCausalLM")(config)
+        model = getattr(transformers, f"{stem}{end}")(config)
         scatter_weights(model, std)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard, **({"save_original_format": False} if stacked else {}))
     write_tokenizer(folder)
@@ -102,6 +193,8 @@ def scatter_weights(model: torch.nn.Module, std: float) -> None:
         for name, weight in model.named_parameters():
             if name.endswith(".bias"):
                 weight.normal_(0.0, 2.0)
+            elif name.endswith("A_log"):  # states last for some tokens, or for many
+                weight.uniform_(-5.0, 0.0)
             elif weight.dim() == 1:
                 weight.uniform_(0.5, 1.5)
             else:

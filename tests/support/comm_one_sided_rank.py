@@ -17,10 +17,12 @@ from phalanx.comm import one_sided
 from phalanx.comm.group import Solo
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 from phalanx.kernels.moe.tensors import Routing
 from phalanx.models import registry, weights
 from phalanx.models.batch import DpTokens
 from phalanx.models.layers.moe import SparseMoe
+from phalanx.models.slices import LayerContext
 from tests.support.comm_gpu_ranks import replayed
 from tests.support.one_sided_cases import EXPERTS, Case, random_cases
 
@@ -97,10 +99,11 @@ def block_of(group: TorchGroup | Solo, *, fp8: bool, exchange: str = "ALL_GATHER
     if exchange == "ONE_SIDED":
         assert isinstance(group, TorchGroup)
         over = formed(group, shape.hidden_size, shape.experts.per_token)
-    model = registry.build(
-        shape, group=Solo(), layers=range(1), dtype=torch.bfloat16, device=device(), fp8=fp8, dp=group, expert_exchange=exchange,
-        one_sided=over,
+    quantization = ON_LOAD if fp8 else None
+    context = LayerContext(
+        Solo(), torch.bfloat16, device(), quantization=quantization, dp=group, expert_exchange=exchange, one_sided=over
     )  # fmt: skip
+    model = registry.build(shape, range(1), context)
     weights.dummy(model, 0)
     block = model.layers[0].mlp
     assert isinstance(block, SparseMoe)

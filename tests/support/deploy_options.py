@@ -36,7 +36,11 @@ TEXTS = (
     "{% if x %}",
 )
 
-_FORMS = {"cors_origins": ("*", "https://app.example", "http://a.example:8080, https://b.example")}
+_FORMS = {
+    "cors_origins": ("*", "https://app.example", "http://a.example:8080, https://b.example"),
+    "speculative_config": ('{"method": "ngram", "num_speculative_tokens": 4}',),
+    "lora_modules": ("sql=/adapters/sql", "a=/adapters/a b=/adapters/b"),
+}
 """Of texts that must have a form."""
 
 
@@ -100,7 +104,7 @@ def deployment(seed: int) -> tuple[ServeFlags, K8sOptions]:
 
     maybe("name", "server", "a-1")
     maybe("namespace", "models", "prod")
-    maybe("image", "registry.example/phalanx:1", "p@sha256:0a1b")
+    values["image"] = draw.choice(["phalanx:1", "registry.example/phalanx:1", "p@sha256:0a1b"])
     maybe("image_pull_secret", "pull")
     maybe("max_surge", 0, 2, when=not ray)
     maybe("cpu", "8", "500m")

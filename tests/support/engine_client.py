@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -30,8 +29,7 @@ class Client:
     """The client's end, and the loop on a thread."""
 
     def __init__(
-        self, executor: FakeExecutor | None = None, warm: Callable[[], None] = lambda: None, *,
-        open_matcher: OpenMatcher = no_grammar, vocab_size: int = 50, call_seconds: float = 1.0,
+        self, executor: FakeExecutor | None = None, *, open_matcher: OpenMatcher = no_grammar, vocab_size: int = 50
     ) -> None:  # fmt: skip
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
@@ -40,8 +38,8 @@ class Client:
         self.engine_end.connect("inproc://engine")
         self.executor = executor or FakeExecutor.of(vocab_size=vocab_size, **SIZES)
         options = SchedulerOptions(**SIZES, vocab_size=vocab_size)
-        self.scheduler = Scheduler(options, open_matcher, grammar_calls=GrammarThreads(call_seconds=call_seconds))
-        self.loop = Loop(self.engine_end, self.executor, self.scheduler, warm=warm)
+        self.scheduler = Scheduler(options, open_matcher, grammar_calls=GrammarThreads())
+        self.loop = Loop(self.engine_end, self.executor, self.scheduler)
         self.heard: list[Any] = []
         self.status: int | None = None
         self.thread = threading.Thread(target=self._run)

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 
 from phalanx.config.options import EngineOptions
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import RowResult, SlotAssignment, Step, StepBatch, StepResult, StepRow
+from phalanx.executor.rank_executor import RankExecutor
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK = 4
@@ -25,7 +27,7 @@ def options(folder: Path, **overrides: Any) -> EngineOptions:
     fields: dict[str, Any] = {
         "model": str(folder), "device": "cpu", "dtype": "fp32", "kv_cache_dtype": "model", "max_batch_size": 4,
         "max_num_tokens": 64, "max_seq_len": 128, "kv_block_size": BLOCK, "kv_cache_bytes": 1 << 30, "cuda_graphs": False,
-        "start_timeout": 200.0, **overrides,
+        "start_timeout": 200.0, "state_snapshots": 0, **overrides,
     }  # fmt: skip
     return EngineOptions(**fields)
 
@@ -50,6 +52,21 @@ def await_results(collect: Callable[[], list[StepResult]], count: int, seconds: 
         assert time.monotonic() < deadline, f"{len(results)} of {count} steps ended in {seconds} s"
         time.sleep(0.001)
     return results
+
+
+def pids(executor: RankExecutor) -> list[int]:
+    """The processes of its ranks, on this host."""
+    return [handle.pid for handle in executor._handles.values()]
+
+
+def all_gone(rank_pids: list[int], seconds: float = 10.0) -> bool:
+    """Whether these processes end in that time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in rank_pids):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 class Drive:
@@ -96,9 +113,8 @@ class Drive:
             results = self.run(StepBatch(admitted=admitted, rows=rows))
             admitted = []
             for row, result in zip(rows, results, strict=True):
-                assert (result.token is not None) == row.samples
-                if result.token is not None:
-                    tokens[row.slot].append(result.token)
+                assert len(result.tokens) == row.samples
+                tokens[row.slot] += result.tokens
         in_flight = 0
         for number in range(count - 1):
             rows = []
@@ -110,11 +126,11 @@ class Drive:
             for result in await_results(self._collect, in_flight - 1 if ahead else in_flight):
                 in_flight -= 1
                 for slot, row in enumerate(result.batches[0]):
-                    assert row.token is not None
-                    tokens[slot].append(row.token)
+                    assert row.tokens
+                    tokens[slot] += row.tokens
         for result in await_results(self._collect, in_flight):
             for slot, row in enumerate(result.batches[0]):
-                assert row.token is not None
-                tokens[slot].append(row.token)
+                assert row.tokens
+                tokens[slot] += row.tokens
         self.run(StepBatch(released=list(range(len(prompts)))))
         return tokens

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
+
 VOCAB = 50
 
 
@@ -14,6 +17,10 @@ class Evens:
 
     def mask(self) -> bytes:
         return bytes([0b01010101] * (4 * ((VOCAB + 31) // 32)))
+
+    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        taken = list(takewhile(lambda draft: draft >= 0 and draft % 2 == 0, drafts))
+        return [self.mask()] * (1 + min(len(taken), max(self.left - 1, 0)))
 
     def accept(self, token: int) -> None:
         if token % 2:

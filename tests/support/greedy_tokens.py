@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from phalanx import LLM, SamplingParams
 from phalanx.engine.messages import Stats
+from tests.support.checkpoints import write_checkpoint
+from tests.support.quantized_checkpoints import rewrite_by_128
 
 Prompts = Sequence[Sequence[int]]
 ALL, SHARED = slice(None), slice(-3, None)
@@ -35,6 +37,22 @@ def reference_tokens(folder: Path, prompts: Prompts, count: int, **options: Any)
     return [continued(model, prompt, count)[0, len(prompt) :].tolist() for prompt in prompts]
 
 
+References = dict[str, tuple[Path, list[list[int]]]]
+"""Name -> (folder, greedy tokens of each of `prompts_of_all_lengths`)."""
+
+
+def references_of(root: Path, checkpoints: Mapping[str, tuple[str, dict[str, Any]]], layers: int, *ignored: str) -> References:
+    """checkpoints: name -> family and fields, see `write_checkpoint`. One whose name ends with "-fp8" is in FP8, in blocks of 128 x
+    128, but for the `ignored` modules."""
+    expected = {}
+    for name, (family, overrides) in checkpoints.items():
+        folder = plain = write_checkpoint(root / name, family, num_hidden_layers=layers, **overrides)
+        if name.endswith("-fp8"):
+            folder, plain = rewrite_by_128(plain, root, *ignored)
+        expected[name] = folder, reference_tokens(plain, prompts_of_all_lengths(), NEW_TOKENS)
+    return expected
+
+
 @torch.inference_mode()
 def continued(model: nn.Module, prompt: Sequence[int], count: int) -> Tensor:
     """The prompt and its greedy continuation, [1, len(prompt) + count]."""
@@ -51,19 +69,21 @@ def params_of(expected: Sequence[Sequence[int]], **options: Any) -> SamplingPara
     return SamplingParams(temperature=0, max_tokens=len(expected[0]), ignore_eos=True, stop_token_ids=[never], **options)
 
 
-def assert_tokens_twice(llm: LLM, prompts: Prompts, expected: Sequence[Sequence[int]]) -> Stats:
-    """The second time, prompts hit blocks that the first left behind. Returns the engine's counters."""
+def assert_tokens_twice(llm: LLM, prompts: Prompts, expected: Sequence[Sequence[int]], *, hits: bool = True) -> Stats:
+    """The second time, prompts hit blocks that the first left behind (hits). Returns the engine's counters."""
     for again in ALL, SHARED:
         outputs = llm.generate([list(prompt) for prompt in prompts[again]], params_of(expected), use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == expected[again]
     stats = llm.stats()
-    assert stats.prefix_hits > 0
+    assert stats.prefix_hits > 0 or not hits
     assert stats.blocks_referenced == 0
     return stats
 
 
-def assert_layout_gives(expected: Sequence[Sequence[int]], folder: Path, layout: tuple[int, int, int], *, cache_bytes: int) -> None:
-    """layout: (tp, moe_ep, pp) on CPU, in fp32. cache_bytes: so few that requests preempt each other."""
+def assert_layout_gives(
+    expected: Sequence[Sequence[int]], folder: Path, layout: tuple[int, int, int], *, cache_bytes: int, hits: bool = True
+) -> Stats:
+    """layout: (tp, moe_ep, pp) on CPU, in fp32. cache_bytes: so few that requests preempt each other. hits: of the prefix cache."""
     tp, moe_ep, pp = layout
     prompts = prompts_of_all_lengths()
     with LLM(
@@ -71,8 +91,9 @@ def assert_layout_gives(expected: Sequence[Sequence[int]], folder: Path, layout:
         kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6,
         max_seq_len=longest_request(prompts), kv_cache_bytes=cache_bytes,
     ) as llm:  # fmt: skip
-        stats = assert_tokens_twice(llm, prompts, expected)
+        stats = assert_tokens_twice(llm, prompts, expected, hits=hits)
     assert stats.preemptions > 0
+    return stats
 
 
 def longest_request(prompts: Prompts) -> int:

@@ -209,3 +209,36 @@ def machine(
                 for kind in range(4):
                     add("nvmlDeviceGetP2PStatus", 0 if kind != 2 or nvlink else 5, at, other, kind)
     return RecordedNvml(calls)
+
+
+def failing(function: str, code: int, gpu: int = 3, count: int = 8) -> RecordedNvml:
+    """One GPU of eight answers a function with an error."""
+    host = machine(count)
+    inner = getattr(host, function)
+
+    def answer(*args):
+        if args[0] == gpu or getattr(args[0], "index", None) == gpu:
+            raise NVMLError(code, f"code {code}")
+        return inner(*args)
+
+    setattr(host, function, answer)
+    return host
+
+
+def memory(total, used=1):
+    return struct(total=total, used=used, free=total - used)
+
+
+def holding(count, pid, size, gpu=1):
+    return machine(count).change("nvmlDeviceGetComputeRunningProcesses", [struct(pid=pid, usedGpuMemory=size)], gpu=gpu)
+
+
+def changed(count, function, answer, *args, **where):
+    return machine(count).change(f"nvmlDeviceGet{function}", answer, *args, **where)
+
+
+def refusing(*functions):
+    nvml = machine(2)
+    for function in functions:
+        nvml.refuse(f"nvmlDeviceGet{function}")
+    return nvml

@@ -47,8 +47,7 @@ def findings(name: str, examined: Subject) -> list:
     check = named(name)
     lacking = [str(need) for need in check.needs if examined.lacks(need)]
     assert not lacking, f"{name} would be skipped: {lacking}"
-    outcome = check.examine(examined)
-    return [outcome] if not isinstance(outcome, list) else outcome
+    return list(check.findings(examined))
 
 
 def only(name: str, examined: Subject):

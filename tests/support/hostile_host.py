@@ -200,7 +200,7 @@ class Attacker:
             protocol.Hello(1, 1, 7), protocol.RankError(1, wrong, consequence=False), protocol.RankExit(1, 1, -9),
             protocol.NodeHello(1, "10.0.0.1"), protocol.NodeHeartbeat(1), protocol.KvCapacity(1, 1),
             protocol.RankReady(1, RankFacts(1, 1, "cpu", (0, 1))), protocol.StepDone(1, 1, bytes(16), 0, [RowResult(5)]),
-            protocol.RankHeartbeat(1, 1 << 40, 1 << 40), protocol.StartupProgress(1, "forged"),
+            protocol.RankHeartbeat(1, protocol.RankPlace(1 << 40, 1 << 40)), protocol.StartupProgress(1, "forged"),
             protocol.StoreRequest(1, 1, "set", ["agreement/start/0"], [b"forged"]),
             protocol.StoreRequest(0, 2, "get", ["agreement/start/0"], []),
         ]  # fmt: skip

@@ -36,8 +36,11 @@ def filled_memory() -> Iterator[None]:
     """What torch.empty gives holds FILLED everywhere, so that it is seen what a kernel leaves as it was."""
     import torch
 
-    with pytest.MonkeyPatch.context() as patch:
+    # torch lists the constructors that `with torch.device(...)` applies to when one is first entered: it must find the real one.
+    with torch.device("cpu"):
         empty = torch.empty
+        empty(0)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(FILLED))
         yield
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: RUF005 (Triton's tuples grow by +)
-"""`kernels.allreduce.signals` in Triton's interpreter, which has one thread and knows no PTX, so that nobody can wait: words are
+"""`comm.signals` in Triton's interpreter, which has one thread and knows no PTX, so that nobody can wait: words are
 read and written by plain loads and stores, and are never cleared."""
 
 from __future__ import annotations

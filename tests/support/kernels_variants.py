@@ -87,6 +87,8 @@ def recorded() -> Iterator[set[Variant]]:
     for module in pkgutil.walk_packages(kernels.__path__, "phalanx.kernels."):
         if has_gluon() or not module.name.endswith((".fp8_skinny", ".prefill_hopper", ".latent_decode_hopper")):
             import_module(module.name)  # before tensors seem to be on a GPU
+    for name in ("oneshot", "twoshot", "sequence_parallel.rs_norm_ag", "sequence_parallel.gemm_rs", "one_sided.on_gpu"):
+        import_module(f"phalanx.comm.{name}")
     variants: set[Variant] = set()
 
     def record(self: Any, key: str, *_: Any) -> None:

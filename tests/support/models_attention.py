@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.reference import quantize_int8
-from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.batch import Batch
+from phalanx.models.cache import LayerCache
 from tests.support.kernels_attention import in_int8 as kernels_in_int8
 
 CPU = torch.device("cpu")
@@ -27,7 +28,8 @@ def made_batch(
     generator = torch.Generator().manual_seed(3)
     lengths = [before + now for before, now in rows]
     needed = sum(-(-length // BLOCK) for length in lengths)
-    cache = LayerCache.zeros(needed + 1, BLOCK, 2, 8, torch.float32, CPU)
+    shape = (needed + 1, BLOCK, 2, 8)
+    cache = LayerCache({"key": torch.zeros(shape), "value": torch.zeros(shape)})
     cache.key[0], cache.value[0] = float("nan"), float("nan")
     free = list(range(1, needed + 1))
     random.Random(5).shuffle(free)
@@ -54,14 +56,13 @@ def made_batch(
 
 def in_fp8(cache: LayerCache, scales: tuple[float, float]) -> LayerCache:
     """The cache in e4m3, for reading with these scales."""
-    return LayerCache(
-        (cache.key / scales[0]).to(torch.float8_e4m3fn), (cache.value / scales[1]).to(torch.float8_e4m3fn)
-    )  # fmt: skip
+    parts = zip(("key", "value"), scales, strict=True)
+    return LayerCache({name: (cache[name] / scale).to(torch.float8_e4m3fn) for name, scale in parts})
 
 
 def in_int8(cache: LayerCache) -> LayerCache:
     """The cache in int8."""
-    return LayerCache(*kernels_in_int8(cache.key, cache.value))
+    return LayerCache(dict(zip(("key", "value", "token_scales"), kernels_in_int8(cache.key, cache.value), strict=True)))
 
 
 def as_read_int8(values: Tensor) -> Tensor:

@@ -9,23 +9,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
+from phalanx.layout import Layout
+from phalanx.layout import weight_tensors as catalog
+from phalanx.layout.cache import group_of
+from phalanx.layout.families import model_cache
+from phalanx.layout.weights import stage_layers, weight_bytes
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, KvCache, empty_cache
+from phalanx.models.batch import Batch
+from phalanx.models.cache import LayerCache, empty_caches
+from phalanx.models.decoder import Decoder
 from phalanx.models.layers.attention.select import select_backend
-from phalanx.plan.layout import stages
-from phalanx.plan.weight_tensors import layer_bytes
+from phalanx.models.slices import LayerContext
 from tests.support.comm_poisoned import poisoned
 
 CPU = torch.device("cpu")
+SLOTS = 128
+"""Sequences, at most: each has the slot of its number."""
 
 
 class Formation:
     """Sequences by index, each with a block table that grows; block 0 is poison: it holds NaN, and nothing may read it.
+    So does the state at slot 0 before a sequence begins there.
 
     options: those of `registry.build` for FP8 and experts.
     """
@@ -34,8 +44,7 @@ class Formation:
         self.options = options
         self.shape = ModelShape.from_folder(folder)
         self.world, self.block_size = LocalWorld(tp), block_size
-        planned = layer_bytes(self.shape, "fp32")
-        ranges = stages(planned.layers, pp, first_bytes=planned.embedding, last_bytes=planned.head)
+        ranges = stage_layers(self.shape, "fp32", pp)
         self.models = [self.world.run(lambda group, layers=layers: self._rank(group, layers, folder)) for layers in ranges]
         self.caches = [[self._caches(model, blocks) for model in stage] for stage in self.models]
         self.free = list(range(1, blocks))
@@ -49,16 +58,17 @@ class Formation:
             for model in stage:
                 weights.dummy(model, seed=seed)
 
-    def _rank(self, group: Group, layers: range, folder: Path) -> registry.Model:
-        model = registry.build(self.shape, group=group, layers=layers, dtype=torch.float32, device=CPU, **self.options)
+    def _rank(self, group: Group, layers: range, folder: Path) -> Decoder:
+        model = registry.build(self.shape, layers, LayerContext(group, torch.float32, CPU, **self.options))
         weights.load(model, folder)
         return model
 
-    def _caches(self, model: registry.Model, blocks: int) -> list[KvCache]:
-        dtype = model.context.cache_dtype
-        caches = [empty_cache(spec, blocks, self.block_size, dtype, CPU) for spec in model.kv_specs()]
+    def _caches(self, model: Decoder, blocks: int) -> list[LayerCache]:
+        caches = empty_caches(model.declared_caches(), blocks, self.block_size, CPU, slots=SLOTS)
         for cache in caches:
-            cache.key[0], cache.value[0] = float("nan"), float("nan")
+            for name, tensor in cache.tensors.items():
+                if name != "token_scales":
+                    tensor[0] = float("nan")
         return caches
 
     def step(self, rows: Sequence[tuple[int, Tensor]], *, padding: int = 0) -> list[Tensor]:
@@ -87,8 +97,10 @@ class Formation:
             lengths.append(end)
             self.lengths[sequence] = end
             self._forget_behind_window(table, begin)
-        width = max(len(self.tables[sequence]) for sequence, _ in rows) + 1
-        tables = torch.tensor([self.tables[s] + [0] * (width - len(self.tables[s])) for s, _ in rows], dtype=torch.int32)
+        width = max(map(len, self.tables.values())) + 1
+        known = [self.tables.get(sequence, []) for sequence in range(SLOTS)]
+        tables = torch.tensor([table + [0] * (width - len(table)) for table in known], dtype=torch.int32)
+        table_rows = torch.tensor([sequence for sequence, _ in rows])
         count = starts[-1]
         ids = torch.cat([tokens for _, tokens in rows] + [torch.zeros(padding, dtype=torch.int64)])
         batches = []
@@ -96,7 +108,7 @@ class Formation:
             batch = Batch(
                 ids, torch.tensor(positions + [0] * padding), torch.tensor(slots + [-1] * padding),
                 torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), tables, torch.arange(count),
-                starts, lengths,
+                starts, lengths, table_rows=table_rows,
             )  # fmt: skip
             batch.attention = select_backend(CPU, torch.float32, self.shape.head_dim, self.shape.latent).plan(batch)
             batches.append(batch)
@@ -104,9 +116,10 @@ class Formation:
 
     def _forget_behind_window(self, table: list[int], next_position: int) -> None:
         """As the scheduler does: a block that no query from next_position on can see goes back, and its entry is poison."""
-        if self.shape.window is None:
+        window = group_of(model_cache(self.shape)).window
+        if window is None:
             return
-        gone = max(0, next_position - self.shape.window + 1) // self.block_size
+        gone = max(0, next_position - window + 1) // self.block_size
         self.free += [block for block in table[:gone] if block]
         table[:gone] = [0] * gone
 
@@ -116,7 +129,7 @@ class ShardedFormation(Formation):
 
     gemm_rs_min_tokens = 1 << 30
 
-    def _rank(self, group: Group, layers: range, folder: Path) -> registry.Model:
+    def _rank(self, group: Group, layers: range, folder: Path) -> Decoder:
         self.groups = [*getattr(self, "groups", []), sharding := poisoned(group, gemm_rs_min_tokens=self.gemm_rs_min_tokens)]
         return super()._rank(sharding, layers, folder)
 
@@ -152,3 +165,15 @@ def assert_every_weight_matters(formation: Formation, ids: Tensor, *, least: flo
         weight.copy_(kept)
         assert (after - before).abs().max() > least, name
         formation.free += formation.tables.pop(number)
+
+
+def assert_catalog_is_read(folder: Path, *, is_on_disk: bool = True) -> None:
+    """The declared tensors are those that a rank reads, and those of the files (is_on_disk); their bytes are as declared."""
+    formation = Formation(folder)
+    model, declared = formation.models[0][0], catalog.tensors(formation.shape)
+    if is_on_disk:
+        assert declared == {name: tuple(weight.shape) for name, weight in load_file(folder / "model.safetensors").items()}
+    parts = list(weights.slices(model))
+    assert {part.name: part.shape for part in parts} == declared
+    nbytes = sum(part.target.nbytes for part in parts) + sum(each.inv_freq.nbytes for each in model.rotary_embs.values())
+    assert weight_bytes(formation.shape, "fp32", Layout()) == (nbytes,)

@@ -68,6 +68,16 @@ def with_input_scale(encode: Callable[[Tensor], Encoded], shape: tuple[int, ...]
     return act
 
 
+def in_names_of_transformers(encode: Callable[[Tensor], Encoded]) -> Callable[[Tensor], Encoded]:
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+
+    def act(weight: Tensor) -> Encoded:
+        stored, scales, meant = encode(weight)
+        return stored, {names[end]: scale for end, scale in scales.items()}, meant
+
+    return act
+
+
 def _group(strategy: str, *, dynamic: bool | None, **more: Any) -> dict[str, Any]:
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     activations = None if dynamic is None else {**number, "dynamic": dynamic, "strategy": "token" if dynamic else "tensor"}
@@ -107,6 +117,13 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded], str]] = {
         lambda weight: per_block(weight, "weight_scale"), "-",
     ),
     "blocks": (_BLOCKS, per_block, "-"),
+    "one scale, transformers": (
+        {
+            "quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+            "modules_to_not_convert": [IGNORED],
+        },
+        in_names_of_transformers(with_input_scale(per_tensor)), "-",
+    ),
     "one scale": ({"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": [IGNORED]}, per_tensor, "-"),
 }  # fmt: skip
 
@@ -121,7 +138,7 @@ def rewrite(plain: Path, folder: Path, form: str) -> tuple[Path, Path]:
     for name, tensor in load_file(plain / "model.safetensors").items():
         layer = name.removesuffix(".weight")
         quantized[name], widened[name] = tensor, tensor.float()
-        if layer.endswith(("_proj", "_with_mqa")) and layer != IGNORED:
+        if layer.endswith(("_proj", "_with_mqa", "_qkvz")) and layer != IGNORED:
             quantized[name], scales, widened[name] = encode(tensor.float())
             quantized |= {f"{layer}.{end}": scale for end, scale in scales.items()}
         if layer.endswith("self_attn.k_proj") and scales_at != "-":
@@ -139,11 +156,12 @@ def rewrite(plain: Path, folder: Path, form: str) -> tuple[Path, Path]:
     return stored, meant
 
 
-def rewrite_by_128(plain: Path, folder: Path) -> tuple[Path, Path]:
-    """`rewrite` in blocks of 128 x 128, as the released DeepSeek-V3 has them."""
+def rewrite_by_128(plain: Path, folder: Path, *ignored: str) -> tuple[Path, Path]:
+    """`rewrite` in blocks of 128 x 128, as the released DeepSeek-V3 has them. ignored: further modules that are not quantized."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[__name__], "BLOCK", (128, 128))
         patch.setitem(FORMS["blocks"][0], "weight_block_size", [128, 128])
+        patch.setitem(FORMS["blocks"][0], "modules_to_not_convert", [IGNORED, *ignored])
         return rewrite(plain, folder, "blocks")
 
 

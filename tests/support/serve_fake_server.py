@@ -13,12 +13,12 @@ import json
 import sys
 from pathlib import Path
 
-from phalanx.comm import launch
+from phalanx import launch
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.serve.app import run
-from phalanx.serve.client import EngineProcessClient
+from phalanx.serve.client import EngineProcessClient, MakeVocabulary
 from tests.support.loop_delays import watch_loop
 
 
@@ -37,10 +37,10 @@ def main() -> int:
         executor = "tests.support.loop_delays:TimedFakeExecutor"
         config_json.setdefault("fake", {})["turns"] = f"{delays}/turns"
 
-    async def start_engine(options: EngineOptions) -> EngineProcessClient:
+    async def start_engine(options: EngineOptions, vocabulary: MakeVocabulary | None = None) -> EngineProcessClient:
         if delays is not None:
             watching.append(asyncio.create_task(watch_loop(Path(delays, "loop"))))
-        return await EngineProcessClient.start(options, executor=executor)
+        return await EngineProcessClient.start(options, executor=executor, vocabulary=vocabulary)
 
     engine, serving = EngineOptions.of(**config_json["engine"]), ServeOptions.of(**config_json["serving"])
     return run(engine, serving, start=start_engine)

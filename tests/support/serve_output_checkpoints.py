@@ -62,6 +62,30 @@ OUTPUT_FAMILIES = {
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>",
         special=("<|python_start|>", "<|python_end|>"),
     ),
+    "minimax_m2": Family(
+        "{% if tools %}" + _TOOLS + '<minimax:tool_call>\n<invoke name="tool-name-1">\n<parameter name="param-key-1">param-value-1'
+        "</parameter>\n</invoke>\n</minimax:tool_call>{% endif %}{% for m in messages %}]~b]{{ m.role }}\n{{ m.content }}[e~[\n"
+        "{% endfor %}{% if add_generation_prompt %}]~b]ai\n<think>\n{% endif %}",
+        special=("]~b]", "[e~["), plain=("<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"), eos=("[e~[",),
+    ),
+    "hy_v3": Family(
+        "{% set s = ':opensource' %}{% if tools %}" + _TOOLS + "{{ '<tool_call%s>{name}<tool_sep%s>\n' % (s, s) }}{% endif %}"
+        "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}{{ '<think' ~ s ~ '>' }}",
+        special=tuple(
+            f"<{end}{tag}:opensource>" for tag in ("think", "tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
+            for end in ("", "/")
+        ),
+    ),
+    "cohere": Family(
+        "{% if tools %}Write <|START_THINKING|>, a plan and <|END_THINKING|>, then <|START_ACTION|>, calls and <|END_ACTION|>.\n"
+        + _TOOLS + "{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|CHATBOT_TOKEN|>",
+        plain=tuple(f"<|{end}_{tag}|>" for tag in ("THINKING", "ACTION", "RESPONSE") for end in ("START", "END")),
+    ),
+    "olmo3": Family(
+        "{% if tools %}Output any function calls within <function_calls></function_calls> XML tags.\n" + _TOOLS + "{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+        special=("<|im_start|>", "<|im_end|>"), plain=("<function_calls>", "</function_calls>"), eos=("<|im_end|>",),
+    ),
     "gpt_oss": Family(
         "<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}\n" + _TOOLS + "<|end|>"
         "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"

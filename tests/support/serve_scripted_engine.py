@@ -13,7 +13,7 @@ import time
 import msgspec
 import zmq
 
-from phalanx.comm import launch
+from phalanx import launch
 from phalanx.config import EngineOptions
 from phalanx.engine.messages import (
     Abort,

@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-from phalanx.comm.launch import read_config
+from phalanx.launch import read_config
 from phalanx.tune.ranks.rank_process import Events, _await
 
 

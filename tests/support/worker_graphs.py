@@ -18,34 +18,24 @@ from torch import Tensor
 from phalanx.comm.group import Group, Solo
 from phalanx.config.model import ModelShape
 from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.grammar import OpenMatcher, no_grammars
 from phalanx.engine.messages import AddRequest, RequestUpdate, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.kernels import reference
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, KvCache, LayerCache
+from phalanx.models.batch import Batch
+from phalanx.models.cache import LayerCache, empty_caches
 from phalanx.models.layers.attention import triton
 from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend
+from phalanx.models.slices import LayerContext
 from phalanx.worker.cuda_graphs import EagerCapturer, GraphCapturer, Replay
 from phalanx.worker.graph_buffers import GraphSize, graph_sizes
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.sampler import Sampler
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engine_drive import BLOCK, Drive
-
-
-class Pipe:
-    """Two stages in one process: what the first sends the second receives."""
-
-    def __init__(self, rank: int, lane: deque[torch.Tensor]) -> None:
-        self.rank, self.size, self._lane = rank, 2, lane
-
-    def send(self, x: torch.Tensor, to: int) -> None:
-        self._lane.append(x.clone())
-
-    def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        return x.copy_(self._lane.popleft())
 
 
 class Stage:
@@ -117,7 +107,7 @@ class Late:
     def __init__(self, batch: Batch, plan: Callable[[Batch], AttentionPlan]) -> None:
         self._batch, self._plan = batch, plan
 
-    def forward(self, query: Tensor, cache: KvCache, **options: Any) -> Tensor:
+    def forward(self, query: Tensor, cache: LayerCache, **options: Any) -> Tensor:
         assert self._batch.table_rows is not None
         tables = self._batch.block_tables[self._batch.table_rows]
         lengths = self._batch.kv_lengths.tolist()
@@ -128,18 +118,19 @@ class Late:
 def make_runner(
     folder: Path, capturer: GraphCapturer | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
     attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128, tokens: int = 0,
-    dp: Group | None = None, ends: Any = None,
+    dp: Group | None = None, ends: Any = None, **speculation: Any,
 ) -> ModelRunner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
-    model = registry.build(
-        shape, group=group or Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU, dp=dp
-    )
+    context = LayerContext(group or Solo(), torch.float32, CPU, dp=dp or Solo())
+    model = registry.build(shape, layers or range(shape.num_layers), context)
     weights.load(model, folder)
-    caches = [LayerCache.zeros(BLOCKS, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
+    proposer = speculation.get("proposer")
+    declared = [*model.declared_caches(), *([] if proposer is None else proposer.declared_caches())]
+    caches = empty_caches(declared, BLOCKS, BLOCK, CPU)
     runner = ModelRunner(
         model, caches, attention(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
         max_batch_size=SLOTS, max_seq_len=longest, block_size=BLOCK, dtype=torch.float32, device=CPU, capturer=capturer,
-        max_num_tokens=tokens, ends=ends,
+        max_num_tokens=tokens, ends=ends, **speculation,
     )  # fmt: skip
     list(runner.capture())
     return runner
@@ -229,14 +220,16 @@ def requests(seed: int, count: int = 16) -> list[tuple[int, AddRequest]]:
 
 
 def serve(
-    stages: Sequence[ModelRunner], arrivals: Sequence[tuple[int, AddRequest]], **overrides: Any
-) -> tuple[dict[str, list[RequestUpdate]], Scheduler]:
+    stages: Sequence[ModelRunner], arrivals: Sequence[tuple[int, AddRequest]], choose_drafts: Callable[[int], int] | None = None,
+    open_matcher: OpenMatcher = no_grammars, **overrides: Any,
+) -> tuple[dict[str, list[RequestUpdate]], Scheduler]:  # fmt: skip
     """What each request is told; the ranks have each step's results at once, and the scheduler takes them as late as it may."""
     fields: dict[str, Any] = {
         "num_blocks": 30, "block_size": BLOCK, "max_batch_size": SLOTS, "max_num_tokens": TOKENS, "max_seq_len": 128,
         "vocab_size": VOCAB_SIZE, "pipeline_stages": len(stages), **overrides,
     }  # fmt: skip
-    scheduler = Scheduler(SchedulerOptions(**fields))
+    scheduler = Scheduler(SchedulerOptions(**fields), open_matcher)
+    scheduler.choose_drafts = choose_drafts or scheduler.choose_drafts
     coming, results, turn = deque(arrivals), deque[StepResult](), 0
     updates: dict[str, list[RequestUpdate]] = {add.request_id: [] for _, add in arrivals}
     while coming or not scheduler.idle:

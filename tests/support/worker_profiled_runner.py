@@ -10,9 +10,10 @@ import torch
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
-from phalanx.models.batch import LayerCache
+from phalanx.models.cache import LayerCache, empty_caches
 from phalanx.models.layers.attention.backend import AttentionBackend
 from phalanx.models.layers.attention.select import select_backend
+from phalanx.models.slices import LayerContext
 from phalanx.worker import memory_profile
 from phalanx.worker.cuda_graphs import CudaGraphCapturer, EagerCapturer, GraphCapturer
 from phalanx.worker.model_runner import ModelRunner
@@ -23,21 +24,19 @@ SLOTS, BLOCK, LONGEST = 24, 16, 2048
 
 
 def made_runner(
-    folder: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool = True, tokens: int = 0, fp8_cache: bool = False,
-    int8_cache: bool = False, attention: AttentionBackend | None = None,
+    folder: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool = True, tokens: int = 0,
+    kv_cache_dtype: str = "model", attention: AttentionBackend | None = None,
 ) -> ModelRunner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
-    model = registry.build(
-        shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8_cache=fp8_cache,
-        int8_cache=int8_cache,
-    )  # fmt: skip
+    context = LayerContext(Solo(), dtype, device, kv_cache_dtype=kv_cache_dtype)
+    model = registry.build(shape, range(shape.num_layers), context)
     weights.load(model, folder)
     on_gpu = device.type == "cuda"
     attention = attention or (select_backend(device, dtype, shape.head_dim) if on_gpu else Fixed())
     capturer: GraphCapturer = CudaGraphCapturer(device) if on_gpu else EagerCapturer()
 
     def caches(blocks: int) -> list[LayerCache]:
-        return [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, model.context.cache_dtype, device) for s in model.kv_specs()]
+        return empty_caches(model.declared_caches(), blocks, BLOCK, device)
 
     runner = ModelRunner(
         model, caches(1), attention, Sampler(SLOTS, shape.vocab_size, device), Solo(), max_batch_size=SLOTS, max_seq_len=LONGEST,

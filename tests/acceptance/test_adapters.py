@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens and log probabilities with a LoRA adapter equal those of the model into which it is merged, in fp32 on CPU, with real rank
+processes: each layout, several adapters and none in one batch, prefix hits, preemption, drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from phalanx import LLM, SamplingParams
+from phalanx.errors import AdapterError, AdapterNotFound
+from tests.support.adapters import merge, write_adapter
+from tests.support.checkpoints import write_checkpoint
+from tests.support.greedy_tokens import continued
+
+pytestmark = pytest.mark.usefixtures("forked_python")
+
+NEW_TOKENS = 10
+NAMES = [f"adapter {number}" for number in range(8)]
+KINDS = [
+    {}, {"modules": ("q_proj",)}, {"modules": ("down_proj", "o_proj"), "use_rslora": True}, {"r": 7, "lora_alpha": 3},
+    {"rank_pattern": {"v_proj": 2, "model.layers.1.mlp.up_proj": 9}, "alpha_pattern": {"gate_proj": 30}}, {"r": 1},
+    {"modules": ("k_proj", "up_proj"), "r": 12}, {"lora_alpha": 16, "use_rslora": True},
+]  # fmt: skip
+"""Of the adapters."""
+
+
+@dataclass
+class Merged:
+    base: Path
+    adapters: list[Path]
+    prompts: list[list[int]]
+    wanted: list[tuple[list[int], list[float]]]
+    """Tokens and log probabilities of each adapter's prompt, then of the base's."""
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory) -> Merged:
+    root = tmp_path_factory.mktemp("adapters")
+    base = write_checkpoint(root / "base", "llama", num_hidden_layers=3, num_attention_heads=12, num_key_value_heads=3)
+    adapters = [write_adapter(root / name, base, seed=seed, **KINDS[seed]) for seed, name in enumerate(NAMES)]
+    shared = [(7 * at) % 380 for at in range(19)]
+    prompts, wanted = [], []
+    for number, adapter in enumerate([*adapters, None]):
+        folder = base if adapter is None else merge(base, adapter, root / f"merged {number}")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        prompt = [*shared, 11 + number % 3]  # of all adapters the same blocks of tokens
+        sequence = continued(model, prompt, NEW_TOKENS)
+        with torch.inference_mode():
+            scores = model(sequence).logits[0].log_softmax(-1)
+        tokens = sequence[0, len(prompt) :].tolist()
+        prompts.append(prompt)
+        wanted.append((tokens, [scores[len(prompt) - 1 + at, token].item() for at, token in enumerate(tokens)]))
+    assert len({tuple(tokens) for tokens, _ in wanted}) >= 8, "adapters change what the model says"
+    return Merged(base, adapters, prompts, wanted)
+
+
+def params_of(names: list[str | None]) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, adapter=name) for name in names
+    ]  # fmt: skip
+
+
+def check(merged: Merged, llm: LLM, numbers: list[int], names: list[str | None]) -> None:
+    outputs = llm.generate([merged.prompts[number] for number in numbers], params_of(names), use_tqdm=False)
+    for number, output in zip(numbers, outputs, strict=True):
+        tokens, logprobs = merged.wanted[number]
+        assert output.outputs[0].token_ids == tokens, f"adapter {number}"
+        assert [entry.logprob for entry in output.outputs[0].logprobs] == pytest.approx(logprobs, abs=2e-4)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_tokens_equal_those_of_the_merged_model(merged, tp, pp):
+    """Eight adapters and none in one batch. The cache holds few of them, so that requests are preempted, and what they computed is
+    found again; six slots, so that adapters take each other's."""
+    with LLM(
+        merged.base, device="cpu", tensor_parallel_size=tp, pipeline_parallel_size=pp, max_loras=6, max_lora_rank=12,
+        kv_block_size=4, max_num_tokens=24, max_batch_size=9, max_seq_len=40, kv_cache_bytes=40 * 4608 // tp // pp,
+    ) as llm:  # fmt: skip
+        for name, folder in zip(NAMES, merged.adapters, strict=True):
+            llm.load_adapter(name, folder)
+        order = [8, *range(8)]
+        for _ in range(2):
+            check(merged, llm, order, [None if number == 8 else NAMES[number] for number in order])
+        stats = llm.stats()
+        assert stats.prefix_hits > 0
+        assert stats.blocks_referenced == 0
+        assert stats.max_adapters == len(stats.adapters_in_slots) == 6
+        # Another adapter under a known name: neither its old weights nor its old keys and values.
+        llm.unload_adapter(NAMES[0])
+        with pytest.raises(AdapterNotFound, match="'adapter 0' is not loaded"):
+            check(merged, llm, [0], [NAMES[0]])
+        with pytest.raises(AdapterError, match="is already loaded"):
+            llm.load_adapter(NAMES[1], merged.adapters[0])
+        llm.load_adapter(NAMES[0], merged.adapters[4])
+        check(merged, llm, [4], [NAMES[0]])
