@@ -73,6 +73,19 @@ def check(merged: Merged, llm: LLM, numbers: list[int], names: list[str | None])
         assert [entry.logprob for entry in output.outputs[0].logprobs] == pytest.approx(logprobs, abs=2e-4)
 
 
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tokens_on_a_gpu_equal_those_of_the_merged_model(merged):
+    """Eight adapters and none in one batch, in CUDA graphs that were captured before any adapter came."""
+    with LLM(merged.base, dtype="fp32", max_loras=8, max_lora_rank=12, max_batch_size=9, max_seq_len=40) as llm:
+        for name, folder in zip(NAMES, merged.adapters, strict=True):
+            llm.load_adapter(name, folder)
+        order = [*range(8), 8]
+        check(merged, llm, order, [*NAMES, None])
+        ran = llm.stats().ran
+    assert ran["decode graph/steps"] >= NEW_TOKENS - 1, ran
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 def test_tokens_equal_those_of_the_merged_model(merged, tp, pp):
     """Eight adapters and none in one batch. The cache holds few of them, so that requests are preempted, and what they computed is

@@ -89,10 +89,11 @@ class Drive:
         return result.batches[0]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], count: int, *, chunk: int = 64, ahead: bool = False, params: SamplingParams = GREEDY
-    ) -> list[list[int]]:
+        self, prompts: Sequence[Sequence[int]], count: int, *, chunk: int = 64, ahead: bool = False,
+        params: SamplingParams = GREEDY, adapters: Sequence[int] = (),
+    ) -> list[list[int]]:  # fmt: skip
         """Greedy tokens of all prompts together: prefills in chunks, then decodes. `ahead`: rows name no tokens but take those that
-        the step before, still in flight, sampled into the slots."""
+        the step before, still in flight, sampled into the slots. adapters: the slot of each prompt's, -1 for none."""
         tables: list[list[int]] = [[] for _ in prompts]
         free = list(self._blocks)
 
@@ -102,7 +103,9 @@ class Drive:
             return new
 
         tokens: list[list[int]] = [[] for _ in prompts]
-        admitted = [SlotAssignment(slot, list(prompt), len(prompt), params, seed=1) for slot, prompt in enumerate(prompts)]
+        admitted, adapted = [], max(adapters, default=-1) >= 0
+        for slot, (prompt, adapter) in enumerate(zip(prompts, adapters or [-1] * len(prompts), strict=True)):
+            admitted.append(SlotAssignment(slot, list(prompt), len(prompt), params, seed=1, adapter=adapter))
         for begin in range(0, max(map(len, prompts)), chunk):
             rows = []
             for slot, prompt in enumerate(prompts):
@@ -110,7 +113,7 @@ class Drive:
                 if part:
                     end = begin + len(part)
                     rows.append(StepRow(slot, begin, len(part), part, grow(slot, end), samples=end == len(prompt)))
-            results = self.run(StepBatch(admitted=admitted, rows=rows))
+            results = self.run(StepBatch(admitted=admitted, rows=rows, adapted=adapted))
             admitted = []
             for row, result in zip(rows, results, strict=True):
                 assert len(result.tokens) == row.samples
@@ -121,7 +124,7 @@ class Drive:
             for slot, prompt in enumerate(prompts):
                 at = len(prompt) + number
                 rows.append(StepRow(slot, at, 1, [] if ahead else [tokens[slot][-1]], grow(slot, at + 1), samples=True))
-            self.step(StepBatch(rows=rows))
+            self.step(StepBatch(rows=rows, adapted=adapted))
             in_flight += 1
             for result in await_results(self._collect, in_flight - 1 if ahead else in_flight):
                 in_flight -= 1

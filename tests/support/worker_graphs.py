@@ -22,7 +22,9 @@ from phalanx.engine.grammar import OpenMatcher, no_grammars
 from phalanx.engine.messages import AddRequest, RequestUpdate, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.kernels import reference
+from phalanx.kernels.adapters.rows import AdapterBatch
 from phalanx.models import registry, weights
+from phalanx.models.adapters import ModelAdapters
 from phalanx.models.batch import Batch
 from phalanx.models.cache import LayerCache, empty_caches
 from phalanx.models.layers.attention import triton
@@ -118,10 +120,10 @@ class Late:
 def make_runner(
     folder: Path, capturer: GraphCapturer | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
     attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128, tokens: int = 0,
-    dp: Group | None = None, ends: Any = None, **speculation: Any,
+    dp: Group | None = None, ends: Any = None, adapters: AdapterBatch | None = None, **speculation: Any,
 ) -> ModelRunner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
-    context = LayerContext(group or Solo(), torch.float32, CPU, dp=dp or Solo())
+    context = LayerContext(group or Solo(), torch.float32, CPU, dp=dp or Solo(), adapters=adapters)
     model = registry.build(shape, layers or range(shape.num_layers), context)
     weights.load(model, folder)
     proposer = speculation.get("proposer")
@@ -130,7 +132,7 @@ def make_runner(
     runner = ModelRunner(
         model, caches, attention(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
         max_batch_size=SLOTS, max_seq_len=longest, block_size=BLOCK, dtype=torch.float32, device=CPU, capturer=capturer,
-        max_num_tokens=tokens, ends=ends, **speculation,
+        max_num_tokens=tokens, ends=ends, adapters=None if adapters is None else ModelAdapters(model, adapters), **speculation,
     )  # fmt: skip
     list(runner.capture())
     return runner

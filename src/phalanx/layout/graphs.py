@@ -50,19 +50,24 @@ arithmetic, and no longer for weights."""
 
 class GraphSize(NamedTuple):
     """The size of a graph: tokens, the first `decode_rows` of which may be decode rows, and `prefill_rows` rows for the
-    other tokens. With 0 prefill rows it is a decode graph, which ends with the argmax tokens; else a mixed graph."""
+    other tokens. With 0 prefill rows it is a decode graph, which ends with the argmax tokens; else a mixed graph. adapted: layers
+    add the deltas of adapters, of whichever tokens have one."""
 
     tokens: int
     decode_rows: int
     prefill_rows: int = 0
+    adapted: bool = False
 
 
-def graph_sizes(max_rows: int, max_tokens: int) -> tuple[list[GraphSize], list[GraphSize]]:
+def graph_sizes(max_rows: int, max_tokens: int, *, adapted: bool = False) -> tuple[list[GraphSize], list[GraphSize]]:
     """The sizes of decode graphs, up to `max_rows` rows, and of mixed graphs, up to as many decode rows and up to `max_tokens`
-    tokens: few enough to capture, close enough that padding costs little."""
+    tokens: few enough to capture, close enough that padding costs little. adapted: then the same decode graphs with adapters, apart
+    from the others, so that a step without them costs nothing more."""
     rows = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
     tokens = _up_to(min(max_tokens, MIXED_GRAPH_TOKENS[-1]), MIXED_GRAPH_TOKENS) if max_tokens > 1 else []
     decode = [GraphSize(count, count) for count in _up_to(max_rows, rows)]
+    if adapted:
+        decode += [size._replace(adapted=True) for size in decode]
     return decode, [GraphSize(count, min(count, max_rows), _prefill_rows(count, max_rows)) for count in tokens]
 
 

@@ -100,10 +100,14 @@ def pair_bytes(shape: ModelShape, dtype: str, tokens: int) -> int:
     return 0 if shape.experts is None else itemsize(dtype) * tokens * shape.experts.per_token * shape.hidden_size
 
 
-def graph_bytes(shape: ModelShape, dtype: str, layout: Layout, max_batch_size: int, max_num_tokens: int) -> int:
-    """Set aside for CUDA graphs: so much for each, as the engine does, and what a capture of the largest one with prompts takes."""
+def graph_bytes(
+    shape: ModelShape, dtype: str, layout: Layout, max_batch_size: int, max_num_tokens: int, *, adapted: bool = False
+) -> int:
+    """Set aside for CUDA graphs: so much for each, as the engine does, and what a capture of the largest one with prompts takes.
+    adapted: those with adapters are captured, too."""
     rows, tokens = -(-max_batch_size // layout.pp), graph_tokens(shape, dtype, layout, max_num_tokens)
-    captured = GRAPH_BYTES * sum(map(len, graph_sizes(rows, max(tokens, min(max_num_tokens, FEW_GRAPH_TOKENS)))))
+    most = max(tokens, min(max_num_tokens, FEW_GRAPH_TOKENS))
+    captured = GRAPH_BYTES * sum(map(len, graph_sizes(rows, most, adapted=adapted)))
     if shape.latent is not None:  # each head's query over latents, and what it attended to
         captured += 2 * tokens * -(-shape.num_heads // layout.tp) * shape.latent.kv_rank * itemsize(dtype)
     return captured + int(document()["memory"][GRAPH_PAIR] * pair_bytes(shape, dtype, tokens))
@@ -178,7 +182,9 @@ def rank_memory(shape: ModelShape, layout: Layout, total: int, sizes: Sizes) -> 
         weights = tuple(weight + slots_of_adapters * one for weight, one in zip(weights, each, strict=True))
     activations = activation_bytes(shape, layout, sizes.max_num_tokens, sizes.slots, sizes.dtype)
     beside = activations + overhead_bytes(shape, layout, sizes.max_num_tokens)
-    captured = graph_bytes(shape, sizes.dtype, layout, sizes.slots, sizes.max_num_tokens) if sizes.graphs else 0
+    captured, adapted = 0, slots_of_adapters > 0
+    if sizes.graphs:
+        captured = graph_bytes(shape, sizes.dtype, layout, sizes.slots, sizes.max_num_tokens, adapted=adapted)
     caches, slots = stage_caches(shape, sizes.kv, sizes.dtype, layout), -(-sizes.slots // layout.dp)
     if draft is not None:
         caches = (*caches[:-1], (*caches[-1], *network_caches(draft, sizes.kv, layout.tp)))

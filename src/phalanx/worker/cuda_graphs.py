@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of whole steps: forwards of some sizes, captured once and replayed without the host. Decode graphs are for R decode
-rows that all sample; mixed graphs for T tokens of any rows, decode and prefill.
+rows that all sample; mixed graphs for T tokens of any rows, decode and prefill. Where there are adapters, decode graphs are
+captured a second time, with their deltas.
 
 A step smaller than its graph is padded with tokens and rows that write nothing and whose output is not used. A decode graph of many
 rows has a second version for short rows, in which attention is faster as none of them is long. A graph reads and writes at fixed
@@ -28,11 +29,13 @@ from torch import Tensor
 from phalanx import kernels
 from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS, StepExtent
 from phalanx.kernels.sampling import sampling
+from phalanx.models.adapters import ModelAdapters
 from phalanx.models.batch import Batch, InnerStates, count_leading_decodes
 from phalanx.models.cache import LayerCache
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers.attention.backend import AttentionBackend
 from phalanx.worker.graph_buffers import (
+    AdapterInputs,
     DecodeGraphBuffers,
     DpGraphTokens,
     GraphSize,
@@ -41,7 +44,7 @@ from phalanx.worker.graph_buffers import (
     graph_sizes,
     max_graph_tokens,
 )
-from phalanx.worker.input_batch import BlockTables, HostBatch
+from phalanx.worker.input_batch import BlockTables, HostBatch, Ints
 from phalanx.worker.speculation.proposer import Proposer
 
 Replay = Callable[[], None]
@@ -140,30 +143,31 @@ class StepGraphs:
     last_tokens [slots] int64: the token that was sampled last, by slot; written on the last stage, and read on the first where it
     has them: it is the last, too, or `returns_tokens` (see `token_return`). max_rows: decode rows of a step; with pipeline stages
     fewer than the slots, with drafts more. max_num_tokens: of a step; 0 for decode graphs only. proposer: its
-    work behind a step is captured, too.
+    work behind a step is captured, too. adapters: those of the model.
     """
 
     def __init__(
         self, model: Decoder, backend: AttentionBackend, tables: BlockTables, last_tokens: Tensor, capturer: GraphCapturer, *,
         first: bool, last: bool, dtype: torch.dtype, max_rows: int, max_num_tokens: int = 0, returns_tokens: bool = False,
-        proposer: Proposer | None = None,
+        proposer: Proposer | None = None, adapters: ModelAdapters | None = None,
     ) -> None:  # fmt: skip
         self._model, self._backend, self._tables, self._capturer = model, backend, tables, capturer
-        self._proposer = proposer
+        self._proposer, self._adapters = proposer, adapters
         self._last_tokens, self._reads_tokens = last_tokens, first and (last or returns_tokens)
         device = last_tokens.device
         assert backend.graphs is not None, f"attention back end {backend.name} supports no graphs"
         self._graph_support = backend.graphs
         max_tokens = min(max_num_tokens, max_graph_tokens(model)) if self._graph_support.captures_prefill else 0
-        decode_sizes, mixed_sizes = graph_sizes(max_rows, max_tokens)
+        decode_sizes, mixed_sizes = graph_sizes(max_rows, max_tokens, adapted=adapters is not None)
         self.sizes = [*decode_sizes, *mixed_sizes]
-        self.largest = [*decode_sizes[-1:], *mixed_sizes[-1:]]
+        self.largest = [*{(size.prefill_rows > 0, size.adapted): size for size in self.sizes}.values()]
         self.decode_buffers = DecodeGraphBuffers(max_rows, model, first=first, last=last, dtype=dtype, device=device)
         self.mixed_buffers: MixedGraphBuffers | None = None
         if mixed_sizes:
             self.mixed_buffers = MixedGraphBuffers(mixed_sizes[-1], model, first=first, dtype=dtype, device=device)
         indices, width = model.context.dp.size, max(size.tokens for size in self.sizes)
         self.dp_tokens = DpGraphTokens(indices, width, device) if indices > 1 else None
+        self._adapter_inputs = None if adapters is None else AdapterInputs(decode_sizes[-1].tokens, adapters.batch.slots, device)
         self._inner: InnerStates | None = None
         if proposer is not None and proposer.inner_layers:
             shape = width, len(proposer.inner_layers) * model.shape.hidden_size
@@ -172,6 +176,7 @@ class StepGraphs:
         self._batches: dict[GraphSize, Batch] = {}
         self._short: dict[GraphSize, tuple[int, Replay]] = {}  # the limit of the KV length, and the graph for shorter rows
         self._ready_decode: list[GraphSize] = []  # the captured sizes, in order
+        self._ready_adapted: list[GraphSize] = []
         self._ready_mixed: list[GraphSize] = []
         self._max_prefill_pairs = math.inf  # of a step that a mixed graph runs
 
@@ -179,7 +184,7 @@ class StepGraphs:
         """Capture the forwards of these sizes over these caches. Decode graphs, which gain most, come first; of each kind the
         largest comes first, since the others share its memory. Yields each size once its graphs are captured, and captures those of
         the proposer at the end. Collective: all ranks capture the same sizes, as their heads and GPUs are alike."""
-        for size in sorted(sizes, key=lambda size: (size.prefill_rows > 0, -size.tokens)):
+        for size in sorted(sizes, key=lambda size: (size.prefill_rows > 0, size.adapted, -size.tokens)):
             batch = self.buffers(size).batch(size, self._tables.device, self._last_tokens if self._reads_tokens else None)
             if self._inner is not None:
                 batch.inner = replace(self._inner, out=self._inner.out[: size.tokens])
@@ -187,12 +192,13 @@ class StepGraphs:
             limit = self._short_kv_limit(size)  # known once a forward has met all kinds of layers
             if limit:
                 self._short[size] = limit, self._capture(size, replace(batch, short=True), caches)
-            self._ready_decode = sorted(ready for ready in self._captured if not ready.prefill_rows)
+            self._ready_decode = sorted(ready for ready in self._captured if not ready.prefill_rows and not ready.adapted)
+            self._ready_adapted = sorted(ready for ready in self._captured if ready.adapted)
             self._ready_mixed = sorted(ready for ready in self._captured if ready.prefill_rows)
             self._max_prefill_pairs = self._graph_support.max_prefill_pairs()
             yield size
         if self._proposer is not None:
-            self._proposer.capture(self._capturer, {size: self._batches[size] for size in sizes})
+            self._proposer.capture(self._capturer, {size: self._batches[size] for size in sizes if not size.adapted})
 
     def warm_up(self, caches: Sequence[LayerCache]) -> None:
         """Run the forwards of each size once, without graphs. Collective, as `capture`."""
@@ -206,7 +212,8 @@ class StepGraphs:
 
     def reset(self) -> None:
         """Drop all graphs, and their memory."""
-        for graphs in (self._captured, self._batches, self._short, self._ready_decode, self._ready_mixed):
+        ready = self._ready_decode, self._ready_adapted, self._ready_mixed
+        for graphs in (self._captured, self._batches, self._short, *ready):
             graphs.clear()
         if self._proposer is not None:
             self._proposer.reset()
@@ -215,7 +222,7 @@ class StepGraphs:
     @property
     def count(self) -> int:
         """Graphs of all sizes, captured or not; known once a forward has met all kinds of layers."""
-        proposers = 0 if self._proposer is None else self._proposer.graphs(self.sizes)
+        proposers = 0 if self._proposer is None else self._proposer.graphs([size for size in self.sizes if not size.adapted])
         return sum(2 if self._short_kv_limit(size) else 1 for size in self.sizes) + proposers
 
     def _short_kv_limit(self, size: GraphSize) -> int:
@@ -235,8 +242,12 @@ class StepGraphs:
         batch.attention = self._backend.plan(batch)  # first: later work reads early what it computes
         kernels.index_put_(self._tables.device.view(-1), columns.table_entries, columns.block_ids)
         batch.dp_tokens = None if self.dp_tokens is None else self.dp_tokens.of(size)
+        if self._adapters is not None and self._adapter_inputs is not None and size.adapted:
+            self._adapters.batch.rows = self._adapter_inputs.rows(size)
         hidden_states = self._model.hidden_states(batch, caches, None if buffers.hidden is None else buffers.hidden[:tokens])
         batch.attention = batch.dp_tokens = None  # a plan references its batch: both would wait for the cyclic garbage collector
+        if self._adapters is not None:
+            self._adapters.batch.rows = None
         if buffers.out is not None:
             buffers.out[:tokens].copy_(hidden_states)
         if isinstance(buffers, DecodeGraphBuffers) and buffers.logits is not None and lm_head is not None:
@@ -254,27 +265,31 @@ class StepGraphs:
         """The input of a captured size."""
         return self._batches[size]
 
-    def size_of(self, host_batch: HostBatch) -> GraphSize | None:
+    def size_of(self, host_batch: HostBatch, *, adapted: bool = False) -> GraphSize | None:
         """The smallest captured size that can forward these rows: a decode graph if every row is a decode row whose logits are
         wanted, and no other logits are; else a mixed graph. None where there is none, or none that is faster than to forward them
-        without one."""
+        without one. adapted: some of them have an adapter."""
         rows, tokens = len(host_batch.slots), len(host_batch.token_ids)
         all_decodes = tokens == len(host_batch.sampled_slots) == len(host_batch.logit_rows) == rows
         decodes = count_leading_decodes(host_batch.query_starts) if self._ready_mixed else 0
         pairs = host_batch.prefill_pairs if rows > decodes and self._max_prefill_pairs < math.inf else 0
-        return self._smallest(tokens, decodes, rows - decodes, pairs, all_decodes)
+        return self._smallest(tokens, decodes, rows - decodes, pairs, all_decodes, adapted)
 
     def size_of_step(self, extent: StepExtent) -> GraphSize | None:
         """As `size_of`, for the parts of all dp indices: the same on every rank."""
         tokens = max(extent.tokens)
-        return self._smallest(tokens, extent.decode_rows, extent.prefill_rows, extent.prefill_pairs, extent.decodes)
+        rows = extent.decode_rows, extent.prefill_rows
+        return self._smallest(tokens, *rows, extent.prefill_pairs, extent.decodes, extent.adapted)
 
-    def _smallest(self, tokens: int, decodes: int, prefills: int, prefill_pairs: int, all_decodes: bool) -> GraphSize | None:
+    def _smallest(
+        self, tokens: int, decodes: int, prefills: int, prefill_pairs: int, all_decodes: bool, adapted: bool
+    ) -> GraphSize | None:
         if all_decodes:
-            index = bisect_left(self._ready_decode, (tokens,))
-            if index < len(self._ready_decode):
-                return self._ready_decode[index]
-        if prefill_pairs > self._max_prefill_pairs:
+            ready = self._ready_adapted if adapted else self._ready_decode
+            index = bisect_left(ready, (tokens,))
+            if index < len(ready):
+                return ready[index]
+        if adapted or prefill_pairs > self._max_prefill_pairs:
             return None
         for size in self._ready_mixed:
             if tokens <= size.tokens and decodes <= size.decode_rows and prefills <= size.prefill_rows:
@@ -283,15 +298,17 @@ class StepGraphs:
 
     def replay(
         self, size: GraphSize, host_batch: HostBatch, new: NewBlocks, receive: Callable[[Tensor], Tensor],
-        expand: Expand | None = None,
+        expand: Expand | None = None, token_adapters: Ints | None = None,
     ) -> None:  # fmt: skip
         """Forward T tokens that the size can hold. The output stays in the buffers until the next replay. new: the blocks that the
         device's tables lack, at most `max_new_blocks`. `receive` fills the residual stream [T, hidden_size] on later stages.
-        expand: writes the input of rows that verify drafts."""
+        expand: writes the input of rows that verify drafts. token_adapters [T]: the slot of each token's adapter, -1 for none."""
         limit, short = self._short.get(size, (0, None))
         run = short if short is not None and host_batch.kv_lengths.max(initial=0) <= limit else self._captured[size]
         buffers = self.buffers(size)
         buffers.fill(host_batch, new, size)
+        if size.adapted and self._adapter_inputs is not None:
+            self._adapter_inputs.fill(token_adapters, size)
         if expand is not None:
             columns = buffers.columns
             expand(columns.token_ids, columns.positions, columns.kv_slots, columns.kv_lengths)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.quantization import on_load
+from phalanx.kernels.adapters.rows import FEW, AdapterRows, grouped, most_tiles, tile_of
 from phalanx.layout import Layout, graphs
 from phalanx.layout.graphs import GraphSize as GraphSize
 from phalanx.layout.graphs import graph_sizes as graph_sizes
@@ -211,6 +212,36 @@ class DpGraphTokens:
         """For the forward of a size, inside its graph: counts of the step that is replayed are read there."""
         valid = self._row_numbers[: size.tokens] < self._counts.unsqueeze(1)
         return DpTokens([size.tokens] * len(self._counts), size.tokens, valid.view(-1).long() - 1)
+
+
+class AdapterInputs:
+    """Which tokens have which adapter, on the device at fixed addresses, in graphs of up to `width` tokens of adapters in `slots`
+    slots: see `AdapterRows`."""
+
+    def __init__(self, width: int, slots: int, device: torch.device) -> None:
+        self._slots = slots
+        most = most_tiles(width, slots, FEW)
+
+        def views(matrix: Any) -> tuple[Any, Any]:
+            int32: Any = torch.int32 if isinstance(matrix, Tensor) else np.int32
+            return matrix[:width], matrix[width:].view(int32)[: 3 * most].reshape(most, 3)
+
+        both = torch.zeros(width + (3 * most + 1) // 2, dtype=torch.int64, device=device)
+        self._order, self._tiles = views(both)
+        self._ring = PinnedRing(both, views)
+
+    def rows(self, size: GraphSize) -> AdapterRows:
+        """For the forward of a size, inside its graph: what the step that is replayed has is read there."""
+        tile = tile_of(size.tokens)
+        tiles = self._tiles[: most_tiles(size.tokens, self._slots, tile)]
+        return AdapterRows(size.tokens, self._order[: size.tokens], tiles, tile)
+
+    def fill(self, slots: Ints | None, size: GraphSize) -> None:
+        """slots [T]: of each token's adapter, -1 for none; None: no token has any."""
+        order, tiles = grouped(np.empty(0, dtype=np.int64) if slots is None else slots, tile_of(size.tokens))
+        with self._ring.next() as (order_views, tile_views):
+            order_views[: len(order)] = order
+            tile_views[: len(tiles)], tile_views[len(tiles) :] = tiles, 0
 
 
 View = TypeVar("View")

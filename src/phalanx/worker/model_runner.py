@@ -121,7 +121,7 @@ class ModelRunner:
 
     max_rows: of a step, as a scheduler makes it for this many stages. Graphs have no more rows. max_drafts: that a row of a step
     verifies. proposer: of drafts, on the last stage. acceptance: rates that decide instead of the tokens, for measurements: see
-    `accept_drafts`. adapters: those of the model. A step with them runs eagerly: no graph has their kernels.
+    `accept_drafts`. adapters: those of the model. Of steps with them only those of decode rows run as graphs.
 
     Where the model is `row_by_row` (see `LayerContext`), each token is a forward of its own, so that nothing else of the step has a
     part in it. Not with drafts, and not with several dp indices.
@@ -167,7 +167,7 @@ class ModelRunner:
             self.graphs = StepGraphs(
                 model, backend, self._tables, self._last_tokens, capturer, first=self._first, last=self._last, dtype=dtype,
                 max_rows=max_decode_rows(self.max_rows, max_drafts), max_num_tokens=max_num_tokens,
-                returns_tokens=self._token_return is not None, proposer=proposer,
+                returns_tokens=self._token_return is not None, proposer=proposer, adapters=adapters,
             )  # fmt: skip
 
     def take_caches(self, caches: Sequence[LayerCache]) -> None:
@@ -204,15 +204,15 @@ class ModelRunner:
         host_batch, new = self._build(step.rows, reported, verifying)
         verification = self._verification(step.rows, host_batch, verifying)
         expand = None if verification is None or not verifying else partial(self._expand, step.rows, verification)
-        size = None if step.adapted else self._graph_size(host_batch, extent)
+        size = self._graph_size(host_batch, extent, step.adapted)
         if size is not None and not size.prefill_rows and self._pooled.any_of(step.rows):
             size = None  # a decode graph leaves no hidden states
         self.ran.add(size, len(host_batch.token_ids))
-        if size is None:
-            with self._adapting(step, host_batch):
+        with self._adapting(step, host_batch):
+            if size is None:
                 hidden_states, forwarded = self._eager(host_batch, new, extent, expand)
-        else:
-            hidden_states, forwarded = self._replay(size, host_batch, new, expand)
+            else:
+                hidden_states, forwarded = self._replay(size, host_batch, new, expand)
         output = StepOutput()
         if forwarded is not None:
             output = self._sample(step.rows, host_batch, reported, forwarded, verification)
@@ -278,7 +278,7 @@ class ModelRunner:
         output = StepOutput(0 if self._last else None)
         if extent is not None and any(extent.tokens):
             host_batch = HostBatch.empty()
-            size = self._graph_size(host_batch, extent)
+            size = self._graph_size(host_batch, extent, adapted=False)
             if size is None:
                 self._model.serve_experts(DpTokens.of(extent.tokens))
             else:
@@ -289,12 +289,13 @@ class ModelRunner:
                 output.event.record()
         return output
 
-    def _graph_size(self, host_batch: HostBatch, extent: StepExtent | None) -> GraphSize | None:
-        """The size of the graph that runs the step; None where none does. It is filled with the tokens of each dp index."""
-        if self.graphs is None or (extent is not None and extent.adapted):
+    def _graph_size(self, host_batch: HostBatch, extent: StepExtent | None, adapted: bool) -> GraphSize | None:
+        """The size of the graph that runs the step; None where none does. It is filled with the tokens of each dp index. adapted:
+        rows of this index have adapters."""
+        if self.graphs is None:
             return None
         if extent is None:
-            return self.graphs.size_of(host_batch)
+            return self.graphs.size_of(host_batch, adapted=adapted)
         size = self.graphs.size_of_step(extent)
         if size is not None and self.graphs.dp_tokens is not None:
             self.graphs.dp_tokens.fill(extent.tokens)
@@ -310,8 +311,9 @@ class ModelRunner:
         if len(new[0]) > buffers.max_new_blocks or expand is not None:
             self._store(new)
             new = new[0][:0], new[1][:0]
-        self.graphs.replay(size, host_batch, new, self._receive, expand)
+        self.graphs.replay(size, host_batch, new, self._receive, expand, self._token_adapters)
         batch = self.graphs.batch(size)
+        size = size._replace(adapted=False)  # drafts are proposed without adapters
         if isinstance(buffers, DecodeGraphBuffers) and buffers.logits is not None:
             return None, ForwardOutput(batch, buffers.columns.slots[:rows], buffers.logits[:rows], buffers.tokens[:rows], size=size)
         assert buffers.out is not None

@@ -6,7 +6,7 @@
     out[order[n], c] += sum over ranks r of (sum over splits s of low[s, n, part of c * R + r]) * b[slot of n, c, r]
 
 The inner sum is rounded to the dtype of b, as an output of A would be, and the outer one to that of out. The loop ends at the rank
-of the adapter's part: a slot with room for more costs nothing."""
+of the adapter's part: a slot with room for more costs nothing. A tile without tokens is skipped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _expand(
     slot, begin, end = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     part, first, last = tl.load(columns + 3 * run), tl.load(columns + 3 * run + 1), tl.load(columns + 3 * run + 2)
     rank = tl.load(ranks + slot * parts + part)
-    if rank > 0:
+    if (rank > 0) & (begin < end):
         place = begin + tl.arange(0, TILE)
         column = first + tl.arange(0, COLUMNS)
         inside, is_column = place < end, column < last

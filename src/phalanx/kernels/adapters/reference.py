@@ -12,7 +12,7 @@ def add_delta(out: Tensor, x: Tensor, factors: AdapterFactors, rows: AdapterRows
     """out [T, out] += B (A x), x [T, in], of the tokens that have an adapter; in place. A x and the output are summed in fp32, and
     each is rounded once."""
     room = factors.b.shape[2]
-    for slot, begin, end in rows.runs:
+    for slot, begin, end in rows.tiles.tolist():
         tokens = rows.order[begin:end]
         values = x[tokens].float()
         for part, first, last in factors.columns:

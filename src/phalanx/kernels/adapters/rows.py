@@ -16,48 +16,60 @@ FEW_ROWS, FEW, MANY = 512, 16, 64
 """Tiles have FEW tokens, or MANY where more than FEW_ROWS have an adapter: a tile reads all factors of its adapter."""
 
 
-class Run(NamedTuple):
-    """Tokens order[begin:end] have the adapter in `slot`."""
-
-    slot: int
-    begin: int
-    end: int
+Ints = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """The N tokens of a batch of `total` that have an adapter, grouped by adapter.
+    """The tokens of a batch of `total` that have an adapter, grouped by adapter.
 
-    order [N] int64: their places in the batch. runs: of each adapter. tiles [M, 3] int32: slot, begin and end of tiles of at most
-    `tile` tokens, each of one adapter.
+    order [N] int64: their places in the batch. tiles [M, 3] int32: slot, begin and end in `order` of tiles of at most `tile`
+    tokens, each of one adapter. slots: that are met; None in a CUDA graph, which is for whichever tokens `order` and `tiles` name
+    when it is replayed: an empty tile is skipped.
     """
 
     total: int
     order: Tensor
-    runs: Sequence[Run]
     tiles: Tensor
     tile: int
+    slots: Sequence[int] | None = None
 
     @classmethod
-    def of(cls, slots: np.ndarray[Any, Any], device: torch.device) -> AdapterRows | None:
+    def of(cls, slots: Ints, device: torch.device) -> AdapterRows | None:
         """slots [T]: of each token's adapter, -1 for none. None where all have none."""
-        order = np.argsort(slots, kind="stable")
-        order = order[np.searchsorted(slots[order], 0) :]
+        tile = tile_of(int(np.count_nonzero(slots >= 0)))
+        order, tiles = grouped(slots, tile)
         if not len(order):
             return None
-        numbers = slots[order]
-        firsts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
-        runs = [Run(int(numbers[begin]), begin, end) for begin, end in zip(firsts, [*firsts[1:], len(order)], strict=True)]
-        tile = FEW if len(order) <= FEW_ROWS else MANY
-        tiles = [(slot, at, min(at + tile, end)) for slot, begin, end in runs for at in range(begin, end, tile)]
-        arrays = torch.from_numpy(order.astype(np.int64)), torch.tensor(tiles, dtype=torch.int32)
-        placed, numbered = (array.to(device, non_blocking=True) for array in arrays)
-        return cls(len(slots), placed, runs, numbered, tile)
+        placed, numbered = (torch.from_numpy(array).to(device, non_blocking=True) for array in (order, tiles))
+        return cls(len(slots), placed, numbered, tile, np.unique(tiles[:, 0]).tolist())
+
+
+def tile_of(tokens: int) -> int:
+    """Of so many tokens with an adapter."""
+    return FEW if tokens <= FEW_ROWS else MANY
+
+
+def grouped(slots: Ints, tile: int) -> tuple[Ints, Ints]:
+    """`order` and `tiles` of the tokens whose adapters are in `slots`, -1 for none: see `AdapterRows`."""
+    order = np.argsort(slots, kind="stable")
+    order = order[np.searchsorted(slots[order], 0) :]
+    numbers = slots[order]
+    firsts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
+    runs = zip(firsts, [*firsts[1:], len(order)][: len(firsts)], strict=True)
+    tiles = [(int(numbers[begin]), at, min(at + tile, end)) for begin, end in runs for at in range(begin, end, tile)]
+    return order.astype(np.int64), np.array(tiles, dtype=np.int32).reshape(-1, 3)
+
+
+def most_tiles(tokens: int, slots: int, tile: int) -> int:
+    """How many tiles so many tokens can take, with adapters in so many slots."""
+    met = min(tokens, slots)
+    return met + (tokens - met) // tile
 
 
 class AdapterBatch:
     """What the adapted layers of a rank share: how many slots there are, the largest rank, and which tokens of the forward that is
-    being run have an adapter; None: none has."""
+    being run, or captured, have an adapter; None: none has."""
 
     def __init__(self, slots: int, max_rank: int) -> None:
         self.slots, self.max_rank = slots, max_rank

@@ -37,7 +37,7 @@ def _shrink(
     tile, column, split = tl.program_id(0), tl.program_id(1) * RANKS, tl.program_id(2)
     slot, begin, end = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     part = column // room
-    if column - part * room < tl.load(ranks + slot * parts + part):
+    if (column - part * room < tl.load(ranks + slot * parts + part)) & (begin < end):
         place = begin + tl.arange(0, TILE)
         inside = place < end
         token = tl.load(order + place, inside, 0)

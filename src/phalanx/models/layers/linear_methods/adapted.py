@@ -94,9 +94,11 @@ class Adapted(LinearMethod):
         self.factors.ranks[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
 
     def _rows(self) -> AdapterRows | None:
-        """The tokens of this forward that have an adapter of this layer; None where none has."""
+        """The tokens of this forward that have an adapter of this layer; None where none has. A graph is for all that may come."""
         rows = self.adapters.rows
-        return rows if rows is not None and any(any(self.factors.ranks_cpu[run.slot]) for run in rows.runs) else None
+        if rows is None or rows.slots is None:
+            return rows
+        return rows if any(any(self.factors.ranks_cpu[slot]) for slot in rows.slots) else None
 
     def _with_delta(self, out: Tensor | Unscaled, x: Activation) -> Tensor | Unscaled:
         rows = self._rows()
