@@ -24,8 +24,8 @@ class AdapterRows:
     """The tokens of a batch of `total` that have an adapter, grouped by adapter.
 
     order [N] int64: their places in the batch. tiles [M, 3] int32: slot, begin and end in `order` of tiles of at most `tile`
-    tokens, each of one adapter. slots: that are met; None in a CUDA graph, which is for whichever tokens `order` and `tiles` name
-    when it is replayed: an empty tile is skipped.
+    tokens, each of one adapter. slots: that are met; None in a captured step, which is for the tokens that `order` and `tiles`
+    name when it is replayed: an empty tile is skipped.
     """
 
     total: int
