@@ -35,6 +35,7 @@ TITLES = {
     "TextFormat": "`response_format` of a text",
     "JsonObjectFormat": "`response_format` of any object",
     "JsonSchemaFormat": "`response_format` of a schema",
+    "Prediction": "`prediction`",
     "JsonSchema": "`response_format.json_schema`",
     "StreamOptions": "`stream_options`",
     "StructuredOutputs": "`structured_outputs`",

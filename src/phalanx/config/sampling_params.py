@@ -71,7 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     (ignore_eos disables the latter). logprobs: alternatives per new token (0: only the sampled token; None: off).
     prompt_logprobs: the same for the prompt. logit_bias: token id -> value added to its logit, -100..100. structured_output:
     the format that the text must follow. cache_salt: the prefix cache shares nothing between requests with different salts, or
-    with one and without. adapter: the name of a loaded adapter that the model answers with. pooling: set by `serve` for embeddings,
+    with one and without. adapter: the name of a loaded adapter that the model answers with. prediction: token ids that
+    the output is expected to have, a hint for n-gram speculation that changes no token. pooling: set by `serve` for embeddings,
     with max_tokens=1: the vector of the prompt is the hidden state of its last token ("last"), or the mean of all ("mean").
 
     Raises OptionError naming the field, its value and the allowed values; UnknownOption (a TypeError) for an unknown field,
@@ -100,6 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
     cache_salt: str | None = None
     adapter: str | None = None
+    prediction: list[int] | None = None
     detokenize: bool = True
     pooling: str | None = None
 
@@ -129,6 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _require_type("stop_token_ids", self.stop_token_ids, (list, tuple, NoneType), "a list of token ids")
         for token in self.stop_token_ids or ():
             _require_integer("stop_token_ids", token, 0, MAX_TOKEN_COUNT)
+        _require_type("prediction", self.prediction, (list, tuple, NoneType), "a list of token ids")
         _require_type("logit_bias", self.logit_bias, (dict, NoneType), "a dict of token ids to numbers")
         _require_type("cache_salt", self.cache_salt, (str, NoneType), "a string")
         if self.cache_salt == "":

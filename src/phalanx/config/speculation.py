@@ -12,6 +12,8 @@ from phalanx.errors import OptionError
 
 MAX_DRAFTS = 32
 """Of num_speculative_tokens."""
+MAX_PREDICTION = 2**14
+"""Tokens of a request's prediction that are looked up, its first ones."""
 
 NGRAM = ("ngram", "ngram_gpu")
 Method = Literal["ngram", "ngram_gpu", "draft_model", "eagle3", "mtp"]
@@ -167,6 +169,10 @@ class SpeculativeConfig(BaseModel):
     @property
     def lookup_min(self) -> int:
         return self.prompt_lookup_min or self.prompt_lookup_max or 5
+
+    def max_prediction(self, max_seq_len: int) -> int:
+        """How many tokens of a request's prediction are looked up."""
+        return min(MAX_PREDICTION, max_seq_len) if self.method in NGRAM else 0
 
     @property
     def acceptance(self) -> list[float] | None:

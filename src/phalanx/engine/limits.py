@@ -119,6 +119,7 @@ def _reject_unknown_tokens(add: AddRequest, vocab_size: int | None) -> None:
     top = vocab_size if vocab_size is not None else 2**63
     for name, ids in (
         ("prompt", add.token_ids), ("stop_token_ids", add.stop_token_ids), ("logit_bias", list(add.params.logit_bias or ())),
+        ("prediction", add.params.prediction or ()),
     ):  # fmt: skip
         if ids and (min(ids) < 0 or max(ids) >= top):
             unknown = next(token for token in ids if not 0 <= token < top)

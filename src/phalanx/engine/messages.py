@@ -154,6 +154,7 @@ class RequestUpdate(msgspec.Struct, tag=True, array_like=True, gc=False):
     stop_reason: int | None = None  # the stop token id that ended it, unless that is an eos
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     accepted: int = 0  # tokens that were drafts
+    rejected: int = 0  # drafts that were verified, and are no tokens
     scheduled: int = 0  # in the one with the first token: when the request's first step was made, microseconds of time.monotonic()
     pooled: bytes = b""  # with params.pooling: float32, little endian
 
@@ -218,6 +219,7 @@ class EngineFacts(msgspec.Struct, array_like=True):
     reasons: dict[str, str] = {}  # option -> why it has its value
     length_hint: str = ""  # what would raise max_seq_len; empty where nothing does, since the model ends there
     sampling_defaults: dict[str, int | float] = {}  # of requests: the checkpoint's, by generation_config
+    max_prediction: int = 0  # tokens of a request's prediction that are looked up; 0 without n-gram speculation
 
 
 class Started(msgspec.Struct, tag=True, array_like=True):

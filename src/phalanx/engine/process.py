@@ -206,6 +206,7 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
         block_size=options.kv_block_size, num_blocks=num_blocks * indices, vocab_size=shape.vocab_size,
         eos_token_ids=list(shape.eos_token_ids), ranks=ranks, phases=phases.seconds, reasons=reasons, length_hint=length_hint,
         sampling_defaults=require_possible(dict(shape.sampling_defaults) if options.generation_config == "auto" else {}),
+        max_prediction=0 if options.speculation is None else options.speculation.max_prediction(max_seq_len),
     )  # fmt: skip
     for name, why in reasons.items():
         logger.info("%s = %s", name, why)

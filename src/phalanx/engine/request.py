@@ -156,5 +156,6 @@ class Request:
                 break
         update.logprobs = result.logprobs[: len(update.tokens)]
         update.accepted = min(len(update.tokens), len(result.tokens) - 1)  # the last of the row is none
+        update.rejected = result.drafted - update.accepted
         self.ended = update.finish_reason is not None
         return update

@@ -118,7 +118,7 @@ def _delta(update: RequestUpdate, text: Detokenizer | None, params: SamplingPara
     finish = update.finish_reason
     delta = CompletionDelta(
         index, "", update.tokens, update.logprobs, update.prompt_logprobs, finish, update.stop_reason, update.cached_tokens,
-        update.accepted, update.scheduled, update.pooled,
+        update.accepted, update.rejected, update.scheduled, update.pooled,
     )  # fmt: skip
     if text is None:
         return delta
@@ -133,6 +133,7 @@ def _delta(update: RequestUpdate, text: Detokenizer | None, params: SamplingPara
         count = text.count - before
         delta.token_ids, delta.logprobs = update.tokens[:count], update.logprobs[:count]
         delta.accepted = min(update.accepted, count)  # drafts come first in what a row gives
+        delta.rejected += update.accepted - delta.accepted
         delta.finish_reason, delta.stop_reason = "stop", text.stop_reason
     return delta
 

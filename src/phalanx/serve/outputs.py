@@ -82,7 +82,7 @@ class CompletionDelta(msgspec.Struct):
 
     text: may be "" while characters or possible stop strings are held back, and may belong to tokens of earlier deltas. logprobs:
     one per token, if requested. prompt_logprobs: only in the first delta of completion 0. cached_tokens: cached prompt tokens.
-    accepted: tokens that were drafts of speculative decoding. scheduled, pooled: as of `RequestUpdate`.
+    accepted: tokens that were drafts of speculative decoding. rejected, scheduled, pooled: as of `RequestUpdate`.
     """
 
     index: int
@@ -94,5 +94,6 @@ class CompletionDelta(msgspec.Struct):
     stop_reason: int | str | None = None
     cached_tokens: int = 0
     accepted: int = 0
+    rejected: int = 0
     scheduled: int = 0
     pooled: bytes = b""

@@ -48,6 +48,7 @@ class UpdateStream:
             else:
                 pending.prompt_logprobs += update.prompt_logprobs or ()
             pending.accepted += update.accepted
+            pending.rejected += update.rejected
             pending.cached_tokens = pending.cached_tokens or update.cached_tokens
             pending.scheduled = pending.scheduled or update.scheduled
             pending.finish_reason, pending.stop_reason = update.finish_reason, update.stop_reason

@@ -12,8 +12,11 @@ def test_tokens_that_were_drafts_are_counted_where_there_are_any() -> None:
     usage = UsageCounter([[1, 2, 3]], 2)
     usage.add(CompletionDelta(0, "a", [4]))
     assert "completion_tokens_details" not in usage.body()
-    usage.add(CompletionDelta(0, "bcd", [5, 6, 7], accepted=2))
+    usage.add(CompletionDelta(0, "bcd", [5, 6, 7], accepted=2, rejected=4))
     usage.add(CompletionDelta(1, "e", [8, 9], accepted=1))
     body = usage.body()
     UsageInfo.model_validate(body)
-    assert (body["completion_tokens"], body["completion_tokens_details"]) == (6, {"accepted_prediction_tokens": 3})
+    assert body["completion_tokens"] == 6
+    assert body["completion_tokens_details"] == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
+    none = UsageCounter([[1]], 1, predicted=True).body()
+    assert none["completion_tokens_details"] == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}

@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -132,6 +133,32 @@ def test_a_window_forgets_no_accepted_token(folders: dict[str, Path]) -> None:
         [step_runner(folders["mistral"], Steps(), **drafting(answers))], arrivals, None, Remainders, window=8, max_drafts=K
     )
     require_alike(updates, wanted)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_predicted_output_changes_no_token(folders: dict[str, Path], plain: Any, graphs: bool) -> None:
+    """Half of the requests predict what they get, the others what another one gets. Blocks run out."""
+    arrivals, wanted, _ = plain(0)
+    outputs = {name: [token for update in updates for token in update.tokens] for name, updates in wanted.items()}
+    others = dict(zip(outputs, [*list(outputs.values())[1:], *list(outputs.values())[:1]], strict=True))
+    predicted, accepted = [], dict[bool, int]()
+    for number, (turn, add) in enumerate(arrivals):
+        prediction = others[add.request_id] if number % 2 else outputs[add.request_id]
+        params = msgspec.structs.replace(add.params, prediction=prediction)
+        predicted.append((turn, msgspec.structs.replace(add, params=params)))
+    for longest in (0, 64):
+        proposer = NgramProposer(SLOTS, 128, least=2, most=3, device=CPU, max_prediction=longest)
+        runner = step_runner(folders["llama"], Steps() if graphs else None, max_drafts=K, proposer=proposer)
+        updates, scheduler = serve([runner], predicted, open_matcher=Remainders, max_drafts=K, num_blocks=24)
+        require_alike(updates, wanted)
+        stats = scheduler.stats()
+        accepted[longest] = sum(stats.accepted_tokens)
+        assert sum(update.accepted for each in updates.values() for update in each) == accepted[longest]
+        drafts = sum(update.accepted + update.rejected for each in updates.values() for update in each)
+        assert drafts == stats.draft_tokens
+        assert stats.preemptions
+    right = sum(len(outputs[add.request_id]) for _, add in arrivals[::2])
+    assert accepted[64] > 0.6 * right > 3 * accepted[0]
 
 
 @pytest.mark.parametrize("longest", [8, 128])

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -102,16 +103,20 @@ class ChatHandler(Handler):
         """Deltas of the choices as they are generated."""
         service, engine = self._service, self._engine
         with service.admission.enter(self._params.n) as ticket:
-            [tokens] = await service.token_ids(self._prepared, engine)
+            tokens, *predictions = await service.token_ids(self._prepared, engine)
             if self._request.reasoning_effort is not None and not reasoning_variables(self._request, engine):
                 service.metrics.accepted_field("ChatRequest.reasoning_effort")
             begin = engine.output.begin(tokens)
             params = await service.compiled_params(engine, self._params, self._structured_output_after(begin))
+            for prediction in predictions:
+                params = msgspec.structs.replace(params, prediction=prediction)
+                if not engine.facts.max_prediction:
+                    service.metrics.accepted_field("ChatRequest.prediction")
             await service.check([tokens], params, engine)
             ticket.prompt([len(tokens)] * params.n)
             output, request = engine.output, self._request
             counters = [counter for _ in range(params.n) if (counter := output.token_counter(begin)) is not None]
-            usage = self.usage = UsageCounter([tokens], params.n, reasoning=counters)
+            usage = self.usage = UsageCounter([tokens], params.n, reasoning=counters, predicted=bool(predictions))
             either = self._structured_output is not None and self._structured_output.is_calls_or_answer
             parsers = [parser_of(output, request, begin, calls_or_answer=either) for _ in range(params.n)]
             writers = [MessageWriter(engine, request, i, parser) for i, parser in enumerate(parsers)]

@@ -124,18 +124,22 @@ class LatencyObserver:
 class UsageCounter:
     """Counts the tokens of a request. A prompt counts once, however many completions it has.
 
-    reasoning: the counters of the tokens of the reasoning, one per completion; none for a model without.
+    reasoning: the counters of the tokens of the reasoning, one per completion; none for a model without. predicted: drafts are
+    counted also where there are none.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]], n: int, *, reasoning: Sequence[TokenCounter] = ()) -> None:
-        self._reasoning = reasoning
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], n: int, *, reasoning: Sequence[TokenCounter] = (), predicted: bool = False
+    ) -> None:
+        self._reasoning, self._predicted = reasoning, predicted
         self._prompt = sum(len(tokens) for tokens in prompts)
-        self._n, self._generated, self._accepted = n, 0, 0
+        self._n, self._generated, self._accepted, self._rejected = n, 0, 0, 0
         self._cached: dict[int, int] = {}
 
     def add(self, delta: CompletionDelta) -> None:
         self._generated += len(delta.token_ids)
         self._accepted += delta.accepted
+        self._rejected += delta.rejected
         if self._reasoning:
             self._reasoning[delta.index].push(delta.token_ids)
         # Only what was cached before the request: later completions of a prompt find the blocks of the first one.
@@ -153,8 +157,9 @@ class UsageCounter:
         details = {}
         if self._reasoning:
             details["reasoning_tokens"] = sum(counter.count for counter in self._reasoning)
-        if self._accepted:
+        if self._predicted or self._accepted or self._rejected:
             details["accepted_prediction_tokens"] = self._accepted
+            details["rejected_prediction_tokens"] = self._rejected
         if details:
             body["completion_tokens_details"] = details
         return body

@@ -14,7 +14,14 @@ from phalanx.config.sampling_params import SamplingParams
 from phalanx.serve.openai import api_errors
 from phalanx.serve.openai.api_errors import CHAT, RESPONSES, bad_request
 from phalanx.serve.openai.prompt_context import PromptContext
-from phalanx.serve.openai.prompts import encode_chat, encode_prompts, encodes_quickly, prompts_of, renders_quickly
+from phalanx.serve.openai.prompts import (
+    encode_chat,
+    encode_prediction,
+    encode_prompts,
+    encodes_quickly,
+    prompts_of,
+    renders_quickly,
+)
 from phalanx.serve.openai.request_params import StructuredOutputField, chat_params, completion_params, structured_output_of
 from phalanx.serve.openai.responses.conversation import Items, chat_request, input_items
 from phalanx.serve.openai.responses.store import EncodedItems, Item
@@ -50,7 +57,7 @@ class Answer:
 @dataclass(frozen=True)
 class Prepared(Generic[Request]):
     """prompts: as they were sent, texts or token ids; none of a chat. token_ids: those of each prompt; None: they are not encoded
-    yet.
+    yet. See `encoded`.
 
     The request of a large body has no prompt, and nothing that `structured_output` says.
     """
@@ -62,9 +69,11 @@ class Prepared(Generic[Request]):
     token_ids: list[list[int]] | None = None
 
     def encoded(self, context: PromptContext) -> list[list[int]]:
-        """The token ids of each prompt. Raises ApiError or RequestError for one that is empty or invalid for this model."""
+        """The token ids of each prompt; of a chat with a prediction also those of the prediction. Raises ApiError or RequestError
+        for a prompt that is empty or invalid for this model."""
         if isinstance(self.request, ChatRequest):
-            return [encode_chat(self.request, context)]
+            prompt, prediction = encode_chat(self.request, context), self.request.prediction
+            return [prompt] if prediction is None else [prompt, encode_prediction(prediction, context)]
         return encode_prompts(self.prompts, context, self.request if isinstance(self.request, SampledRequest) else None)
 
     @property

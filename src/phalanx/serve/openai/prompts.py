@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 from phalanx.errors import PromptTooLong, RequestError
@@ -13,7 +14,7 @@ from phalanx.serve.openai.body import check_counts, completed_object
 from phalanx.serve.openai.plain_contents import Breaks
 from phalanx.serve.openai.prompt_context import PromptContext, encode
 from phalanx.serve.openai.request_params import check_token
-from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, RefusalPart, RequestMessage, TextPart
+from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Prediction, RefusalPart, RequestMessage, TextPart
 from phalanx.serve.openai.schema.fields import SampledRequest
 from phalanx.serve.openai.schema.tokenize import TokenizeRequest
 
@@ -22,6 +23,8 @@ MAX_INLINE_CHARACTERS = 512
 MAX_INLINE_TOKENS = 2**14
 MAX_INLINE_TEXTS = 32
 """Messages of a conversation, or prompts of a request: also an empty one takes time."""
+PREDICTED_CHARACTERS = 8
+"""Of each token of a prediction that is looked up, at most: the rest of a long text is not tokenized."""
 TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "tokenize"})
 """Variables of a chat template that the server sets itself."""
 
@@ -50,6 +53,7 @@ def renders_quickly(request: ChatRequest) -> bool:
     if request.tools or calls or request.chat_template_kwargs:
         return False
     texts = [_text(message.content) for message in request.messages]
+    texts.append(None if request.prediction is None else _text(request.prediction.content))
     texts += [getattr(message, name, None) for message in request.messages for name in ("reasoning_content", "reasoning")]
     return sum(len(text or "") for text in texts) <= MAX_INLINE_CHARACTERS
 
@@ -107,6 +111,17 @@ def encode_chat(request: ChatRequest | TokenizeRequest, context: PromptContext) 
     for i, part in enumerate(breaks.parts(text)):
         tokens += encode(context, part, add_special_tokens=special, continues=i > 0)
     return _not_empty(truncated(tokens, request, context) if isinstance(request, ChatRequest) else tokens)
+
+
+def encode_prediction(prediction: Prediction, context: PromptContext) -> list[int]:
+    """Token ids of a predicted answer: the first ones, as many as the engine looks up. A hint is cut rather than refused."""
+    limit = context.facts.max_prediction
+    if not limit:
+        return []
+    content = prediction.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    tokens = context.tokenizer.encode_continuation(text[: limit * PREDICTED_CHARACTERS])[:limit]
+    return list(takewhile(lambda token: token < context.facts.vocab_size, tokens))
 
 
 def _rendered(

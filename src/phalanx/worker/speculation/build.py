@@ -42,7 +42,11 @@ def build(
         return None, None
     network = draft_network(options, target.shape)
     if network is None:
-        return NgramProposer(slots, max_seq_len, least=config.lookup_min, most=config.lookup_max, device=device), None
+        ngram = NgramProposer(
+            slots, max_seq_len, least=config.lookup_min, most=config.lookup_max, device=device,
+            max_prediction=config.max_prediction(max_seq_len),
+        )  # fmt: skip
+        return ngram, None
     context = draft_context(target.context)
     folder = locate(options.model, options.revision) if config.model is None else draft_folder(config)
     drafter = _drafter(network, folder, target, context, dummy=options.load_format == "dummy")

@@ -99,7 +99,7 @@ class ModelProposer(Proposer):
     ) -> None:  # fmt: skip
         self._drafter, self._backend, self._block_size, self._max_rows = drafter, backend, block_size, max_rows
         self.inner_layers = drafter.inner_layers
-        self._history = TokenHistory(slots, max_seq_len, device)
+        self._history = TokenHistory.empty(slots, max_seq_len, device)
         self._lanes = Lanes(max_rows, drafter.width, dtype, device)
         self._states = self._lanes.states[:0]  # of the largest captured step
         self._extend: dict[GraphSize, Replay] = {}

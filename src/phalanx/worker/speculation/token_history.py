@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from phalanx.engine.messages import SlotAssignment
 from phalanx.kernels.speculation.lookup import append_tokens
@@ -13,16 +16,23 @@ from phalanx.worker.speculation.proposer import SampledRows
 class TokenHistory:
     """tokens [slots, max_seq_len] int32: those of each slot, by position. What lies behind a slot's last one means nothing."""
 
-    def __init__(self, slots: int, max_seq_len: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(slots, max_seq_len, dtype=torch.int32, device=device)
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+    @classmethod
+    def empty(cls, slots: int, max_seq_len: int, device: torch.device) -> TokenHistory:
+        return cls(torch.zeros(slots, max_seq_len, dtype=torch.int32, device=device))
 
     def admit(self, assignment: SlotAssignment) -> None:
         """As `Proposer`."""
-        tokens = torch.tensor(assignment.token_ids, dtype=torch.int32)
-        if self.tokens.is_cuda:
-            tokens = tokens.pin_memory()
-        self.tokens[assignment.slot, : len(tokens)].copy_(tokens, non_blocking=True)
+        write_row(self.tokens[assignment.slot, : len(assignment.token_ids)], assignment.token_ids)
 
     def append(self, rows: SampledRows) -> None:
         """Take in the tokens that a step has sampled."""
         append_tokens(self.tokens, rows.slots, rows.lengths, rows.sampled)
+
+
+def write_row(row: Tensor, tokens: Sequence[int]) -> None:
+    """Copy the tokens to the device, without waiting for it."""
+    source = torch.tensor(tokens, dtype=torch.int32)
+    row.copy_(source.pin_memory() if row.is_cuda else source, non_blocking=True)

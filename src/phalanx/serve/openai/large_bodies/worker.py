@@ -49,7 +49,7 @@ MAX_REMAINING_VALUES = 2**16
 """Values of a request beside its prompt, such as those of the schemas of tools, which the server reads again in 10 ms."""
 _READ = {
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+    "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "prediction",
 }  # fmt: skip
 """What the params, the structured output or the prompt say."""
 ENDPOINTS: dict[str, Endpoint[Any, Any]] = {

@@ -173,6 +173,13 @@ class JsonSchemaFormat(Body):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+class Prediction(Body):
+    """What the answer is expected to be, for the most part."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class ChatRequest(SampledRequest):
     """A conversation. `max_completion_tokens` and the older `max_tokens` mean the same; the default is the limit of the model."""
 
@@ -185,6 +192,7 @@ class ChatRequest(SampledRequest):
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     # Extensions, with the names that other servers of this API use.
     add_generation_prompt: bool | None = None

@@ -187,7 +187,10 @@ FIELDS: Mapping[str, Mapping[str, Row]] = {
         "metadata": _accepted("answers are not stored", {"a": "b"}),
         "store": _accepted("chats are not stored; `/v1/responses` are", True),
         "verbosity": _accepted("a hint; ask for it in a message", "low"),
-        "prediction": _accepted("a hint that could only save time", {"type": "content", "content": "x"}),
+        "prediction": _honoured(
+            "an answer that is expected, which changes no token: a hint for n-gram [speculation]"
+            "(speculative.md#predicted-outputs); without that it does nothing"
+        ),
         "include_reasoning": _honoured("false: leave `reasoning_content` out of the answer; the model thinks all the same"),
         "modalities": _refused(_TEXT_ONLY, ["text", "audio"], ["text"]),
         "audio": _refused(_TEXT_ONLY, {"voice": "x", "format": "wav"}),
@@ -199,6 +202,7 @@ FIELDS: Mapping[str, Mapping[str, Row]] = {
         "chat_template": _refused("no template of a client is run; start the server with --chat_template", "{{ messages }}"),
         "mm_processor_kwargs": _refused(_TEXT_ONLY, {"a": 1}, {}),
     },
+    "Prediction": {"type": _honoured("`content`"), "content": _honoured("a text, or a list of text parts")},
     "PlainMessage": _MESSAGE,
     "AssistantMessage": {
         **_MESSAGE,

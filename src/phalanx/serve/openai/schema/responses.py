@@ -38,14 +38,17 @@ class CachedTokens(ResponseModel):
 
 class CompletionTokensDetails(ResponseModel):
     """Of the generated tokens. `reasoning_tokens`: of a model that thinks; `accepted_prediction_tokens`: those that speculative
-    decoding proposed."""
+    decoding proposed; `rejected_prediction_tokens`: what it proposed and the model did not generate, part of no
+    other number."""
 
     reasoning_tokens: int | None = None
     accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class UsageInfo(ResponseModel):
-    """Number of tokens of the request. `completion_tokens_details`: in chats with a model that thinks, and with speculation."""
+    """Number of tokens of the request. `completion_tokens_details`: in chats with a model that thinks, and with drafts or a
+    prediction."""
 
     prompt_tokens: int
     completion_tokens: int
