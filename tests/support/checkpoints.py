@@ -90,7 +90,10 @@ _FAMILIES |= {
 
 _FAMILIES |= {
     "minimax_m2": ("MiniMaxM2", {
-        "head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32,
+        # transformers 5.17 reads no rotary_dim, as releases have it, and rotates all of a head: it is told twice.
+        "head_dim": 16, "rotary_dim": 8,
+        "rope_parameters": {"rope_theta": 5e6, "rope_type": "default", "partial_rotary_factor": 0.5},
+        "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32,
     }),
     "phi3": ("Phi3", {"sliding_window": None}),
     "olmo2": ("Olmo2", {}),
