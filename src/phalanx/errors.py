@@ -22,6 +22,7 @@
         +-- RankStalled                   names the rank and for how long it has been silent
         +-- NodeLost                      names the node
         +-- StepDiverged                  the ranks disagree about the step
+        +-- SelfCheckFailed               names what moved the answers of this machine
         +-- EngineClosed                  shut down, or never started
             +-- EngineAsleep              takes no requests until it is woken up
 
@@ -140,6 +141,10 @@ class NodeLost(EngineError):
 
 class StepDiverged(EngineError):
     """The ranks disagree about the step that they run."""
+
+
+class SelfCheckFailed(EngineError):
+    """The answers of this machine are not those of the reference path; the message names the part that moved them."""
 
 
 class EngineClosed(EngineError):

@@ -26,6 +26,7 @@ import pathlib
 from dataclasses import replace
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.tuned_group import tuned
+from phalanx.tables.strategy import Strategy
 empty = pathlib.Path("/nonexistent")
 
 def mine(*shape, dtype=torch.bfloat16):
@@ -49,6 +50,13 @@ for strategy in ("AUTO", "NCCL", "ONESHOT", "TWOSHOT"):
         "digest": group_of.digest,
         "buffer": group_of.empty(2, 3, dtype=torch.bfloat16, device=torch.device("cpu")).shape,
     }
+    with group_of.without({Strategy.ONESHOT, Strategy.GEMM_RS}):
+        runs = group_of.strategies
+        results[strategy]["replaced"] = sorted(each.name for each in runs if runs[each] is runs[Strategy.NCCL])
+        results[strategy]["without"] = group_of.all_reduce(mine(5, 64), fusion)
+        assert group_of.gemm_reduce_scatter_targets(5, 64, replace(fusion, accepts_sharded=True)) is None
+    runs = group_of.strategies
+    results[strategy]["afterwards"] = sorted(each.name for each in runs if runs[each] is runs[Strategy.NCCL])
     group_of.barrier()
 """
 
@@ -80,6 +88,14 @@ def test_every_strategy_gives_the_same_bits(ranks: list[dict], strategy: str) ->
         assert outputs["nothing"].shape == (0, 64)
         assert torch.equal(outputs["gathered"], torch.cat([part_of(0, 1, 2), part_of(1, 1, 2)]))
         assert outputs["buffer"] == (2, 3)
+
+
+@pytest.mark.parametrize("strategy", ["AUTO", "ONESHOT", "TWOSHOT"])
+def test_a_group_runs_without_a_strategy_for_a_while(ranks: list[dict], strategy: str) -> None:
+    for outputs in (rank[strategy] for rank in ranks):
+        assert outputs["replaced"] == ["GEMM_RS", "NCCL", "ONESHOT"]
+        assert outputs["afterwards"] == ["NCCL"]
+        assert all(torch.equal(*pair) for pair in zip(outputs["without"], outputs["fused"], strict=True))
 
 
 def test_calls_are_counted_by_strategy_and_fusion(ranks: list[dict]) -> None:

@@ -33,3 +33,20 @@ def test_slower_kernels_are_told_on_hopper(sm: int, version: str, says: bool, mo
 
 def test_a_cpu_has_no_slower_kernels() -> None:
     assert slower_kernels(CPU) is None
+
+
+def test_kernels_are_left_out_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are kept, and change all the same."""
+    monkeypatch.setattr(capabilities.importlib.util, "find_spec", lambda name: name)
+    capabilities._forget_triton()
+    try:
+        assert capabilities.has_triton()
+        with capabilities.plain_torch():
+            assert not capabilities.has_triton()
+            assert not capabilities.has_gluon()
+            with capabilities.plain_torch():
+                pass
+            assert not capabilities.has_triton()
+        assert capabilities.has_triton()
+    finally:
+        capabilities._forget_triton()

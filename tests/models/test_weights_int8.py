@@ -101,6 +101,7 @@ def test_layers_compute_what_the_tool_computes(form: str, written: dict[str, tup
         faked = fake_quantize(x, scale.reshape(-1, 1) if args.dynamic else scale.reshape(1), torch.zeros(1), args)
         expected = faked.double() @ reference.method.weight.double().t()
         torch.testing.assert_close(method.multiply(x).double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(method.plain_multiply(x).double(), expected, rtol=1e-5, atol=1e-6)
         assert (method.multiply(x) - x @ reference.method.weight.t()).abs().max() > 1e-4, "activations are quantized, too"
 
 

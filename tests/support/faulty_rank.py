@@ -5,6 +5,10 @@ A fault has "rank", "kind", and where: the call of this number (from 0) in "step
 
 stop, kill: the process gets SIGSTOP or SIGKILL. spin: it computes for ever instead of coming. skip: it goes on without the call.
 link: it comes, and nothing that it sends arrives.
+
+Or the rank computes something wrong from its start on (WRONG): the sum of the all-reduce ONESHOT, the last columns of an int4 GEMM
+of more than 16 rows, the static scale of FP8 activations, or the last head of attention. "everywhere": what all ranks have first:
+here fp8, activations in FP8 as on a GPU.
 """
 
 from __future__ import annotations
@@ -33,6 +37,61 @@ class FaultyLauncher(LocalLauncher):
 
     def start(self, ranks: HostRanks, config: Mapping[str, Any]) -> Mapping[int, LocalRank]:
         return super().start(ranks, {**config, "fault": self.fault})
+
+
+def _fp8() -> None:
+    from phalanx.models import slices
+
+    slices.has_fp8_gemm = lambda device: True
+
+
+def _oneshot() -> None:
+    from phalanx.comm.shared_memory import SharedMemory
+
+    right = SharedMemory._oneshot_chunk
+
+    def wrong(self: SharedMemory, flat: torch.Tensor) -> torch.Tensor:
+        total = right(self, flat)
+        total[-len(flat) // 4 :] *= 1.5
+        return total
+
+    SharedMemory._oneshot_chunk = wrong  # type: ignore[method-assign]
+
+
+def _int4() -> None:
+    from phalanx.models.layers.linear_methods import int4
+
+    right = int4.int4_mm
+
+    def wrong(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        out = right(x, *arguments)
+        out[16:, -16:] = 0
+        return out
+
+    int4.int4_mm = wrong
+
+
+def _scale() -> None:
+    from phalanx.models.layers.linear_methods.fp8 import TokenQuantizer
+
+    right = TokenQuantizer._static_rows
+    TokenQuantizer._static_rows = lambda self, tokens: right(self, tokens) * 2  # type: ignore[method-assign]
+
+
+def _attention() -> None:
+    from phalanx.models.layers.attention.sdpa import SdpaPlan
+
+    right = SdpaPlan.forward
+
+    def wrong(self: SdpaPlan, query: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        output = right(self, query, *arguments, **options)
+        output[:, -1] = 0
+        return output
+
+    SdpaPlan.forward = wrong  # type: ignore[method-assign]
+
+
+WRONG = {"fp8": _fp8, "oneshot": _oneshot, "int4": _int4, "scale": _scale, "attention": _attention}
 
 
 class _Skipped(Exception):
@@ -90,8 +149,10 @@ if __name__ == "__main__":
     def read() -> dict[str, Any]:
         config = read_config()
         fault = config.pop("fault")
+        if fault is not None and "everywhere" in fault:
+            WRONG[fault["everywhere"]]()
         if fault is not None and config["rank"] == fault["rank"]:
-            _break(fault)
+            WRONG.get(fault["kind"], lambda: _break(fault))()
         return config
 
     launch.read_config = read

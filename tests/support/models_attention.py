@@ -85,3 +85,25 @@ def naive(query: Tensor, key: Tensor, value: Tensor, before: int, window: int | 
             k, v = key[begin : before + at + 1, head // 3], value[begin : before + at + 1, head // 3]
             out[at, head] = ((k @ query[at, head]) * scale).softmax(0) @ v
     return out
+
+
+def latent_batch(rows: list[tuple[int, int]], *, indirect: bool) -> tuple[Batch, LayerCache]:
+    """rows: (tokens before, tokens now). Blocks of 4 in a shuffled order, block 0 poisoned; one KV slot per token."""
+    lengths = [before + now for before, now in rows]
+    counts = [-(-length // 4) for length in lengths]
+    order = (torch.randperm(sum(counts)) + 1).tolist()
+    tables = torch.zeros(len(rows) + 3, max(counts) + 1, dtype=torch.int32)
+    table_rows = torch.arange(len(rows) + 2, 2, -1) if indirect else torch.arange(len(rows))
+    for row, count in enumerate(counts):
+        tables[table_rows[row], :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    starts = [0]
+    for _, now in rows:
+        starts.append(starts[-1] + now)
+    cache = torch.randn(sum(counts) + 1, 4, 1, 20)
+    cache[0] = float("nan")
+    zeros = torch.zeros(starts[-1], dtype=torch.int64)
+    batch = Batch(
+        zeros, zeros, zeros, torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), tables, zeros,
+        starts, lengths, table_rows=table_rows if indirect else None,
+    )  # fmt: skip
+    return batch, LayerCache({"latent": cache})

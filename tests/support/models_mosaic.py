@@ -30,6 +30,8 @@ class Int8Weight(LinearMethod):
     def multiply(self, x, bias=None):
         return F.linear(x, self.dequantized(), bias)
 
+    plain_multiply = multiply
+
     def dequantized(self):
         return (self.weight.float() * self.weight_scale[:, None]).to(self.dtype)
 

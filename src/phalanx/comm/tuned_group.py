@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -90,6 +91,20 @@ class TunedGroup:
             return None
         targets = gemm_rs.targets(tokens, hidden, fusion)
         return None if targets is None else ScatterTargets(targets, partial(self._finish_gemm_rs, gemm_rs, fusion, kind))
+
+    @contextmanager
+    def without(self, strategies: Collection[Strategy]) -> Iterator[None]:
+        """Inside, what would run by one of these strategies runs by NCCL (gloo on CPU). The same on every rank; graphs that are
+        captured stay as they are."""
+        before = self.strategies, self._gemm_rs, self._rs_norm_ag
+        incumbent = self.strategies[Strategy.NCCL]
+        self.strategies = {each: incumbent if each in strategies else run for each, run in self.strategies.items()}
+        self._gemm_rs = None if Strategy.GEMM_RS in strategies else self._gemm_rs
+        self._rs_norm_ag = None if Strategy.RS_NORM_AG in strategies else self._rs_norm_ag
+        try:
+            yield
+        finally:
+            self.strategies, self._gemm_rs, self._rs_norm_ag = before
 
     def _finish_gemm_rs(self, gemm_rs: GemmReduceScatter, fusion: ResidualRmsNorm, kind: Fusion) -> tuple[Tensor, ...]:
         self._count(f"GEMM_RS/{kind.name}")

@@ -209,6 +209,12 @@ class EngineOptions(BaseModel):
         "alone; prompts take as long as decodes. On GPU: all-reduces sum in fp32 in the order of the ranks, never by NCCL, and "
         "repeat bit for bit; other kernels still depend on the batch.",
     )
+    self_check: bool = Field(
+        False,
+        description="Check the answers before the start ends: fixed prompts run by this machine's kernels, all-reduce table, CUDA "
+        "graphs and layout, and by the reference path (eager, plain torch, NCCL) on the same weights. It takes seconds, and the "
+        "log has one line. Where they differ beyond rounding the start fails, and names the part that moved the answers.",
+    )
     cuda_graphs: bool = Field(True, description="Use CUDA graphs for decode steps, and for steps with prompts that gain. GPU only.")
     kernel_cache_dir: str | None = Field(
         None,

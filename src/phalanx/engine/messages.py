@@ -197,6 +197,7 @@ class RankFacts(msgspec.Struct, array_like=True):
     allreduce: str = ""  # the digest of the table, or "seed"
     expert_bytes: int = 0  # of one expert of a layer, on this rank
     moe_layers: list[int] = []  # the layers with experts whose tokens it counts; others may count for it
+    self_check: str = ""  # what the self check found, on a rank that compares
 
 
 class EngineFacts(msgspec.Struct, array_like=True):

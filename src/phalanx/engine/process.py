@@ -211,6 +211,9 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
     for name, why in reasons.items():
         logger.info("%s = %s", name, why)
     logger.info("%s", facts_line(facts))
+    for rank in ranks:
+        if rank.self_check:
+            logger.info("self check: %s", rank.self_check)
     experts = None
     if shape.experts is not None and any(rank.moe_layers for rank in ranks):
         experts = ExpertLoads(ranks, shape.experts.count, redundant=options.redundant_experts, clock=time.monotonic)

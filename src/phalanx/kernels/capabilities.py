@@ -27,12 +27,13 @@ class GpuCapabilities(NamedTuple):
 
 _NO_GPU = GpuCapabilities(0, 1, HOPPER_SHARED_MEMORY)
 _simulated: GpuCapabilities | None = None
+_plain = False
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed. Does not import it."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton is installed, outside `plain_torch`. Does not import it."""
+    return not _plain and importlib.util.find_spec("triton") is not None
 
 
 @cache
@@ -93,6 +94,25 @@ def simulated(stand_in: GpuCapabilities) -> Iterator[None]:
     finally:
         _simulated = before
         _forget()
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Inside, ops run as they do without Triton: in plain torch. Weights and back ends that were made before stay as they are."""
+    global _plain
+    before, _plain = _plain, True
+    _forget_triton()
+    try:
+        yield
+    finally:
+        _plain = before
+        _forget_triton()
+
+
+def _forget_triton() -> None:
+    """Drop the answers about Triton, which are kept."""
+    for answers in (has_triton, has_gluon, has_fp8_kernels):
+        answers.cache_clear()
 
 
 def _forget() -> None:

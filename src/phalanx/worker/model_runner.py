@@ -442,6 +442,19 @@ class ModelRunner:
             finally:
                 self.caches = caches
 
+    @contextmanager
+    def changed(
+        self, *, backend: AttentionBackend | None = None, sampler: Sampler | None = None, graphs: bool = True
+    ) -> Iterator[None]:  # fmt: skip
+        """Inside, steps run with this attention back end and this sampler, and with graphs=False eagerly."""
+        before = self._backend, self._sampler, self.graphs
+        self._backend, self._sampler = backend or self._backend, sampler or self._sampler
+        self.graphs = self.graphs if graphs else None
+        try:
+            yield
+        finally:
+            self._backend, self._sampler, self.graphs = before
+
     def _reported(self, rows: Sequence[StepRow]) -> Sequence[range]:
         """The tokens of each row that are followed by a prompt token to report."""
         if not self._last or not self._reporting:

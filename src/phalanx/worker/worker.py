@@ -364,6 +364,7 @@ class Worker:
             if state := options.index_states * request_bytes(declared):
                 self._bytes["state"] = state
         self._capture(runner, device)
+        checked = self._self_check(runner, model, groups, blocks, max_num_tokens, max_seq_len) if options.self_check else ""
         self._memory = self._memory_of(model, runner, folder, network)
         self._ran = runner.ran = StepCounts()  # from here on steps are the engine's
         if self._expert_load is not None:
@@ -371,8 +372,24 @@ class Worker:
         calls = getattr(tp, "calls", {})
         for name in calls:  # not cleared: a graph counts up the entries that it holds
             calls[name] = 0
-        self.channel.send(RankReady(self.rank, self._facts(model, layers, attention.name, device)))
+        facts = self._facts(model, layers, attention.name, device)
+        facts.self_check = checked
+        self.channel.send(RankReady(self.rank, facts))
         return runner
+
+    def _self_check(
+        self, runner: ModelRunner, model: Decoder, groups: Groups, blocks: int, max_num_tokens: int, max_seq_len: int
+    ) -> str:  # fmt: skip
+        """What the check of the answers found, on a rank that compares them. Collective."""
+        from phalanx.worker.self_check import check_answers
+
+        assert self._groups is not None
+        options, last = self.options, groups.pp.rank == groups.pp.size - 1
+        with self._phase("check the answers"):
+            return check_answers(
+                runner, model, groups.world, self._groups.tp, options, blocks=blocks, max_num_tokens=max_num_tokens,
+                max_seq_len=max_seq_len, compares=last and self._place.tp_index == 0,
+            )  # fmt: skip
 
     def _facts(self, model: Decoder, layers: range, attention: str, device: torch.device) -> RankFacts:
         import torch

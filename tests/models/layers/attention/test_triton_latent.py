@@ -17,11 +17,11 @@ from phalanx.kernels.attention import dispatch
 from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, simulated
 from phalanx.layout.graphs import max_absorbed_pairs
 from phalanx.models.batch import Batch
-from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention import select, triton_latent
 from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
 from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
 from tests.support import models_formation
+from tests.support.models_attention import latent_batch
 from tests.support.models_deepseek import written
 from tests.support.models_formation import Formation, run_steps
 from tests.support.models_logits import STEPS, assert_same
@@ -68,28 +68,6 @@ def test_a_model_over_both_kinds_of_rows(
     folder, ids, expected = written("v3", tmp_path)
     run_steps(Formation(folder), STEPS, ids, expected, assert_same)
     assert {kind for kind, _ in launched} == ({"decode", "prefill"} if own_prefill else {"decode"})
-
-
-def latent_batch(rows: list[tuple[int, int]], *, indirect: bool) -> tuple[Batch, LayerCache]:
-    """rows: (tokens before, tokens now). Blocks of 4 in a shuffled order, block 0 poisoned; one KV slot per token."""
-    lengths = [before + now for before, now in rows]
-    counts = [-(-length // 4) for length in lengths]
-    order = (torch.randperm(sum(counts)) + 1).tolist()
-    tables = torch.zeros(len(rows) + 3, max(counts) + 1, dtype=torch.int32)
-    table_rows = torch.arange(len(rows) + 2, 2, -1) if indirect else torch.arange(len(rows))
-    for row, count in enumerate(counts):
-        tables[table_rows[row], :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
-    starts = [0]
-    for _, now in rows:
-        starts.append(starts[-1] + now)
-    cache = torch.randn(sum(counts) + 1, 4, 1, 20)
-    cache[0] = float("nan")
-    zeros = torch.zeros(starts[-1], dtype=torch.int64)
-    batch = Batch(
-        zeros, zeros, zeros, torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), tables, zeros,
-        starts, lengths, table_rows=table_rows if indirect else None,
-    )  # fmt: skip
-    return batch, LayerCache({"latent": cache})
 
 
 @pytest.mark.parametrize("indirect", [False, True])

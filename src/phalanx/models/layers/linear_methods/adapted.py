@@ -114,6 +114,11 @@ class Adapted(LinearMethod):
         assert isinstance(out, Tensor)
         return out
 
+    def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
+        out = self._with_delta(self.method.plain_multiply(x, bias), x)
+        assert isinstance(out, Tensor)
+        return out
+
     def unscaled(self, x: Activation, bias: Tensor | None = None) -> Tensor | Unscaled:
         return self._with_delta(self.method.unscaled(x, bias), x)
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import phalanx.kernels.reference as reference
 from phalanx import kernels
 from phalanx.comm.group import Group
 from phalanx.config.quantization import Quantization
@@ -100,6 +101,20 @@ class Fp8(LinearMethod):
             output = kernels.scaled_mm(quantizer.quantize(x), self.weight, self.weight_scale, dtype=self.dtype)
         return output if bias is None else output + bias
 
+    def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
+        if self.multiplies_fp8:  # products of e4m3 have more bits than bf16
+            plain = F.linear(self._requantized(x), self.dequantized(torch.float32)).to(self.dtype)
+            return plain if bias is None else plain + bias
+        assert isinstance(x, Tensor)
+        return F.linear(x, self.dequantized(), bias)
+
+    def _requantized(self, x: Activation) -> Tensor:
+        """The values of x in fp32, as they are once they have been quantized for the GEMM."""
+        if not isinstance(x, Quantized):
+            x = Quantized(*reference.quantize_fp8(x, self.input_scale))
+        scale = x.scale if self.input_scale is None else self.input_scale
+        return x.values.float() * scale
+
     def unscaled(self, x: Activation, bias: Tensor | None = None) -> Tensor | Unscaled:
         tokens = len(x.values if isinstance(x, Quantized) else x)
         if self.input_quantizer is None or bias is not None or tokens == 1:
@@ -128,9 +143,9 @@ class Fp8(LinearMethod):
         assert self.input_quantizer is not None
         scaled_mm_into(self.input_quantizer.quantize(x), self.weight, self.weight_scale, targets)
 
-    def dequantized(self) -> Tensor:
-        """The weight's values in 16 or 32 bit."""
-        return kernels.dequantize(self.weight, self.weight_scale, self.dtype)
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight's values in 16 or 32 bit; in the model's dtype where none is given."""
+        return kernels.dequantize(self.weight, self.weight_scale, dtype or self.dtype)
 
     def reorder_rows(self, rows: list[int]) -> None:
         values = self.weight.view(torch.uint8)

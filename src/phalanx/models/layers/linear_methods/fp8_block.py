@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+import phalanx.kernels.reference as reference
 from phalanx import kernels
 from phalanx.kernels.capabilities import has_triton
 from phalanx.kernels.gemm import block_gemm
@@ -62,11 +63,17 @@ class Fp8Block(Fp8):
         )  # fmt: skip
         return output if bias is None else output + bias
 
+    def _requantized(self, x: Activation) -> Tensor:
+        assert isinstance(x, Tensor)
+        values, scale = reference.per_token_group_quant_fp8(x, self.block[1], self.begin)
+        columns = (torch.arange(self.in_features, device=x.device) + self.begin) // self.block[1]
+        return values.float() * scale[:, columns]
+
     def fuses(self, fusion: Fusion) -> bool:
         return False
 
-    def dequantized(self) -> Tensor:
-        return kernels.dequantize(self.weight, self.weight_scale, self.dtype, block=self.block[1], begin=self.begin)
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        return kernels.dequantize(self.weight, self.weight_scale, dtype or self.dtype, block=self.block[1], begin=self.begin)
 
     def reorder_rows(self, rows: list[int]) -> None:
         super().reorder_rows(rows)

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.quantization import GROUP_UNIT, Int4
 from phalanx.errors import ModelError, WeightError
 from phalanx.kernels.gemm.int4_mm import int4_mm
-from phalanx.kernels.gemm.int4_packing import TILE_COLUMNS, TILE_ROWS, Int4Weight, packed, reorder_rows
+from phalanx.kernels.gemm.int4_packing import TILE_COLUMNS, TILE_ROWS, Int4Weight, dequantized, packed, reorder_rows
 from phalanx.layout.quantized_bytes import scale_words
 from phalanx.models.layers.activation import Activation
 from phalanx.models.layers.linear_methods.int4_formats import Decoded, decoded, rounded, tensors
@@ -66,6 +67,12 @@ class Int4Linear(LinearMethod):
         if self.order is not None:
             x = x.index_select(1, self.order)
         return int4_mm(x, self.weight, bias)
+
+    def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        return F.linear(x, dequantized(self.weight, self.dtype), bias)
 
     @property
     def weight(self) -> Int4Weight:

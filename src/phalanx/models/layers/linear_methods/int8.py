@@ -32,15 +32,25 @@ class Int8(Fp8):
 
     def multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor)
-        in_fp32, scale = x.float(), cast("Tensor | None", self.input_scale)
-        if scale is None:  # of each token; one of zeros stays zeros
-            scale = (in_fp32.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-        values = torch.round(in_fp32 / scale).clamp(-_LARGEST - 1, _LARGEST).to(torch.int8)
+        values, scale = self._quantized(x)
         total = int8_mm(values, self.weight).float() * (scale * self.weight_scale)
         return (total if bias is None else total + bias.float()).to(self.dtype)
 
-    def dequantized(self) -> Tensor:
-        return (self.weight.float() * self.weight_scale.unsqueeze(-1)).to(self.dtype)
+    def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        values, scale = self._quantized(x)
+        output = F.linear(values.float() * scale, self.dequantized(torch.float32), None if bias is None else bias.float())
+        return output.to(self.dtype)
+
+    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, in] in int8, and its scale in fp32: [T, 1], or () where it is static."""
+        in_fp32, scale = x.float(), cast("Tensor | None", self.input_scale)
+        if scale is None:  # of each token; one of zeros stays zeros
+            scale = (in_fp32.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.round(in_fp32 / scale).clamp(-_LARGEST - 1, _LARGEST).to(torch.int8), scale
+
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        return (self.weight.float() * self.weight_scale.unsqueeze(-1)).to(dtype or self.dtype)
 
     def slices(self) -> Iterator[Slice]:
         yield from (replace(part, dtypes=("I8",)) for part in super().slices())

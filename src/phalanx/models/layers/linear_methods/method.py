@@ -57,6 +57,11 @@ class LinearMethod(Sliced, ABC):
     def multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
         """x [T, in] times the weight, plus bias [out] -> [T, out]."""
 
+    @abstractmethod
+    def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
+        """As `multiply`, by one GEMM of torch's with the dequantized weight, and the input as the method quantizes it. It is slow,
+        and what the start's self check compares `multiply` with."""
+
     def unscaled(self, x: Activation, bias: Tensor | None = None) -> Tensor | Unscaled:
         """`multiply` for a reader that can apply scales to the output: without them where that is faster."""
         return self.multiply(x, bias)

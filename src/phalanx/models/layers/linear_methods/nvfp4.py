@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.errors import ModelError, WeightError
 from phalanx.kernels.moe.nvfp4_mm import nvfp4_mm
-from phalanx.kernels.moe.nvfp4_packing import GROUP, Nvfp4Weight, packed, quantized, reorder_rows, sizes
+from phalanx.kernels.moe.nvfp4_packing import GROUP, Nvfp4Weight, dequantized, packed, quantized, reorder_rows, sizes
 from phalanx.models.layers.activation import Activation
 from phalanx.models.layers.linear_methods.method import Fusion, LinearMethod
 from phalanx.models.slices import LayerContext, Scale, Slice, WeightPart
@@ -56,6 +57,10 @@ class Nvfp4Linear(LinearMethod):
     def multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor)
         return nvfp4_mm(x, self.weight, bias)
+
+    def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        return F.linear(x, dequantized(self.weight, self.dtype), bias)
 
     def fuses(self, fusion: Fusion) -> bool:
         return fusion == "bias"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx import kernels
@@ -25,6 +26,10 @@ class Unquantized(LinearMethod):
     def multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor)
         return kernels.linear(x, self.weight, bias)
+
+    def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        return F.linear(x, self.weight, bias)
 
     def for_sum(self, x: Activation, bias: Tensor | None, group: Group) -> Tensor:
         assert isinstance(x, Tensor)
