@@ -90,6 +90,7 @@ def test_values():
     assert value("spec_decode_num_draft_tokens_total") == 25
     assert value("spec_decode_num_accepted_tokens_total") == 11
     assert value("spec_decode_num_accepted_tokens_per_pos_total", position="1") == 4
+    assert value("spec_decode_wrong_head") == 0
     assert value("rank_memory_bytes", rank="1", kind="kv") == 21
     assert value("allreduce_calls_total", strategy="ONESHOT", fusion="RESIDUAL_RMS_NORM") == 8
     assert value("steps_total", kind="decode graph") == 5

@@ -47,9 +47,10 @@ class EngineCounters(Protocol):
     """The engine's counts; its `Stats` message satisfies this protocol. Gauges are current, counters run since the start.
 
     rank_bytes: by rank and kind. allreduce: calls by "strategy/fusion". ran: steps by "kind/steps", "kind/tokens", "kind/padding".
-    rank_gauges: of each rank's GPU. drafts: rows of which drafts were verified; accepted_tokens: by position. dp_*: of each
-    data-parallel index, empty where there is one. adapters_*: requests by the names of adapters, those that have any; max_adapters:
-    slots for them. stalled: why work waits and no step ends; empty while steps do.
+    rank_gauges: of each rank's GPU. drafts: rows of which drafts were verified; accepted_tokens: by position; wrong_head: 1 where
+    their rate is that of a draft model or head for another model. dp_*: of each data-parallel index, empty where there is one.
+    adapters_*: requests by the names of adapters, those that have any; max_adapters: slots for them. stalled: why work waits and no
+    step ends; empty while steps do.
     """
 
     running: int
@@ -65,6 +66,7 @@ class EngineCounters(Protocol):
     drafts: int
     draft_tokens: int
     accepted_tokens: list[int]
+    wrong_head: int
     rank_bytes: dict[int, dict[str, int]]
     allreduce: dict[str, int]
     ran: dict[str, int]
@@ -302,6 +304,8 @@ class _EngineCollector(Collector):
             yield self._count("spec_decode_num_accepted_tokens", "Drafts that were accepted.", accepted)
             help_text = "Accepted drafts, by their position in the row."
             yield self._count("spec_decode_num_accepted_tokens_per_pos", help_text, by_place, "position")
+            help_text = "1: the first draft is accepted so rarely that the draft model or head is likely for another model."
+            yield self._gauge("spec_decode_wrong_head", help_text, {(): counters.wrong_head})
 
     def _of_dp_indices(self, counters: EngineCounters) -> Iterable[Metric]:
         """How evenly requests and their KV blocks lie on data-parallel indices, where there are several."""

@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.config.options import EngineOptions
 from phalanx.engine.draft_depth import WATCHED_ROWS, AcceptanceWatch, DraftDepth
+from phalanx.engine.messages import Stats
 from phalanx.engine.step_times import StepLoad, StepTimes
 from tests.support.checkpoints import write_checkpoint
 
@@ -109,7 +110,7 @@ def test_drafts_that_take_long_are_fewer_and_leave_the_time_of_other_steps_as_it
 
 def watched(record: Path, accepted: float, rows: int = WATCHED_ROWS) -> None:
     """A run in which so many of the first drafts are accepted; some rows have none."""
-    watch = AcceptanceWatch("org/head", record)
+    watch = AcceptanceWatch("org/head", record, Stats())
     for row in range(rows):
         watch.verified(3, int(row < accepted * rows))
         watch.verified(0, 0)
@@ -127,7 +128,7 @@ def test_a_head_that_is_none_for_its_target_is_named(tmp_path: Path, caplog: pyt
     caplog.clear()
     for accepted in (0.2, 0.75, 0.3):
         watched(record, accepted)
-    watched(record, 0.0, WATCHED_ROWS - 1)
+    watched(record, 0.2, WATCHED_ROWS - 1)
     assert not caplog.records
     watched(record, 0.24)
     assert "24% of 200 rows; an earlier run had 75%" in caplog.text
@@ -137,13 +138,25 @@ def test_a_head_that_is_none_for_its_target_is_named(tmp_path: Path, caplog: pyt
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("luck", "named"), [(0.0, True), (0.02, True), (0.2, False), (0.45, False)])
+def test_a_head_without_hope_is_named_early_and_no_other_one(tmp_path: Path, luck: float, named: bool) -> None:
+    for seed in range(20):
+        stats, chance = Stats(), random.Random(seed)
+        watch, rows = AcceptanceWatch("org/head", tmp_path / f"{luck}-{seed}.json", stats), 0
+        while rows < 150 and not stats.wrong_head:
+            watch.verified(3, int(chance.random() < luck))
+            rows += 1
+        assert bool(stats.wrong_head) == named
+        assert luck or rows == 57
+
+
 def test_a_pair_of_checkpoints_has_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     folders = [write_checkpoint(tmp_path / name, "llama", num_hidden_layers=1, seed=seed) for seed, name in enumerate("abc")]
     draft = {"method": "draft_model", "num_speculative_tokens": 2}
 
     def record(target: Path, **config: Any) -> Path:
-        watch = AcceptanceWatch.of(EngineOptions.of(model=str(target), speculative_config=config))
+        watch = AcceptanceWatch.of(EngineOptions.of(model=str(target), speculative_config=config), Stats())
         assert watch is not None
         return watch._record
 
@@ -153,4 +166,4 @@ def test_a_pair_of_checkpoints_has_a_record(tmp_path: Path, monkeypatch: pytest.
     for config in ({"method": "ngram", "num_speculative_tokens": 2}, {
         **draft, "model": str(folders[1]), "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0,
     }):  # fmt: skip
-        assert AcceptanceWatch.of(EngineOptions.of(model=str(folders[0]), speculative_config=config)) is None
+        assert AcceptanceWatch.of(EngineOptions.of(model=str(folders[0]), speculative_config=config), Stats()) is None

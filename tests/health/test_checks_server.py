@@ -80,6 +80,15 @@ def test_server_graphs():
     assert levels("server_graphs", read(metrics_text(ran={"eager/steps": 90})))[0][0] == "ok", "on CPU all are eager"
 
 
+def test_server_drafts():
+    counts = {"drafts": 200, "draft_tokens": 600, "accepted_tokens": [8, 2, 0]}
+    level, summary = levels("server_drafts", read(metrics_text(**counts, wrong_head=1)))[0]
+    assert level == "warning"
+    assert summary.endswith("the first draft was accepted in 4% of 200 rows")
+    assert levels("server_drafts", read(metrics_text(**counts)))[0][0] == "ok"
+    assert levels("server_drafts", read(metrics_text()))[0][0] == "ok"
+
+
 def test_server_versions():
     one, same, other = read(version="1.0"), read(version="1.0"), read(version="1.1")
     assert levels("server_versions", one, same)[0][0] == "ok"

@@ -13,12 +13,14 @@ as rarely as keeps their cost below PROBE_COST.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.config.home import cache_folder
 from phalanx.config.locate import checkpoint_digest, locate
 from phalanx.config.options import EngineOptions
+from phalanx.engine.messages import Stats
 from phalanx.engine.step_times import StepTimes
 from phalanx.layout.graphs import VERIFIED_TOKENS
 from phalanx.log import get_logger
@@ -51,11 +53,11 @@ class DraftDepth:
         self._since_probe = self._probing = 0
 
     @classmethod
-    def of(cls, options: EngineOptions, times: StepTimes) -> DraftDepth:
-        """As options.speculation, which is not None, says."""
+    def of(cls, options: EngineOptions, times: StepTimes, stats: Stats) -> DraftDepth:
+        """As options.speculation, which is not None, says. stats: see `AcceptanceWatch`."""
         assert options.speculation is not None
         table = options.speculation.num_speculative_tokens_per_batch_size
-        return cls(times, options.max_drafts, table, AcceptanceWatch.of(options))
+        return cls(times, options.max_drafts, table, AcceptanceWatch.of(options, stats))
 
     # ---- what is measured --------------------------------------------------------------------------------------------
 
@@ -115,20 +117,25 @@ class DraftDepth:
 
 WATCHED_ROWS, WATCHED_PART = 200, 1 / 3
 """After so many rows with drafts the network that proposes is judged, and what part of the expected rate is too little."""
+CERTAINTY = 1e-4
+"""It is judged earlier where a rate that is not too little would give as few accepted drafts with this probability or less."""
 PUBLISHED_RATE = 0.45
 """How often the first draft is accepted at least by the heads that are published for a model (`docs/speculative.md`)."""
 
 
 class AcceptanceWatch:
     """Names a network that is likely none for its target: its first drafts are accepted less than a third as often as those of an
-    earlier run of the same two checkpoints, or, without one, as those of published heads. record: the file that keeps the rate."""
+    earlier run of the same two checkpoints, or, without one, as those of published heads. record: the file that keeps the rate.
+    stats: whose `wrong_head` says so."""
 
-    def __init__(self, what: str, record: Path) -> None:
-        self._what, self._record = what, record
+    def __init__(self, what: str, record: Path, stats: Stats) -> None:
+        self._what, self._record, self._stats = what, record, stats
         self._rows = self._accepted = 0
+        self._judged, self._earlier = False, _rate_in(record)
+        self._expected = PUBLISHED_RATE if self._earlier is None else self._earlier
 
     @classmethod
-    def of(cls, options: EngineOptions) -> AcceptanceWatch | None:
+    def of(cls, options: EngineOptions, stats: Stats) -> AcceptanceWatch | None:
         """None where no network proposes, or where drafts are not judged by their tokens."""
         config = options.speculation
         if config is None or not config.keeps_kv or config.acceptance is not None or options.load_format == "dummy":
@@ -137,25 +144,27 @@ class AcceptanceWatch:
         if config.model is not None:
             folders.append(locate(config.model, config.revision))
         name = "-".join(checkpoint_digest(folder, weights=True) for folder in folders)
-        return cls(config.model or config.method, cache_folder("acceptance") / f"{name}.json")
+        return cls(config.model or config.method, cache_folder("acceptance") / f"{name}.json", stats)
 
     def verified(self, drafts: int, accepted: int) -> None:
         """As `DraftDepth`."""
-        if drafts and self._rows < WATCHED_ROWS:
+        if drafts and not self._judged:
             self._rows += 1
             self._accepted += accepted > 0
-            if self._rows == WATCHED_ROWS:
-                self._judge(self._accepted / WATCHED_ROWS)
+            least = WATCHED_PART * self._expected
+            enough = self._rows == WATCHED_ROWS
+            if enough or (self._accepted < least * self._rows and _chance(self._accepted, self._rows, least) < CERTAINTY):
+                self._judge(self._accepted / self._rows)
 
     def _judge(self, rate: float) -> None:
-        earlier = self._earlier()
-        expected = PUBLISHED_RATE if earlier is None else earlier
-        if rate < WATCHED_PART * expected:
+        self._judged, earlier = True, self._earlier
+        if rate < WATCHED_PART * self._expected:
+            self._stats.wrong_head = 1
             logger.warning(
                 "speculative_config: %s is likely none for this model: its first draft was accepted in %.0f%% of %d rows; "
                 "%s %.0f%%; it may be for another model, or read the states of other layers than it was trained with",
-                self._what, 100 * rate, WATCHED_ROWS, "published heads reach" if earlier is None else "an earlier run had",
-                100 * expected,
+                self._what, 100 * rate, self._rows, "published heads reach" if earlier is None else "an earlier run had",
+                100 * self._expected,
             )  # fmt: skip
         elif rate > (earlier or 0.0):
             try:
@@ -164,8 +173,14 @@ class AcceptanceWatch:
             except OSError as error:
                 logger.info("%s cannot be written: %s", self._record, error)
 
-    def _earlier(self) -> float | None:
-        try:
-            return float(json.loads(self._record.read_text())["first"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+
+def _rate_in(record: Path) -> float | None:
+    try:
+        return float(json.loads(record.read_text())["first"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _chance(accepted: int, rows: int, rate: float) -> float:
+    """The probability that no more than so many drafts of so many rows are accepted at a rate: the binomial distribution."""
+    return sum(math.comb(rows, count) * rate**count * (1 - rate) ** (rows - count) for count in range(accepted + 1))

@@ -250,6 +250,7 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     drafts: int = 0  # rows with drafts that were verified
     draft_tokens: int = 0  # those drafts
     accepted_tokens: list[int] = []  # of them, by their place in the row
+    wrong_head: int = 0  # 1: so few of the first ones were accepted that what proposes them is likely none for the model
     dp_running: list[int] = []  # `running` of each dp index, where there are several
     dp_blocks_referenced: list[int] = []  # `blocks_referenced` of each, of blocks_total / indices
     adapters_running: dict[str, int] = {}  # by the names of adapters: their requests that run, and below those that wait

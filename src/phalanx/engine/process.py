@@ -198,7 +198,7 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
         scheduler = DpScheduler(limits, indices, grammars.open, grammar_calls=grammar_calls, adapters=adapters)
     scheduler.times = StepTimes(options.step_timeout)
     if options.speculation is not None:
-        depth = DraftDepth.of(options, scheduler.times)
+        depth = DraftDepth.of(options, scheduler.times, scheduler.counters)
         scheduler.choose_drafts, scheduler.verified = depth.choose, depth.verified
     facts = EngineFacts(
         model=options.model, dtype=options.dtype, device=options.device, layout=Layout.of(options),

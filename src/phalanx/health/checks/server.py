@@ -162,6 +162,28 @@ def server_graphs(subject: Subject) -> Iterator[Finding]:
 
 
 @check(
+    why="drafts that are never accepted cost time, and give nothing",
+    cure="name the head that was trained for the model",
+    threads=("vllm-project/vllm/issues/43671", "sgl-project/sglang/issues/25454"),
+    needs=(Need.SERVER,),
+    fine="no server has a draft model or head that seems to be for another model",
+)
+def server_drafts(subject: Subject) -> Iterator[Finding]:
+    """how often the first draft of a draft model or head is accepted"""
+    for server in subject.servers:
+        scrape = server.latest
+        if scrape is None or not scrape.value("spec_decode_wrong_head"):
+            continue
+        rows = scrape.value("spec_decode_num_drafts_total") or 0.0
+        first = scrape.by("spec_decode_num_accepted_tokens_per_pos_total", "position").get(("0",), 0.0)
+        yield warning(
+            f"{server.url}: the first draft was accepted in {first / max(rows, 1):.0%} of {rows:.0f} rows",
+            "compare the head's model and layer ids with the model that is served; the server's log says what was expected",
+            f"curl {server.url}/metrics | grep spec_decode",
+        )
+
+
+@check(
     why="a load balancer over replicas of different versions answers differently each time",
     cure="roll out one version",
     threads=("vllm-project/vllm/issues/12670",),
