@@ -93,3 +93,15 @@ def test_a_step_that_waited_for_something_else_tells_little() -> None:
     times.submitted(1000, None, times._ended_at)
     times.ended(1000, times._ended_at + 50.0)
     assert times.seconds(load) == pytest.approx(machine(load), rel=0.05)
+
+
+def test_a_fit_that_has_come_to_nothing_recovers() -> None:
+    """Steps longer than three times their prediction were taken as three times: one of 0 seconds then ended the engine."""
+    times, loads = StepTimes(), mixed(300)
+    ran(times, loads)
+    times._fit._c = [0.0] * 5
+    assert times.seconds(loads[0]) is None
+    assert times.limit(loads[0]) == times._step_timeout
+    ran(times, mixed(60, seed=3))
+    for load in loads[:50]:
+        assert times.seconds(load) == pytest.approx(machine(load), rel=0.25)

@@ -108,9 +108,9 @@ class StepTimes:
             self._decode_ended(load, seconds)
         elif self._measured >= SURE_STEPS:
             self._compared(seconds / max(self._fit.seconds(load), 1e-6))
-        # A step that waited for something else, or whose result was seen late, tells little.
-        most = 3 * self._fit.seconds(load) if self._measured >= SURE_STEPS and self._reaches(load) else seconds
-        self._fit.add(load, min(seconds, most))
+        # A step that waited for something else, or whose result was seen late, tells little; but what was predicted may be wrong.
+        predicted = self.seconds(load)
+        self._fit.add(load, seconds if predicted is None else max(min(seconds, 3 * predicted), seconds / 10))
         self._measured += 1
         self._most_tokens, self._most_attention = max(self._most_tokens, load.tokens), max(self._most_attention, load.attention)
 
@@ -132,8 +132,8 @@ class StepTimes:
     # ---- what is predicted -------------------------------------------------------------------------------------------
 
     def seconds(self, load: StepLoad) -> float | None:
-        """How long a step takes; None where too little was measured to tell."""
-        return self._fit.seconds(load) if self._measured >= SURE_STEPS and self._reaches(load) else None
+        """How long a step takes; None where too little was measured to tell, as of decodes after nothing but prompts."""
+        return self._fit.seconds(load) or None if self._measured >= SURE_STEPS and self._reaches(load) else None
 
     def limit(self, load: StepLoad | None) -> float:
         """Seconds after which a step is stuck. load: as in `submitted`."""
