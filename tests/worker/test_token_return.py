@@ -181,11 +181,12 @@ class Served:
         self.scheduler.check()
 
     def _serve(self, executor: RankExecutor) -> None:
-        coming, scheduler, ended = deque(some_requests()), self.scheduler, 0
+        coming, scheduler, ended, aborted = deque(some_requests()), self.scheduler, 0, False
         while coming or not scheduler.idle:
             for _ in range(min(3, len(coming))):
                 scheduler.add(coming.popleft())
-            if ended == 20:
+            if ended >= 20 and not aborted:  # several results may come at once
+                aborted = True
                 for request in list(scheduler.running)[::4]:
                     scheduler.abort(request.id)
             while (step := scheduler.schedule()) is not None:
