@@ -92,6 +92,13 @@ def engine(target: BenchmarkTarget) -> Iterator[tuple[LLM, float]]:
         yield llm, seconds
 
 
+def self_check_lines(options: EngineOptions) -> list[str]:
+    """Start an engine with the self check, and end it: what each rank that compares has found. Raises what fails the start."""
+    checked = {**options.model_dump(), "self_check": True, "skip_tokenizer_init": True}
+    with LLM(**checked) as llm:
+        return [rank.self_check for rank in llm.facts.ranks if rank.self_check]
+
+
 SecondsOf = Callable[[Sequence[Sequence[int]], int], float]
 """(prompts, output_len) -> seconds: `seconds_of` of one engine."""
 

@@ -35,6 +35,7 @@ class Need(StrEnum):
     MODEL = "no model is named"
     SERVER = "no server's URL is named"
     HOSTS = "the options name one host (nnodes=1)"
+    QUALITY = "it starts an engine: only with --quality"
     PEERS = "no report of another host is named (--peer FILE)"
 
 

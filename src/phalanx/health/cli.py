@@ -72,6 +72,10 @@ def doctor(
     peer: Annotated[
         list[Path] | None, typer.Option("--peer", help="Report of another host (--json) to compare with; repeat for several.")
     ] = None,
+    quality: Annotated[
+        bool,
+        typer.Option("--quality", help="Also start an engine of the model, and check its answers by the reference path."),
+    ] = False,
     fix: Annotated[
         bool, typer.Option("--fix", help="Print the commands that would fix the findings, one per line. Nothing is run.")
     ] = False,
@@ -94,6 +98,9 @@ def doctor(
     if len(models) > 1:
         raise OptionError(f"several models are named: {', '.join(models)}", next="name one model, or URLs of servers")
     subject = _subject(raw_options, models[0] if models else None)
+    if quality and subject.options is None:
+        raise OptionError("--quality names no model", next="name one: `phalanx doctor MODEL --quality`")
+    subject.quality = quality
     subject.servers = tuple(servers.visit(url) for url in urls)
     subject.peers = tuple(_report(path) for path in peer or [])
     report = examination.examine(subject, checks)

@@ -33,6 +33,8 @@ class Subject:
     config: Mapping[str, Any] | None = None
     servers: tuple[Server, ...] = ()
     peers: tuple[Mapping[str, Any], ...] = ()
+    quality: bool = False
+    """Whether an engine is started, to check its answers."""
     measured: Any = None
     """Results of `pairs.measure`, where a check or a test has them already."""
 
@@ -127,5 +129,7 @@ class Subject:
                 return not self.servers
             case Need.HOSTS:
                 return self.options is None or self.options.nnodes < 2
+            case Need.QUALITY:
+                return not self.quality
             case Need.PEERS:
                 return not self.peers

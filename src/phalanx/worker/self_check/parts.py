@@ -43,10 +43,10 @@ def parts_of(runner: ModelRunner, model: Decoder, tp: Group) -> list[Part]:
     if model.context.dp.size > 1:
         advice = "use expert_exchange='ALL_GATHER'"
         parts.append(Part("expert exchange", advice, partial(_gathered_experts, model)))
+    if model.context.device.type == "cuda":  # first: back ends and linear methods choose other kernels inside `plain_torch`
+        parts.append(Part("kernels of norms, RoPE, experts or small GEMMs", _REPORT, plain_torch))
     backend = PlainBackend(latent=model.shape.latent is not None)
     parts.append(Part("attention back end", _REPORT, partial(runner.changed, backend=backend)))
-    if model.context.device.type == "cuda":
-        parts.append(Part("kernels of norms, RoPE, experts or small GEMMs", _REPORT, plain_torch))
     parts.append(Part("linear kernels", _REPORT, partial(plain_linears, model)))
     if runner.graphs is not None:
         parts.append(Part("captured graphs", "use cuda_graphs=False", partial(runner.changed, graphs=False), contains_others=True))

@@ -84,7 +84,7 @@ def test_layers_are_replaced_for_a_while_and_what_differs_is_noted(plain: Path, 
     with compared_linears(model) as differences:
         for layer in linears(model)[:3]:
             layer.method.multiply(torch.randn(9, layer.method.in_features))
-        worst, *others = differences()
+        *others, worst = differences()
     assert (worst.name, worst.rows, worst.first) == (wrong_method.parts[0].name, 9, 5)
     assert worst.error == pytest.approx(0.25, abs=0.01)
     assert all(each.error < 1e-6 for each in others)
