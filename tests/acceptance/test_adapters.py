@@ -120,3 +120,44 @@ def test_tokens_equal_those_of_the_merged_model(merged, tp, pp):
             llm.load_adapter(NAMES[1], merged.adapters[0])
         llm.load_adapter(NAMES[0], merged.adapters[4])
         check(merged, llm, [4], [NAMES[0]])
+
+
+def test_drafts_and_a_sleep_between(merged):
+    """Each row verifies three drafts, for which its adapter counts, too; adapters outlast a sleep, which drops the cache."""
+    config = {
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 99, 3]],
+    }  # fmt: skip
+    with LLM(
+        merged.base, device="cpu", max_loras=8, max_lora_rank=12, kv_block_size=4, max_num_tokens=64, max_batch_size=9,
+        max_seq_len=40, speculative_config=config,
+    ) as llm:  # fmt: skip
+        for name, folder in zip(NAMES, merged.adapters, strict=True):
+            llm.load_adapter(name, folder)
+        order = [8, *range(8)]
+        for _ in range(2):
+            check(merged, llm, order, [None if number == 8 else NAMES[number] for number in order])
+            llm.sleep(level=1)
+            llm.wake_up()
+        assert sum(llm.stats().accepted_tokens) > 0
+
+
+def test_data_parallel_attention_beside_experts(tmp_path):
+    """Each of two groups has rows of an adapter and of none, and computes experts for those of the other."""
+    base = write_checkpoint(tmp_path / "base", "qwen3_moe")
+    adapter = write_adapter(tmp_path / "adapter", base, modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+    prompts = [[(7 * at + number) % 380 for at in range(9 + number)] for number in range(6)]
+    wanted = []
+    for folder in (base, merge(base, adapter, tmp_path / "merged")):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        wanted.append([continued(model, prompt, NEW_TOKENS)[0, len(prompt) :].tolist() for prompt in prompts])
+    adapted = [number % 3 == 0 for number in range(6)]
+    with LLM(
+        base, device="cpu", expert_parallel_size=2, max_loras=1, max_lora_rank=4, kv_block_size=4, max_num_tokens=48,
+        max_batch_size=8, max_seq_len=40,
+    ) as llm:  # fmt: skip
+        llm.load_adapter("one", adapter)
+        outputs = llm.generate(prompts, params_of(["one" if each else None for each in adapted]), use_tqdm=False)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    assert tokens == [wanted[each][number] for number, each in enumerate(adapted)]
+    assert wanted[0] != wanted[1]

@@ -19,6 +19,7 @@ from phalanx.models.adapters import HostFactors, ModelAdapters
 from phalanx.models.layers.linear_methods.adapted import Adapted
 from tests.support.adapters import SEVEN, merge, write_adapter
 from tests.support.checkpoints import write_checkpoint
+from tests.support.int4_checkpoints import FORMS, rewrite
 from tests.support.models_formation import Formation
 
 IDS = torch.tensor([5, 17, 200, 8, 99, 41, 7])
@@ -77,6 +78,20 @@ def test_logits_equal_those_of_the_merged_model(tmp_path, family, tp, pp):
     torch.testing.assert_close(formation.logits(0, [1] * size), wanted, rtol=1e-4, atol=1e-4)
     assert torch.equal(formation.logits(1), without), "without adapters nothing else is computed"
     assert torch.equal(formation.logits(2, [-1] * size), without)
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq desc_act (T3)"])
+def test_a_base_in_four_bits(tmp_path, form):
+    """In act order, too, where the layer's inputs have another order than the adapter's."""
+    plain = write_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=3)
+    (tmp_path / "quantized").mkdir()
+    base, meant = rewrite(plain, tmp_path / "quantized", FORMS[form])
+    adapter = write_adapter(tmp_path / "adapter", meant, r=5)
+    formation, merged = Adapting(base, tp=2), Formation(merge(meant, adapter, tmp_path / "merged"), tp=2)
+    formation.place(1, adapter)
+    wanted = merged.step([(0, IDS)])[0]
+    torch.testing.assert_close(formation.logits(0, [1] * len(IDS)), wanted, rtol=1e-3, atol=1e-3)
+    assert (wanted - formation.logits(1)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("module", SEVEN)
