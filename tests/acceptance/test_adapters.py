@@ -123,9 +123,10 @@ def test_tokens_equal_those_of_the_merged_model(merged, tp, pp):
 
 
 def test_drafts_and_a_sleep_between(merged):
-    """Each row verifies three drafts, for which its adapter counts, too; adapters outlast a sleep, which drops the cache."""
+    """Each row verifies three drafts of the base, for which its adapter counts, too; adapters outlast a sleep, which drops the
+    cache."""
     config = {
-        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
+        "method": "draft_model", "model": str(merged.base), "num_speculative_tokens": 3,
         "num_speculative_tokens_per_batch_size": [[1, 99, 3]],
     }  # fmt: skip
     with LLM(
