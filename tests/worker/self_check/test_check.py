@@ -76,6 +76,16 @@ def test_a_right_start_reports_the_line_from_the_last_stage(
     assert entry["positions"] > 300
 
 
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["llama", "experts", "int4", "fp8"])
+def test_a_right_start_on_a_gpu(name: str, folders: dict[str, Path], home: Path) -> None:
+    """With graphs, and kernels of every kind."""
+    (line,) = start(folders[name], device="cuda", dtype="bf16", cuda_graphs=True, kv_block_size=16)
+    assert "top-1 " in line
+    assert len(list(home.iterdir())) == 1
+
+
 WRONG = [
     ("llama", "oneshot", None, "bf16", "moved by all-reduce strategy ONESHOT;"),
     ("llama", "attention", None, "bf16", "moved by attention back end;"),
