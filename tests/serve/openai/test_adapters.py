@@ -44,6 +44,7 @@ def test_an_adapter_is_a_model_with_a_parent_until_it_is_unloaded(server):
         base, card = ModelList.model_validate(http.get("/v1/models").json()).data
         assert (base.id, base.parent, card.id, card.root, card.parent) == (MODEL, None, "sql", "/adapters/sql", MODEL)
         assert http.get("/v1/models/sql").json()["parent"] == MODEL
+        assert http.get(f"/v1/models/{MODEL}:sql").json()["id"] == "sql"
     answer = post(server, "unload", {"lora_name": "sql"})
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
     with server.client() as http:
@@ -66,6 +67,10 @@ def test_every_endpoint_answers_with_the_adapter_that_its_model_names(server):
     assert [add.params.adapter for add in server.engine.added] == ["sql"] * 7
     client.completions.create(model=MODEL, prompt="a")
     assert server.engine.added[-1].params.adapter is None
+    assert client.completions.create(model=f"{MODEL}:sql", prompt="a").model == f"{MODEL}:sql"
+    assert server.engine.added[-1].params.adapter == "sql"
+    with pytest.raises(openai.NotFoundError, match=f"'{MODEL}:law' is not served here"):
+        client.completions.create(model=f"{MODEL}:law", prompt="a")
 
 
 def test_a_large_body_is_read_with_the_names_that_there_are_now():

@@ -103,8 +103,9 @@ class Service:
 
     @property
     def names(self) -> list[str]:
-        """Of the model and its adapters."""
-        return [*self._own_names, *(adapter.name for adapter in self.adapters)]
+        """Of the model and its adapters; an adapter is also the model's name, a colon and its own, as in SGLang."""
+        adapters = [adapter.name for adapter in self.adapters]
+        return [*self._own_names, *adapters, *(f"{own}:{name}" for own in self._own_names for name in adapters)]
 
     def is_model(self, name: str) -> bool:
         """Whether requests get the model without an adapter by this name."""
@@ -114,11 +115,15 @@ class Service:
         """What answers to a request for this model call it."""
         return self.model_name if model is None or self.is_model(model) else model
 
+    def adapter_of(self, model: str | None) -> AdapterFacts | None:
+        """The adapter that this name of a model means; None: none."""
+        prefixes = ("", *(f"{own}:" for own in self._own_names))
+        return next((each for prefix in prefixes for each in self.adapters if model == prefix + each.name), None)
+
     def with_adapter(self, params: SamplingParams, model: str | None) -> SamplingParams:
         """The params of a request for this model, which may be the name of an adapter."""
-        if all(adapter.name != model for adapter in self.adapters):
-            return params
-        return msgspec.structs.replace(params, adapter=model)
+        adapter = self.adapter_of(model)
+        return params if adapter is None else msgspec.structs.replace(params, adapter=adapter.name)
 
     def require_engine(self, model: str | None = None) -> ServingEngine:
         """The engine. Raises ApiError 404 for a model that is not served, EngineClosed if there is no engine yet or any more."""

@@ -32,7 +32,7 @@ async def get_model(request: Request, model: str) -> Response:
     """One model by its name."""
     service = service_of(request)
     service.require_engine(model)
-    return JSONResponse(_card(service, next((each for each in service.adapters if each.name == model), None)))
+    return JSONResponse(_card(service, service.adapter_of(model)))
 
 
 @router.get("/live", responses=status_responses(can_fail=False))
