@@ -4,6 +4,7 @@ several, behind accepted drafts, on one rank and on two; and whatever they draft
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from phalanx.comm.group import Group, Solo
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.limits import depth_of
 from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.errors import WeightError
 from phalanx.kernels.speculation.drafts import DRAFTS
@@ -26,7 +28,7 @@ from phalanx.worker.speculation.model_proposer import ModelProposer
 from tests.support.checkpoints import write_checkpoint
 from tests.support.eagle3_heads import reference_drafts, write_head
 from tests.support.engine_drive import BLOCK
-from tests.support.worker_drafts import K, Remainders, Together, draw_requests, require_alike
+from tests.support.worker_drafts import K, Remainders, Staged, Together, draw_requests, pipeline_of, require_alike
 from tests.support.worker_graphs import CPU, SLOTS, Steps, kernels_backend, serve, step_runner
 
 pytestmark = pytest.mark.usefixtures("attention_by_reference")
@@ -40,10 +42,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=LAYERS, std=0.2)
 
 
-def drafting(target: Path, folder: Path, group: Group | None = None) -> dict[str, Any]:
-    """Of a runner of the target."""
-    shape, context = ModelShape.from_folder(target), LayerContext(group or Solo(), torch.float32, CPU)
-    model = registry.build(shape, range(shape.num_layers), context)
+def drafting(target: Path, folder: Path, group: Group | None = None, first: int = 0) -> dict[str, Any]:
+    """Of a runner of the target, or of its last stage, of the layers from `first` on."""
+    shape, context = ModelShape.from_folder(target), LayerContext(group or Solo(), torch.float32, CPU, last_embeds=True)
+    model = registry.build(shape, range(first, shape.num_layers), context)
     weights.load(model, target)
     assert model.embed_tokens is not None
     head = Eagle3.from_folder(folder, shape).with_embedding("embed_tokens.weight" in head_tensors(folder))
@@ -98,6 +100,19 @@ def test_drafts_are_those_of_the_reference(target: Path, tmp_path: Path, form: s
     assert second == reference_drafts(folder, target, tokens, layers, K)
 
 
+@pytest.mark.parametrize(("form", "cuts", "graphs"), [("specforge", [3], True), ("nvidia", [3, 5], True), ("eagle3.1", [6], False)])
+def test_stages_bring_inner_states_to_the_head(target: Path, tmp_path: Path, form: str, cuts: list[int], graphs: bool) -> None:
+    """Which is on the last stage. Prompts come in chunks."""
+    traits, layers = FORMS[form]
+    folder = write_head(tmp_path, **traits)  # type: ignore[arg-type]
+    stages = [range(first, end) for first, end in itertools.pairwise([0, *cuts, LAYERS])]
+    last = drafting(target, folder, first=cuts[-1])
+    runners = pipeline_of(target, stages, last, returns=True, graphs=graphs, inner_layers=last["proposer"].inner_layers)
+    tokens, (first, second) = drafted(Staged(runners), PROMPT, [4, 7])  # type: ignore[arg-type]
+    assert first == reference_drafts(folder, target, tokens[: len(PROMPT) + 1], layers, K)
+    assert second == reference_drafts(folder, target, tokens, layers, K)
+
+
 def test_ranks_share_a_head(target: Path, tmp_path: Path) -> None:
     folder, world = write_head(tmp_path), LocalWorld(2)
     runners = world.run(lambda group: step_runner(target, None, group=group, **drafting(target, folder, group)))
@@ -120,16 +135,23 @@ def test_a_prefix_hit_has_keys_and_values_of_the_head(target: Path, tmp_path: Pa
     assert runner._state[DRAFTS:, 5].tolist() == reference_drafts(folder, target, prompt + result.tokens, (2, 3, 4), K)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_head_changes_no_answer(target: Path, tmp_path: Path, tp: int) -> None:
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_a_head_changes_no_answer(target: Path, tmp_path: Path, tp: int, pp: int) -> None:
     """Requests of every kind, where blocks run out, and where prefixes are shared. The head is random: nothing is accepted."""
     arrivals, world, folder = draw_requests(0), LocalWorld(2), write_head(tmp_path)
     wanted, _ = serve([step_runner(target, None)], arrivals, open_matcher=Remainders)
-    if tp == 1:
-        runner: Any = step_runner(target, Steps(), **drafting(target, folder))
+    stages = {"depth": depth_of(2, returns_tokens=True), "returns_tokens": True} if pp > 1 else {}
+    if pp > 1:
+        last = drafting(target, folder, first=3)
+        runners: Any = pipeline_of(target, [range(3), range(3, LAYERS)], last, returns=True, inner_layers=(2, 3, 4))
+    elif tp == 1:
+        runners = [step_runner(target, Steps(), **drafting(target, folder))]
     else:
-        runner = Together(world, world.run(lambda group: step_runner(target, None, group=group, **drafting(target, folder, group))))
-    updates, scheduler = serve([runner], arrivals, open_matcher=Remainders, max_drafts=K, drafts_keep_kv=True, num_blocks=24)
+        each = world.run(lambda group: step_runner(target, None, group=group, **drafting(target, folder, group)))
+        runners = [Together(world, each)]
+    updates, scheduler = serve(
+        runners, arrivals, open_matcher=Remainders, max_drafts=K, drafts_keep_kv=True, num_blocks=24, **stages
+    )  # fmt: skip
     require_alike(updates, wanted)
     stats = scheduler.stats()
     assert stats.draft_tokens > 100

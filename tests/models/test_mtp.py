@@ -31,7 +31,7 @@ from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.speculation.model_proposer import ModelProposer
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import BLOCK
-from tests.support.worker_drafts import K, require_alike
+from tests.support.worker_drafts import K, Staged, pipeline_of, require_alike
 from tests.support.worker_graphs import CPU, SLOTS, TOKENS, make_runner, requests, serve
 
 LAYERS = 2
@@ -90,8 +90,14 @@ def reference_drafts(folder: Path, complete: Path, tokens: Sequence[int], count:
 
 
 def mtp_runner(folder: Path, group: Group | None = None) -> ModelRunner:
-    shape, context = ModelShape.from_folder(folder), LayerContext(group or Solo(), torch.float32, CPU)
-    model = registry.build(shape, range(shape.num_layers), context)
+    proposer, attention = mtp_proposer(folder, group)
+    return make_runner(folder, None, group=group, attention=attention, tokens=TOKENS, max_drafts=K, proposer=proposer)
+
+
+def mtp_proposer(folder: Path, group: Group | None = None, first: int = 0) -> tuple[ModelProposer, Any]:
+    """For a stage of the layers from `first` on; and its attention back end."""
+    shape, context = ModelShape.from_folder(folder), LayerContext(group or Solo(), torch.float32, CPU, last_embeds=True)
+    model = registry.build(shape, range(first, shape.num_layers), context)
     weights.load(model, folder)
     head = MtpHead(Mtp.of(shape), model, context)
     head.load(folder)
@@ -100,8 +106,7 @@ def mtp_runner(folder: Path, group: Group | None = None) -> ModelRunner:
         return select_backend(CPU, torch.float32, shape.head_dim, shape.latent)
 
     sizes: dict[str, Any] = {"slots": SLOTS, "max_rows": SLOTS, "max_seq_len": 128, "block_size": BLOCK}
-    proposer = ModelProposer(head, attention(), **sizes, dtype=torch.float32, device=CPU)
-    return make_runner(folder, None, group=group, attention=attention, tokens=TOKENS, max_drafts=K, proposer=proposer)
+    return ModelProposer(head, attention(), **sizes, dtype=torch.float32, device=CPU), attention
 
 
 def plain_runner(folder: Path) -> ModelRunner:
@@ -130,6 +135,18 @@ def test_drafts_are_those_of_the_reference(folders: dict[str, tuple[Path, Path]]
     first, drafts, second, later = outputs[0]
     assert drafts == reference_drafts(folder, complete, PROMPT + first, K)
     assert later == reference_drafts(folder, complete, PROMPT + first + second, K)
+
+
+@pytest.mark.usefixtures("attention_by_reference")
+def test_it_is_on_the_last_stage(folders: dict[str, tuple[Path, Path]]) -> None:
+    folder, complete = folders["glm4_moe"]
+    layers = ModelShape.from_folder(folder).num_layers
+    last = {"max_drafts": K, "proposer": mtp_proposer(folder, first=1)[0]}
+    runner = Staged(pipeline_of(folder, [range(1), range(1, layers)], last, returns=True, graphs=False, inner_layers=(layers,)))
+    admitted = [SlotAssignment(2, PROMPT, len(PROMPT), SamplingParams(temperature=0.0), 1)]
+    row = StepRow(2, 0, len(PROMPT), PROMPT, list(range(3, 12)), samples=True)
+    ((result,), _) = runner.run(StepBatch(admitted=admitted, rows=[row], propose=K)).results()
+    assert runner._state[DRAFTS:, 2].tolist() == reference_drafts(folder, complete, PROMPT + result.tokens, K)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

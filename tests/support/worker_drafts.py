@@ -151,7 +151,8 @@ class Awaited:
 
 
 def pipeline_of(
-    folder: Path, stages: Sequence[range], last: dict[str, Any], *, returns: bool, graphs: bool = True
+    folder: Path, stages: Sequence[range], last: dict[str, Any], *, returns: bool, graphs: bool = True,
+    inner_layers: tuple[int, ...] = (),
 ) -> list[ModelRunner]:  # fmt: skip
     """The runners of stages with these layers, in one process. last: of the last one. returns: drafts and tokens return on the
     device."""
@@ -159,7 +160,7 @@ def pipeline_of(
     states = [torch.full((2 + K, SLOTS), 3) for _ in stages]
     runners = []
     for stage, layers in enumerate(stages):
-        more = last if stage == len(stages) - 1 else {"max_drafts": K}
+        more = {"inner_layers": inner_layers, **(last if stage == len(stages) - 1 else {"max_drafts": K})}
         if returns and stage in (0, len(stages) - 1):
             more = {**more, "ends": Awaited(min(stage, 1), states, len(stages))}
         runners.append(step_runner(folder, Steps() if graphs else None, layers, Stage(stage, lanes), **more))
@@ -189,3 +190,17 @@ class Together:
                 return outputs[0]
 
         return Results()
+
+
+class Staged:
+    """The runners of a pipeline as one runner. Steps without rows follow each, so that its tokens have returned."""
+
+    def __init__(self, runners: list[ModelRunner]) -> None:
+        self._runners, self._state = runners, runners[-1]._state
+
+    def run(self, step: StepBatch) -> Any:
+        output = [runner.run(step) for runner in self._runners][-1]
+        for _ in self._runners[1:]:
+            for runner in self._runners:
+                runner.run(StepBatch())
+        return output

@@ -25,11 +25,12 @@ from phalanx.layout.weights import tensor_bytes
 
 @dataclass(frozen=True)
 class DraftLm:
-    """A language model of the target's vocabulary. Every network has these fields: `reads_target`: the target's states and
-    embedding, so that it is on all of its stages."""
+    """A language model of the target's vocabulary. Every network has these fields. reads_target: it shares the target's embedding.
+    inner_layers: the layers of the target before which it reads the residual stream; see `Eagle3`."""
 
     shape: ModelShape
     reads_target = False
+    inner_layers: tuple[int, ...] = ()
 
     @property
     def layers(self) -> range:
@@ -57,12 +58,6 @@ def draft_network(options: EngineOptions, target: ModelShape, *, quiet: bool = T
     network = None if config is None else network_for(config, target, quiet=quiet)
     if config is None or network is None:
         return None
-    if network.reads_target and options.pipeline_parallel_size > 1:
-        raise OptionError(
-            f"{_named(config)} does not work with pipeline_parallel_size={options.pipeline_parallel_size}",
-            why="it reads inner states and the embedding of the target, which are on other stages than the head",
-            next="use tensor_parallel_size, or a draft model",
-        )  # fmt: skip
     require_suits(Layout(tp=options.tensor_parallel_size), network.shape)
     return network
 

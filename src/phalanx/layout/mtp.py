@@ -26,6 +26,10 @@ class Mtp:
     def layers(self) -> range:
         return range(self.layer, self.layer + 1)
 
+    @property
+    def inner_layers(self) -> tuple[int, ...]:
+        return (self.layer,)
+
     @classmethod
     def of(cls, target: ModelShape) -> Mtp:
         """Raises OptionError where the target has none that can be run."""

@@ -112,12 +112,18 @@ def stage_layers(shape: ModelShape, dtype: str, pp: int) -> tuple[range, ...]:
     return tuple(stages(sizes, pp, first_bytes=vocabulary, last_bytes=vocabulary + norm))
 
 
+def embedding_bytes(shape: ModelShape, dtype: str, layout: Layout) -> int:
+    """Bytes of the embedding on one rank of a stage that has it."""
+    [tensor] = (tensor for tensor in outer_tensors(shape) if tensor.part == "embedding")
+    return math.prod(tensor.local(layout.tp)) * itemsize(dtype)
+
+
 @cache
 def weight_bytes(shape: ModelShape, dtype: str, layout: Layout) -> tuple[int, ...]:
     """Bytes of weights of one rank of each stage, as `RankFacts.bytes["weights"]` counts them."""
-    kinds, size = kind_of(shape), itemsize(dtype)
+    kinds = kind_of(shape)
     outer = {tensor.part: tensor for tensor in outer_tensors(shape)}
-    vocabulary = math.prod(outer["embedding"].local(layout.tp)) * size
+    vocabulary = embedding_bytes(shape, dtype, layout)
     stage_bytes = []
     ranges = stage_layers(shape, dtype, layout.pp)
     for layers in ranges:

@@ -39,6 +39,11 @@ class InnerStates:
     layers: tuple[int, ...]
     out: Tensor
 
+    def of(self, layer: int) -> Tensor:
+        """The columns of one of the layers."""
+        width, number = self.out.shape[1] // len(self.layers), self.layers.index(layer)
+        return self.out[:, number * width : (number + 1) * width]
+
 
 @dataclass
 class Batch:

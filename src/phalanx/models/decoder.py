@@ -64,7 +64,8 @@ class DecoderLayer(nn.Module, ABC):
 
 
 class Decoder(nn.Module, ABC):
-    """The stage that holds `layers` of a model: with the embedding if it is the first, with the LM head if it is the last.
+    """The stage that holds `layers` of a model: with the embedding if it is the first, with the LM head if it is the last. The last
+    one may have the embedding, too (`LayerContext.last_embeds`).
 
     layer_range: the numbers of its layers in the model.
     """
@@ -80,7 +81,7 @@ class Decoder(nn.Module, ABC):
         first, last = layers.start == 0, layers.stop == shape.num_layers
         factors = shape.multipliers
         self.embed_tokens = None
-        if first:
+        if first or (last and context.last_embeds):
             self.embed_tokens = VocabParallelEmbedding(
                 "model.embed_tokens", *vocabulary, multiplier=factors.embedding, context=context
             )  # fmt: skip
@@ -131,7 +132,8 @@ class Decoder(nn.Module, ABC):
         before the layers that are wanted there.
         """
         norms = [layer.input_norm for layer in self.layers]
-        if self.embed_tokens is not None:
+        if hidden is None:
+            assert self.embed_tokens is not None, "the first stage has the embedding"
             x, residual = self.embed_tokens(batch.token_ids, norms[0], batch.last)
         else:
             x, residual = hidden if norms[0] is None else norms[0](hidden), hidden
@@ -154,8 +156,7 @@ class Decoder(nn.Module, ABC):
         from phalanx.comm.sequence_parallel import unshard
 
         if layer in inner.layers:
-            begin = inner.layers.index(layer) * self.shape.hidden_size
-            inner.out[:, begin : begin + self.shape.hidden_size].copy_(unshard(residual, self.context.group))
+            inner.of(layer).copy_(unshard(residual, self.context.group))
 
     def serve_experts(self, dp_tokens: DpTokens) -> None:
         """A step that has tokens on other dp indices only: their experts on this rank are computed, and nothing else."""

@@ -27,7 +27,7 @@ from phalanx.models.weights import Progress, read_parts
 
 
 class MtpHead(nn.Module):
-    """A `Drafter`. target: the last stage of the model, and the first."""
+    """A `Drafter`. target: the last stage of the model, with the embedding."""
 
     reads_next = True
 
@@ -36,8 +36,7 @@ class MtpHead(nn.Module):
         assert target.embed_tokens is not None
         assert target.lm_head is not None
         self.mtp, self.context, shape = mtp, context, mtp.shape
-        self.inner_layers: tuple[int, ...] = (mtp.layer,)
-        self.width = shape.hidden_size
+        self.inner_layers, self.width = mtp.inner_layers, shape.hidden_size
         self._shared = target.embed_tokens, target.lm_head  # in a tuple: they are no parts of the module
         own = replace(context, declared={tensor.name: tensor for tensor in mtp.own_tensors()})
         hidden, eps, prefix = shape.hidden_size, shape.rms_norm_eps, mtp.prefix

@@ -128,6 +128,7 @@ class LayerContext:
     exchange_table: when they do; None for always.
     row_by_row: of several tokens, each is computed alone, so that its bits do not depend on the others: `deterministic` on a CPU.
     traffic: experts are drawn by a power law with this exponent, instead of computed by the router; None: they are not.
+    last_embeds: the last pipeline stage has the embedding, too: what proposes drafts there shares it.
     adapters: what linear layers that have room for adapters share; None: there are none.
     """
 
@@ -145,6 +146,7 @@ class LayerContext:
     exchange_table: ExchangeTable | None = None
     redundant_experts: int = 0
     row_by_row: bool = False
+    last_embeds: bool = False
     adapters: AdapterBatch | None = None
     declared: Mapping[str, WeightTensor] = field(default_factory=dict)
 

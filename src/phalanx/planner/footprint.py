@@ -13,7 +13,7 @@ from phalanx.layout.cache import default_snapshots, request_bytes
 from phalanx.layout.draft import DraftNetwork, network_bytes, network_caches
 from phalanx.layout.graphs import graph_sizes, max_graph_tokens
 from phalanx.layout.memory import GRAPH_BYTES, block_bytes, kv_budget, stage_caches
-from phalanx.layout.weights import itemsize, weight_bytes
+from phalanx.layout.weights import embedding_bytes, itemsize, weight_bytes
 from phalanx.planner.coefficients import document
 
 SAMPLED = ("sampled_token", "sampled_logit", "sampled_hidden", "sampled_shared")
@@ -175,7 +175,10 @@ def rank_memory(shape: ModelShape, layout: Layout, total: int, sizes: Sizes) -> 
     """How `total` bytes of each GPU are used. The planner promises with this function, and the doctor computes its remedies."""
     weights, draft = weight_bytes(shape, sizes.dtype, layout), sizes.draft
     if draft is not None:
-        weights = (*weights[:-1], weights[-1] + network_bytes(draft, sizes.dtype, layout.tp))
+        network = network_bytes(draft, sizes.dtype, layout.tp)
+        if draft.reads_target and layout.pp > 1 and not shape.tie_word_embeddings:
+            network += embedding_bytes(shape, sizes.dtype, layout)
+        weights = (*weights[:-1], weights[-1] + network)
     slots_of_adapters, adapter_rank = sizes.adapters
     if slots_of_adapters:
         each = slot_bytes(shape, sizes.dtype, layout, adapter_rank)

@@ -275,8 +275,6 @@ def _without_draft(draft: DraftNetwork | None, layout: Layout) -> str:
     """Why a network cannot propose drafts in a layout; empty where it can, or there is none."""
     if draft is None:
         return ""
-    if layout.pp > 1 and draft.reads_target:
-        return f"pp {layout.pp}: the head of speculative_config reads states of all stages"
     try:
         for tensor in draft.tensors():
             tensor.local(layout.tp)

@@ -142,14 +142,15 @@ class StepGraphs:
 
     last_tokens [slots] int64: the token that was sampled last, by slot; written on the last stage, and read on the first where it
     has them: it is the last, too, or `returns_tokens` (see `token_return`). max_rows: decode rows of a step; with pipeline stages
-    fewer than the slots, with drafts more. max_num_tokens: of a step; 0 for decode graphs only. proposer: its
+    fewer than the slots, with drafts more. max_num_tokens: of a step; 0 for decode graphs only. inner_layers:
+    before which the residual stream is kept, see `InnerStates`. proposer: its
     work behind a step is captured, too. adapters: those of the model.
     """
 
     def __init__(
         self, model: Decoder, backend: AttentionBackend, tables: BlockTables, last_tokens: Tensor, capturer: GraphCapturer, *,
         first: bool, last: bool, dtype: torch.dtype, max_rows: int, max_num_tokens: int = 0, returns_tokens: bool = False,
-        proposer: Proposer | None = None, adapters: ModelAdapters | None = None,
+        inner_layers: tuple[int, ...] = (), proposer: Proposer | None = None, adapters: ModelAdapters | None = None,
     ) -> None:  # fmt: skip
         self._model, self._backend, self._tables, self._capturer = model, backend, tables, capturer
         self._proposer, self._adapters = proposer, adapters
@@ -169,9 +170,9 @@ class StepGraphs:
         self.dp_tokens = DpGraphTokens(indices, width, device) if indices > 1 else None
         self._adapter_inputs = None if adapters is None else AdapterInputs(decode_sizes[-1].tokens, adapters.batch.slots, device)
         self._inner: InnerStates | None = None
-        if proposer is not None and proposer.inner_layers:
-            shape = width, len(proposer.inner_layers) * model.shape.hidden_size
-            self._inner = InnerStates(proposer.inner_layers, torch.zeros(shape, dtype=dtype, device=device))
+        if inner_layers:
+            shape = width, len(inner_layers) * model.shape.hidden_size
+            self._inner = InnerStates(inner_layers, torch.zeros(shape, dtype=dtype, device=device))
         self._captured: dict[GraphSize, Replay] = {}
         self._batches: dict[GraphSize, Batch] = {}
         self._short: dict[GraphSize, tuple[int, Replay]] = {}  # the limit of the KV length, and the graph for shorter rows

@@ -120,8 +120,9 @@ class ModelRunner:
     request waits for its token. Every call is made in the order of the steps.
 
     max_rows: of a step, as a scheduler makes it for this many stages. Graphs have no more rows. max_drafts: that a row of a step
-    verifies. proposer: of drafts, on the last stage. acceptance: rates that decide instead of the tokens, for measurements: see
-    `accept_drafts`. adapters: those of the model. Of steps with them only those of decode rows run as graphs.
+    verifies. proposer: of drafts, on the last stage. inner_layers: those of the proposer, on each stage; the inner states so far
+    travel behind the residual stream. acceptance: rates that decide instead of the tokens, for measurements: see `accept_drafts`.
+    adapters: those of the model. Of steps with them only those of decode rows run as graphs.
 
     Where the model is `row_by_row` (see `LayerContext`), each token is a forward of its own, so that nothing else of the step has a
     part in it. Not with drafts, and not with several dp indices.
@@ -131,7 +132,8 @@ class ModelRunner:
         self, model: Decoder, caches: Sequence[LayerCache], backend: AttentionBackend, sampler: Sampler | None, pipeline: Group, *,
         max_batch_size: int, max_seq_len: int, block_size: int, dtype: torch.dtype, device: torch.device,
         capturer: GraphCapturer | None = None, max_num_tokens: int = 0, ends: Group | None = None, max_drafts: int = 0,
-        proposer: Proposer | None = None, acceptance: Tensor | None = None, adapters: ModelAdapters | None = None,
+        proposer: Proposer | None = None, inner_layers: tuple[int, ...] = (), acceptance: Tensor | None = None,
+        adapters: ModelAdapters | None = None,
     ) -> None:  # fmt: skip
         self._model, self._backend, self._sampler, self._pipeline = model, backend, sampler, pipeline
         self._row_by_row = model.context.row_by_row
@@ -147,13 +149,12 @@ class ModelRunner:
         self._token_adapters: Ints | None = None  # of the step that is being run, where it has any
         self._layers = len(model.layers)
         self.take_caches(caches)
-        self._inner_layers = () if proposer is None else proposer.inner_layers
-        if any(layer < model.layer_range.start for layer in self._inner_layers):
-            raise EngineError(
-                f"the proposer reads inner states before layers {self._inner_layers}",
-                held=f"this stage has layers {model.layer_range.start} to {model.layer_range.stop - 1}",
-                why="inner states of other pipeline stages do not reach it", next="use pipeline_parallel_size=1",
-            )  # fmt: skip
+        stage = model.layer_range
+        if proposer is None:  # the state before the next stage's first layer is the residual stream that this one sends
+            inner_layers = tuple(layer for layer in inner_layers if layer < stage.stop)
+        else:
+            inner_layers = proposer.inner_layers
+        self._inner_layers, self._inner_before = inner_layers, tuple(layer for layer in inner_layers if layer < stage.start)
         self._token_return = None
         if ends is not None and ends.size > 1:
             self._token_return = TokenReturn(ends, self._state, pipeline.size)
@@ -167,7 +168,7 @@ class ModelRunner:
             self.graphs = StepGraphs(
                 model, backend, self._tables, self._last_tokens, capturer, first=self._first, last=self._last, dtype=dtype,
                 max_rows=max_decode_rows(self.max_rows, max_drafts), max_num_tokens=max_num_tokens,
-                returns_tokens=self._token_return is not None, proposer=proposer, adapters=adapters,
+                returns_tokens=self._token_return is not None, inner_layers=inner_layers, proposer=proposer, adapters=adapters,
             )  # fmt: skip
 
     def take_caches(self, caches: Sequence[LayerCache]) -> None:
@@ -210,16 +211,16 @@ class ModelRunner:
         self.ran.add(size, len(host_batch.token_ids))
         with self._adapting(step, host_batch):
             if size is None:
-                hidden_states, forwarded = self._eager(host_batch, new, extent, expand)
+                states, forwarded = self._eager(host_batch, new, extent, expand)
             else:
-                hidden_states, forwarded = self._replay(size, host_batch, new, expand)
+                states, forwarded = self._replay(size, host_batch, new, expand)
         output = StepOutput()
         if forwarded is not None:
             output = self._sample(step.rows, host_batch, reported, forwarded, verification)
             if self._proposer is not None:
                 self._propose(self._proposer, step, forwarded, verification, output)
-        elif hidden_states is not None:
-            self._pipeline.send(hidden_states, self._pipeline.rank + 1)
+        for each in states:
+            self._pipeline.send(each, self._pipeline.rank + 1)
         if self._device.type == "cuda" and (
             output.sampled is None or output.scores is not None or output.drafts is not None or output.pooled is not None
         ):
@@ -283,7 +284,7 @@ class ModelRunner:
                 self._model.serve_experts(DpTokens.of(extent.tokens))
             else:
                 assert self.graphs is not None
-                self.graphs.replay(size, host_batch, NO_BLOCKS, self._receive)
+                self.graphs.replay(size, host_batch, NO_BLOCKS, partial(self._receive, None))
             if self._device.type == "cuda":
                 output.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 output.event.record()
@@ -303,27 +304,27 @@ class ModelRunner:
 
     def _replay(
         self, size: GraphSize, host_batch: HostBatch, new: NewBlocks, expand: Expand | None
-    ) -> tuple[Tensor | None, ForwardOutput | None]:
-        """Forward by the graph of a size. Returns the residual stream for the next stage; on the last stage the ForwardOutput.
+    ) -> tuple[Sequence[Tensor], ForwardOutput | None]:
+        """Forward by the graph of a size. Returns what the next stage receives; on the last stage the ForwardOutput.
         expand: writes the input of rows that verify drafts, for which it reads the device's block tables."""
         assert self.graphs is not None
         buffers, rows, count = self.graphs.buffers(size), len(host_batch.slots), len(host_batch.sampled_slots)
         if len(new[0]) > buffers.max_new_blocks or expand is not None:
             self._store(new)
             new = new[0][:0], new[1][:0]
-        self.graphs.replay(size, host_batch, new, self._receive, expand, self._token_adapters)
         batch = self.graphs.batch(size)
+        self.graphs.replay(size, host_batch, new, partial(self._receive, batch.inner), expand, self._token_adapters)
         size = size._replace(adapted=False)  # drafts are proposed without adapters
         if isinstance(buffers, DecodeGraphBuffers) and buffers.logits is not None:
-            return None, ForwardOutput(batch, buffers.columns.slots[:rows], buffers.logits[:rows], buffers.tokens[:rows], size=size)
+            return (), ForwardOutput(batch, buffers.columns.slots[:rows], buffers.logits[:rows], buffers.tokens[:rows], size=size)
         assert buffers.out is not None
         hidden_states, lm_head = buffers.out[: len(host_batch.token_ids)], self._model.lm_head
         if lm_head is None:
-            return hidden_states, None
+            return self._for_next(hidden_states, batch), None
         assert isinstance(buffers, MixedGraphBuffers)
         logit_rows = buffers.columns.logit_rows[: len(host_batch.logit_rows)]
         local = lm_head.local(hidden_states, logit_rows[:count])
-        return None, ForwardOutput(
+        return (), ForwardOutput(
             batch, buffers.columns.sampled_slots[:count], local, hidden_states=hidden_states, scored=logit_rows[count:], size=size,
         )  # fmt: skip
 
@@ -334,7 +335,7 @@ class ModelRunner:
 
     def _eager(
         self, host_batch: HostBatch, new: NewBlocks, extent: StepExtent | None, expand: Expand | None
-    ) -> tuple[Tensor | None, ForwardOutput | None]:
+    ) -> tuple[Sequence[Tensor], ForwardOutput | None]:
         """Forward without a graph. Returns the same as `_replay`."""
         self._store(new)
         batch, slots = self._batch(host_batch)
@@ -350,13 +351,13 @@ class ModelRunner:
         hidden = None
         if not self._first:
             shape = (int(batch.token_ids.shape[0]), self._model.shape.hidden_size)
-            hidden = self._receive(torch.empty(shape, dtype=self._dtype, device=self._device))
+            hidden = self._receive(batch.inner, torch.empty(shape, dtype=self._dtype, device=self._device))
         parts = [(batch, hidden)] if not self._row_by_row else tokens_of(batch, hidden)
         hidden_states, lm_head = self._forward(parts), self._model.lm_head
         if lm_head is None:
-            return hidden_states, None
+            return self._for_next(hidden_states, batch), None
         count = len(host_batch.sampled_slots)
-        return None, ForwardOutput(
+        return (), ForwardOutput(
             batch, slots, lm_head.local(hidden_states, batch.logit_rows[:count]), hidden_states=hidden_states,
             scored=batch.logit_rows[count:],
         )  # fmt: skip
@@ -461,9 +462,21 @@ class ModelRunner:
             return [range(0)] * len(rows)
         return [self._prompts.reported(row) for row in rows]
 
-    def _receive(self, hidden: Tensor) -> Tensor:
-        """Fill the residual stream [T, hidden_size] from the stage before."""
-        return self._pipeline.receive(hidden, self._pipeline.rank - 1)
+    def _receive(self, inner: InnerStates | None, hidden: Tensor) -> Tensor:
+        """Fill the residual stream [T, hidden_size], and its inner states of earlier stages, from the stage before."""
+        before = self._pipeline.rank - 1
+        received = self._pipeline.receive(hidden, before)
+        if inner is not None and self._inner_before:
+            states = InnerStates(self._inner_before, hidden.new_empty(len(hidden), len(self._inner_before) * hidden.shape[1]))
+            self._pipeline.receive(states.out, before)
+            for layer in self._inner_before:
+                inner.of(layer)[: len(hidden)].copy_(states.of(layer))
+        return received
+
+    @staticmethod
+    def _for_next(hidden: Tensor, batch: Batch) -> Sequence[Tensor]:
+        """What the next stage receives: the residual stream, and the inner states so far of its tokens."""
+        return [hidden] if batch.inner is None else [hidden, batch.inner.out[: len(hidden)]]
 
     def _build(self, rows: Sequence[StepRow], reported: Sequence[range], verifying: int) -> tuple[HostBatch, NewBlocks]:
         """The index arrays of the rows on the host, and the blocks that the device's tables still lack."""

@@ -51,6 +51,7 @@ from phalanx.hardware.gauges import GpuSampler
 from phalanx.hardware.probe import address_towards, cores
 from phalanx.layout import Layout
 from phalanx.layout.cache import request_bytes
+from phalanx.layout.draft import draft_network
 from phalanx.layout.memory import block_bytes
 from phalanx.layout.weights import stage_layers
 from phalanx.worker.channel import EngineChannel
@@ -120,6 +121,7 @@ class Worker:
         self._sampler: GpuSampler | None = None
         self._store: EngineStore | None = None  # groups use it for as long as they live
         self._expert_load: ExpertLoad | None = None
+        self._inner_layers: tuple[int, ...] = ()  # of the target, that what proposes drafts reads
         self._sent_experts = b""
         self._mover: ExpertMover | None = None
         self._memory: ModelMemory | None = None
@@ -250,6 +252,8 @@ class Worker:
         one_sided, table = self._form_exchange(self._groups.dp, shape, device)
         quantization = on_load(options.dtype)
         name = compute_dtype(options.dtype, shape, device.type)
+        network = draft_network(options, shape)
+        self._inner_layers = () if network is None else network.inner_layers
         layers = stage_layers(shape, options.dtype if quantization else name, self._layout.pp)[self._place.pp_index]
         context = LayerContext(
             groups.tp, TORCH_DTYPES[name], device, quantization=quantization,
@@ -257,6 +261,7 @@ class Worker:
             dp=groups.dp, expert_exchange=options.expert_exchange, one_sided=one_sided, exchange_table=table,
             redundant_experts=options.redundant_experts, row_by_row=options.deterministic and device.type == "cpu",
             adapters=AdapterBatch(options.max_loras, options.max_lora_rank) if options.max_loras else None,
+            last_embeds=network is not None and network.reads_target,
         )  # fmt: skip
         return registry.build(shape, layers, context), layers
 
@@ -353,7 +358,7 @@ class Worker:
             model, first, attention, sampler, groups.pp,
             max_batch_size=options.index_batch_size, max_seq_len=max_seq_len, block_size=options.kv_block_size, dtype=dtype,
             device=device, max_num_tokens=max_num_tokens, capturer=capturer, ends=groups.ends if self._returns_tokens else None,
-            max_drafts=options.max_drafts, proposer=proposer, acceptance=self._acceptance(device),
+            max_drafts=options.max_drafts, proposer=proposer, inner_layers=self._inner_layers, acceptance=self._acceptance(device),
             adapters=self._make_adapters(model),
         )  # fmt: skip
         self.channel.send(KvCapacity(self.rank, self._measure(runner, model, declared, max_seq_len, groups.world, device)))

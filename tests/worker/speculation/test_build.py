@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.model import ModelShape
-from phalanx.errors import OptionError
-from phalanx.layout.draft import draft_network
 from tests.support.checkpoints import write_checkpoint
 from tests.support.eagle3_heads import write_head
-from tests.support.engine_drive import options
 from tests.support.worker_served import served
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -30,17 +26,17 @@ def plain(folders: dict[str, Path]) -> dict[str, Any]:
     return {family: served(folder)[0] for family, folder in folders.items()}
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_head_changes_no_answer(folders: dict[str, Path], plain: dict[str, Any], tmp_path: Path, tp: int) -> None:
-    head = write_head(tmp_path, ids=[0, 1, 2])
+@pytest.mark.parametrize("embedding", [False, True], ids=["shared", "own"])
+def test_a_head_changes_no_answer(folders: dict[str, Path], plain: dict[str, Any], tmp_path: Path, embedding: bool) -> None:
+    """On two ranks of a stage, and on the last of two stages, with the target's embedding or its own."""
+    head = write_head(tmp_path, ids=[0, 1, 2], embedding=embedding)
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
-    answers, stats = served(folders["llama"], config, tensor_parallel_size=tp)
-    assert answers == plain["llama"]
-    assert stats.draft_tokens > 100
-    with pytest.raises(OptionError, match="does not work with pipeline_parallel_size=2"):
-        draft_network(
-            options(folders["llama"], speculative_config=config, pipeline_parallel_size=2), ModelShape.from_folder(folders["llama"])
-        )
+    stages = {"pipeline_parallel_size": 2}
+    each: list[dict[str, Any]] = [{"tensor_parallel_size": 2}, {**stages, "returns": True}, {**stages, "returns": False}]
+    for sizes in each:
+        answers, stats = served(folders["llama"], config, **sizes)
+        assert answers == plain["llama"]
+        assert stats.draft_tokens > 100
 
 
 @pytest.mark.parametrize(

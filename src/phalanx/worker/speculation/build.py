@@ -68,7 +68,7 @@ def _drafter(
     """The network, without its weights."""
     if isinstance(network, DraftLm):
         return DraftModel(registry.build(network.shape, network.layers, context))
-    assert target.embed_tokens is not None, "a head that shares the embedding is on the only stage"
+    assert target.embed_tokens is not None, "see `LayerContext.last_embeds`"
     if isinstance(network, Mtp):
         return MtpHead(network, target, context)
     own = not dummy and "embed_tokens.weight" in head_tensors(folder)
