@@ -92,6 +92,7 @@ def text(
     if result.plans:
         lines += plans_table(result.plans)
         lines += ["", *(f"note: {note}" for note in result.plans[0].notes)]
+        lines += [] if result.plans[0].gain is None else result.plans[0].gain.lines()
         label = result.plans[0].output_tokens_per_second.label
         lines.append(f"label {label}: {LABELS[label]}; {RANGES[result.plans[0].checked]}")
         lines.append(

@@ -23,6 +23,7 @@ from phalanx.planner import burst, coefficients, collectives, footprint, steady
 from phalanx.planner.burst import Limits, Outcome
 from phalanx.planner.collectives import Label
 from phalanx.planner.cost import Costs, MachineModel
+from phalanx.planner.speculation import Gain, Speculation, gain
 from phalanx.planner.steady import SteadyLoad
 
 BATCH_SIZE: int = EngineOptions.model_fields["max_batch_size"].default
@@ -38,8 +39,9 @@ the difference of two such predictions the square root of 2 times that."""
 class PlanRequest:
     """What is asked of a plan. dtype, kv_cache_dtype: as the engine's options, but concrete; isl, osl: tokens in and out of each of
     `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's part.
-    redundant_experts, speculative_config: as the engine's options. draft: the network that the latter names, of which plans know
-    the memory and not the time. adapters: as of `footprint.Sizes`. *_size: only layouts with this size, None for any."""
+    redundant_experts, speculative_config: as the engine's options. draft: the network that the latter names, of which plans
+    count the memory. speculation: its drafts and how many are accepted, where this is stated; plans have the gain then. adapters:
+    as of `footprint.Sizes`. *_size: only layouts with this size, None for any."""
 
     dtype: str = "bf16"
     kv_cache_dtype: str = "model"
@@ -58,6 +60,7 @@ class PlanRequest:
     redundant_experts: int = 0
     speculative_config: str | None = None
     draft: DraftNetwork | None = None
+    speculation: Speculation | None = None
     adapters: tuple[int, int] = (0, 1)
     tp_size: int | None = None
     pp_size: int | None = None
@@ -96,7 +99,8 @@ class Figure:
 class Plan:
     """One layout that runs. bytes: of the fullest rank by kind; kv_tokens: of one replica, never more than its start gives;
     max_concurrency: requests of the asked length that its cache holds. Figures are of all requests at once; steady: those of one
-    replica when they come one by one. checked: as `Width`'s. `planner.explain` shows it."""
+    replica when they come one by one. gain: of speculative decoding, which no figure
+    has. checked: as `Width`'s. `planner.explain` shows it."""
 
     layout: Layout
     bytes: dict[str, int]
@@ -109,6 +113,7 @@ class Plan:
     steady: SteadyLoad
     notes: tuple[str, ...] = ()
     checked: bool = False
+    gain: Gain | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -120,6 +125,7 @@ class Plan:
             },
             "max_concurrency": self.max_concurrency, "max_batch_size": self.max_batch_size, "gpus": self.layout.gpus,
             "bytes_per_gpu": self.bytes, "notes": list(self.notes), "range_checked": self.checked,
+            **({} if self.gain is None else {"speculation": self.gain.as_json()}),
         }  # fmt: skip
 
 
@@ -370,10 +376,13 @@ def _plan(request: PlanRequest, fits: Fitting, outcome: Outcome, load: SteadyLoa
     if layout.world > machine.gpus_per_node and layout.pp == 1:
         notes.append("expert parallelism over nodes")
     requests = footprint.requests_held(fits.kv_tokens, layout.dp, request.seq_len) * layout.replicas
+    gained = None
+    if request.speculation is not None:
+        gained = gain(costs, request.speculation, outcome.running, request.isl + request.osl / 2, fits.slots)
     return Plan(
         layout, fits.bytes, fits.kv_tokens, requests, fits.slots,
         Figure.of(outcome.ms_per_token, interval.half, label), Figure.of(outcome.ttft_s * 1e3, interval.half * TTFT_WIDER, label),
-        Figure.of(rate, interval.half, label), load, tuple(notes), interval.checked,
+        Figure.of(rate, interval.half, label), load, tuple(notes), interval.checked, gained,
     )  # fmt: skip
 
 

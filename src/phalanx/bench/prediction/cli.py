@@ -46,6 +46,14 @@ Speculation = Annotated[
     str | None,
     typer.Option("--speculative_config", help="As for `phalanx serve`: the memory of a draft model or head is counted."),
 ]
+AcceptanceLength = Annotated[
+    float | None,
+    typer.Option(
+        "--acceptance_length",
+        help="With --speculative_config: tokens of a row and step, on average, the sampled one among them. The report has the "
+        "gain then.",
+    ),
+]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON to this new file; - for stdout.")
 ]
@@ -123,6 +131,7 @@ def layouts(
     max_seq_len: SeqLen = None,
     redundant_experts: Copies = 0,
     speculative_config: Speculation = None,
+    acceptance_length: AcceptanceLength = None,
     json: Json = None,
     yaml: Yaml = None,
     tp_size: Annotated[int | None, typer.Option("--tp_size", help="Only layouts with this size.")] = None,
@@ -149,7 +158,7 @@ def layouts(
         shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
         slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len, redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
-        speculative_config=speculative_config,
+        speculative_config=speculative_config, acceptance_length=acceptance_length,
     )  # fmt: skip
     result = search.search(shape, machine, request)
     document = explain.as_json(model, shape, machine, request, result)
@@ -197,13 +206,14 @@ def request_of(
     shape: Any, device: str, *, dtype: str, kv_cache_dtype: str, isl: int, osl: int, concurrency: int, goal: str = "throughput",
     slo_ttft: float | None = None, slo_tpot: float | None = None, max_batch_size: int | None = None, max_num_tokens: int = 8192,
     max_seq_len: int | None = None, redundant_experts: int = 0, tp_size: int | None = None, pp_size: int | None = None,
-    ep_size: int | None = None, speculative_config: str | None = None,
+    ep_size: int | None = None, speculative_config: str | None = None, acceptance_length: float | None = None,
 ) -> Any:  # fmt: skip
     """What the flags ask for, with every "auto" replaced as an engine on this device ("cuda" or "cpu") does. Raises OptionError."""
     from phalanx.config.dtypes import DTYPE_SPELLINGS
     from phalanx.config.resolve import concrete_dtype, concrete_kv_cache_dtype
     from phalanx.config.speculation import SpeculativeConfig
     from phalanx.layout.draft import network_for
+    from phalanx.planner import speculation as gains
     from phalanx.planner.search import PlanRequest
 
     dtypes = {"auto": "auto", "fp8": "fp8", "int4": "int4", **DTYPE_SPELLINGS}
@@ -217,13 +227,19 @@ def request_of(
         if value not in known:
             raise OptionError(f"{name} {value!r} is unknown", next=f"known: {', '.join(known)}")
     speculation = None if speculative_config is None else SpeculativeConfig.of(speculative_config)
+    if speculation is None and acceptance_length is not None:
+        raise OptionError("acceptance_length has no effect without speculative_config", next="give both, or none")
+    draft = None if speculation is None else network_for(speculation, shape)
+    stated = None
+    if speculation is not None and acceptance_length is not None:
+        stated = gains.Speculation(speculation.num_speculative_tokens, draft, acceptance_length)
     return PlanRequest(
         concrete_dtype(dtype, shape, device), concrete_kv_cache_dtype(kv_cache_dtype, shape), isl, osl, concurrency,
         goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
         None if slo_tpot is None else slo_tpot / 1e3, max_batch_size, max_num_tokens, max_seq_len,
         redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
         speculative_config=None if speculation is None else speculation.canonical(),
-        draft=None if speculation is None else network_for(speculation, shape),
+        draft=draft, speculation=stated,
     )  # fmt: skip
 
 
