@@ -133,7 +133,7 @@ def run_engine(args: dict[str, Any]) -> None:
             prefix_caching=False, vocab_size=VOCABULARY,
         )
     )  # fmt: skip
-    facts = EngineFacts("stub", "", "", Layout(), 4096, 512, 8192, BLOCK, BLOCKS, VOCABULARY, [])
+    facts = EngineFacts("stub", "", "", Layout(), 4096, 512, 8192, BLOCK, BLOCKS, BLOCK * BLOCKS, VOCABULARY, [])
     socket.send(msgspec.msgpack.encode(Started(facts)))
     loop = Loop(socket, executor, scheduler)
     gc.collect()

@@ -116,11 +116,13 @@ def kv_tokens_of_older() -> tuple[list[Line], list[Line]]:
 
 
 def promised(start: Start) -> int:
-    """KV tokens as the planner promises them, had the engine captured the graphs that it captured then."""
+    """KV tokens as the planner promises them, had the engine captured the graphs that it captured then. Starts count tokens that
+    have a block in each group of layers, since a request of then had its blocks in all of them."""
     kv = "fp8" if start.kv_fp8 else "bf16"
     sizes = footprint.Sizes(start.dtype, kv, start.max_batch_size, start.max_num_tokens, search.BLOCK, start.fraction)
     total = catalogue.gpu(start.gpu).memory_bytes + history.bytes_of_more_graphs(start)
-    return footprint.rank_memory(shape_named(start.model), start.layout, total, sizes).kv_tokens
+    rank = footprint.rank_memory(shape_named(start.model), start.layout, total, sizes)
+    return rank.blocks // len(rank.windows) * search.BLOCK
 
 
 def _kv_line(start: Start) -> Line:

@@ -10,9 +10,10 @@ import pytest
 
 from phalanx import LLM, SamplingParams
 from phalanx.config.model import ModelShape
-from phalanx.layout.cache import group_of
+from phalanx.layout import Layout
+from phalanx.layout.cache import group_windows
 from phalanx.layout.families import model_cache
-from phalanx.layout.shard import heads
+from phalanx.layout.memory import block_bytes, blocks_of_request, stage_caches
 from tests.support import mxfp4_checkpoints
 from tests.support.checkpoints import write_checkpoint
 from tests.support.greedy_tokens import (
@@ -69,10 +70,11 @@ def test_tokens_on_a_gpu_equal_those_on_a_cpu(references, form):
 
 
 def _cache_bytes(folder: Path, tp: int, pp: int, longest: int) -> int:
-    """Room for one request at its largest and a half, on the rank with the most layers. Windows free nothing, as some layers have
-    none."""
+    """Room for little more than one request at its largest, on the rank with the most layers. Of those with a window that is the
+    window: the blocks behind it are of use to others."""
     shape = ModelShape.from_folder(folder)
-    assert group_of(model_cache(shape)).window is None
-    kv_heads = len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv)
-    block = 2 * kv_heads * shape.head_dim * 4 * BLOCK * -(-shape.num_layers // pp)
-    return block * (3 * longest // (2 * BLOCK) + 1)
+    windows = group_windows(model_cache(shape))
+    assert windows.count(None) == 1, "layers without a window are apart from those with one"
+    assert len(windows) > 1
+    block = max(block_bytes(caches, BLOCK) for caches in stage_caches(shape, "fp32", "fp32", Layout(tp=tp, pp=pp)))
+    return block * (blocks_of_request(windows, longest, BLOCK) + 3 * len(windows))

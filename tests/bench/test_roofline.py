@@ -25,7 +25,8 @@ def facts_of(*, dtype: str = "bf16", tp: int = 1, pp: int = 1, token_bytes: int 
     ranks = [RankFacts(rank, 0, device, (0, 1), bytes={"kv": token_bytes * tokens}) for rank in range(tp * pp)]
     return EngineFacts(
         model="m", dtype=dtype, device=device, layout=Layout(pp=pp, tp=tp), max_seq_len=4096, max_batch_size=512,
-        max_num_tokens=8192, block_size=16, num_blocks=tokens // 16, vocab_size=128256, eos_token_ids=[], ranks=ranks,
+        max_num_tokens=8192, block_size=16, num_blocks=tokens // 16, kv_tokens=tokens, vocab_size=128256, eos_token_ids=[],
+        ranks=ranks,
     )  # fmt: skip
 
 
@@ -64,16 +65,21 @@ def test_experts_that_one_tensor_has_count_where_tokens_reach_them():
 
 def test_keys_and_values_are_read_by_every_request():
     shape, facts = shape_of("llama-3-8b"), facts_of(token_bytes=131072)
-    assert roofline.kv_token_bytes(facts) == 131072
+    assert roofline.kv_token_bytes(shape, facts) == 131072
     assert roofline.round_bytes(shape, facts, 64, 192) == roofline.weight_bytes(shape, "bf16") + 64 * 192 * 131072
     workload = workloads.parse("decode-64")
     assert roofline.decode_seconds(shape, facts, workload, 1e12) == roofline.round_bytes(shape, facts, 64, 192.5) / 1e12
 
 
+def test_a_token_is_in_a_block_of_each_group_of_layers():
+    """gpt-oss-120b: 18 layers without a window and 18 with one have blocks of 18 layers."""
+    assert roofline.kv_token_bytes(shape_of("gpt-oss-120b"), facts_of(token_bytes=1000)) == 2000
+
+
 def test_a_pipeline_reads_the_weights_for_every_micro_batch():
     shape, facts = shape_of("llama-3-8b"), facts_of(pp=2, token_bytes=65536)
     weights = roofline.weight_bytes(shape, "bf16")
-    assert roofline.kv_token_bytes(facts) == 131072
+    assert roofline.kv_token_bytes(shape, facts) == 131072
     assert roofline.round_bytes(shape, facts, 64, 100) == weights + 32 * 100 * 131072
     # One request passes the stages one after the other: its time is that of one rank.
     assert roofline.round_bytes(shape, facts, 1, 100) == weights + 100 * 131072
@@ -83,7 +89,7 @@ def test_replicas_share_the_requests():
     shape, one = shape_of("llama-3-8b"), facts_of(token_bytes=131072)
     two = facts_of(token_bytes=131072)
     two.num_blocks, two.max_batch_size, two.layout = 2 * one.num_blocks, 2 * one.max_batch_size, Layout(replicas=2)
-    assert roofline.kv_token_bytes(two) == 131072
+    assert roofline.kv_token_bytes(shape, two) == 131072
     assert roofline.round_bytes(shape, two, 64, 192) == roofline.round_bytes(shape, one, 32, 192)
 
 
@@ -91,7 +97,7 @@ def test_data_parallel_indices_share_requests_and_experts():
     """Two indices of two ranks: a rank reads its quarter of the experts that all tokens reach, and its own requests' keys."""
     shape, facts = shape_of("mixtral-8x7b"), facts_of(tp=2, token_bytes=65536)
     together = msgspec.structs.replace(facts, layout=Layout(dp=2, tp=2), num_blocks=2 * facts.num_blocks)
-    assert roofline.kv_token_bytes(together) == roofline.kv_token_bytes(facts)
+    assert roofline.kv_token_bytes(shape, together) == roofline.kv_token_bytes(shape, facts)
     expert, reached = 3 * 4096 * 14336 * 2, 32 * 8 * (1 - 0.75**4)
     others = roofline.weight_bytes(shape, "bf16", 4) - reached * expert
     expected = others / 2 + reached * expert / 4 + 2 * 100 * 65536
@@ -99,9 +105,9 @@ def test_data_parallel_indices_share_requests_and_experts():
 
 
 def test_the_fullest_rank_of_a_stage_counts():
-    facts = facts_of(tp=2, token_bytes=100)
+    shape, facts = shape_of("llama-3-8b"), facts_of(tp=2, token_bytes=100)
     facts.ranks[1].bytes["kv"] *= 2
-    assert roofline.kv_token_bytes(facts) == 200
+    assert roofline.kv_token_bytes(shape, facts) == 200
 
 
 def test_ranks_on_a_cpu_share_its_memory():

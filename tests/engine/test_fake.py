@@ -116,7 +116,7 @@ def test_a_hit_in_the_right_block_is_taken() -> None:
 
 
 def test_a_block_behind_the_window_may_have_a_new_writer() -> None:
-    sizes = SIZES | {"window": 4}
+    sizes = SIZES | {"windows": (4,)}
     for number, allowed in ((3, False), (4, True)):
         checker = StepChecker(**sizes)
         checker.run(FIRST)

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from array import array
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.engine.blocks import BlockPool
-from phalanx.engine.prefix import block_key, extend_keys, longest_hit, root_key
+from phalanx.engine.prefix import block_key, extend_keys, group_key, longest_hit, root_key
 
 
 def keys_of(tokens: list[int], size: int) -> list[bytes]:
@@ -59,21 +60,27 @@ def test_keys_grow_with_the_tokens() -> None:
     assert keys == keys_of(tokens, 2)
 
 
-@settings(max_examples=200, deadline=None)
-@given(cached=st.lists(st.booleans(), max_size=12), size=st.integers(1, 5), window=st.none() | st.integers(1, 30))
-def test_the_longest_usable_beginning_is_found(cached: list[bool], size: int, window: int | None) -> None:
-    """Against the definition: try every length, longest first."""
-    keys = [b"%d" % index for index in range(len(cached))]
-    pool = BlockPool(max(1, len(cached)))
-    blocks = pool.take(len(cached))
-    for index, there in enumerate(cached):
-        if there:
-            pool.register(blocks[index], keys[index])
-    pool.release(blocks)
+WINDOWS = st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(windows=WINDOWS, count=st.integers(0, 12), size=st.integers(1, 5), chance=st.randoms())
+def test_the_longest_usable_beginning_is_found(windows: list[int | None], count: int, size: int, chance: Random) -> None:
+    """Against the definition: try every length, longest first; each group needs what its next token looks back to."""
+    keys = [b"%d" % index for index in range(count)]
+    part, pool = chance.choice([0.5, 0.9]), BlockPool(max(1, count * len(windows)))
+    tables = [pool.take(count) for _ in windows]
+    cached = [[chance.random() < part for _ in keys] for _ in windows]
+    for group, blocks in enumerate(tables):
+        for index, there in enumerate(cached[group]):
+            if there:
+                pool.register(blocks[index], group_key(keys[index], group))
+        pool.release(blocks)
     best: list[int] = []
-    for count in range(len(cached), 0, -1):
-        first = 0 if window is None else max(0, count * size - window) // size
-        if all(cached[first:count]):
-            best = [-1] * first + blocks[first:count]
+    for end in range(count, 0, -1):
+        firsts = [0 if window is None else max(0, end * size - window) // size for window in windows]
+        if all(all(there[first:end]) for there, first in zip(cached, firsts, strict=True)):
+            columns = [[-1] * first + blocks[first:end] for first, blocks in zip(firsts, tables, strict=True)]
+            best = [block for column in zip(*columns, strict=True) for block in column]
             break
-    assert longest_hit(pool, keys, size, window) == best
+    assert longest_hit(pool, keys, size, windows) == best

@@ -25,7 +25,6 @@ from phalanx.engine import process
 from phalanx.engine.executor import FAKE_EXECUTOR, RANK_EXECUTOR
 from phalanx.engine.fake import fake_tokens
 from phalanx.engine.grammar import HEAD, Grammars
-from phalanx.engine.limits import window_blocks
 from phalanx.engine.messages import (
     AddRequest,
     EngineFacts,
@@ -42,6 +41,7 @@ from phalanx.engine.messages import (
 from phalanx.engine.process import _fit_length, _length_hint, facts_line
 from phalanx.errors import RequestError
 from phalanx.layout import Layout
+from phalanx.layout.memory import most_positions, window_blocks
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -188,7 +188,7 @@ def test_the_hint_says_what_raises_max_seq_len(options: dict[str, Any], length: 
 
 def test_the_line_of_facts_has_the_numbers() -> None:
     ranks = [RankFacts(0, 0, "cpu", (0, 2), {"weights": 3 << 20, "kv": 5 << 30})]
-    facts = EngineFacts("m", "fp32", "cpu", Layout(), 1000, 8, 64, 16, 500, 90, [], ranks, {"a": 1.0, "b": 2.5})
+    facts = EngineFacts("m", "fp32", "cpu", Layout(), 1000, 8, 64, 16, 500, 8000, 90, [], ranks, {"a": 1.0, "b": 2.5})
     line = facts_line(facts)
     for part in ("3.5 s", "8,000 tokens", "8.0 requests of full length 1,000", "rank 0 (cpu): weights 3.0 MiB, kv 5.00 GiB"):
         assert part in line
@@ -200,7 +200,7 @@ def test_a_window_needs_as_many_blocks_as_the_scheduler_says(num_blocks: int, ex
     options = EngineOptions.of(model="x", device="cpu", kv_block_size=8)
     resolved = options.model_copy(update={"max_seq_len": 256})
     assert window_blocks(13, 8) == 3
-    assert _fit_length(options, resolved, 13, num_blocks, {}) == expected
+    assert _fit_length(options, resolved, most_positions((13,), num_blocks, 8), {}) == expected
 
 
 def test_the_vocabulary_is_read_while_ranks_start_where_cores_are_left(monkeypatch):

@@ -42,7 +42,7 @@ class Ranks:
         self.scheduler = Scheduler(options, Evens)
         self.checker = StepChecker(
             vocab_size=VOCAB, num_blocks=options.num_blocks, block_size=options.block_size, max_batch_size=options.max_batch_size,
-            max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=options.window,
+            max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, windows=options.windows,
             token_lag=options.token_lag, propose=propose,
         )  # fmt: skip
         self.results: deque[StepResult] = deque()
@@ -96,8 +96,10 @@ class Ranks:
 def alone(add: AddRequest, options: SchedulerOptions, seed: int) -> tuple[list[int], str, int | None]:
     """What a request must yield: its tokens, finish reason and stop reason, from its own tokens alone."""
     limit = min(options.max_seq_len, len(add.token_ids) + (add.params.max_tokens or 10**9))
-    if options.window is None or options.window // options.block_size + 2 > options.num_blocks:
-        limit = min(limit, options.num_blocks * options.block_size + 1)
+    size = options.block_size
+    reaches = [options.max_seq_len if window is None else window // size + 2 for window in options.windows]
+    fitting = [n for n in range(options.max_seq_len + 1) if sum(min(n, reach) for reach in reaches) <= options.num_blocks]
+    limit = min(limit, fitting[-1] * size + 1)
     count = limit - len(add.token_ids)
     generated = fake_tokens(
         add.token_ids, add.params, seed=seed, vocab_size=VOCAB, count=count, stop_token_ids=add.stop_token_ids
@@ -125,7 +127,7 @@ def schedulers(draw: st.DrawFn) -> SchedulerOptions:
         depth=depth_of(stages, returns_tokens=returns),
         pipeline_stages=stages,
         returns_tokens=returns,
-        window=draw(st.sampled_from([None, None, 1, 5, 16])),
+        windows=draw(st.sampled_from([(None,), (None,), (1,), (5,), (16,), (None, 5), (None, 16, 16), (16, 1)])),
         prefix_caching=draw(st.sampled_from([True, True, False])),
         chunked_prefill=chunked,
         vocab_size=VOCAB,
@@ -262,7 +264,7 @@ def test_blocks_ahead_for_drafts_leave_the_next_request_waiting() -> None:
     """The first prompt takes blocks beyond its own, where its drafts keep their KV; the second has none left, and gets no row."""
     options = SchedulerOptions(
         num_blocks=5, block_size=4, max_batch_size=6, max_num_tokens=19, max_seq_len=19, max_drafts=8, drafts_keep_kv=True,
-        window=16, chunked_prefill=False, prefix_caching=False, vocab_size=VOCAB,
+        windows=(16,), chunked_prefill=False, prefix_caching=False, vocab_size=VOCAB,
     )  # fmt: skip
     ranks = Ranks(options)
     ranks.add("first", list(range(8)), max_tokens=10)
@@ -747,7 +749,7 @@ def test_prompt_logprobs_bypass_the_prefix_cache() -> None:
 
 
 def test_a_window_gives_blocks_back_while_the_request_runs() -> None:
-    ranks = Ranks(replace(ROOMY, num_blocks=6, window=8, max_num_tokens=8))
+    ranks = Ranks(replace(ROOMY, num_blocks=6, windows=(8,), max_num_tokens=8))
     ranks.add("a", list(range(40)), max_tokens=100)
     most = 0
     for _ in range(400):
@@ -761,7 +763,7 @@ def test_a_window_gives_blocks_back_while_the_request_runs() -> None:
 
 
 def test_a_windowed_hit_needs_only_what_the_window_reaches() -> None:
-    ranks = Ranks(replace(ROOMY, num_blocks=9, window=8, max_num_tokens=16))
+    ranks = Ranks(replace(ROOMY, num_blocks=9, windows=(8,), max_num_tokens=16))
     ranks.add("a", list(range(40)), max_tokens=1)
     ranks.finish()
     ranks.add("b", list(range(40)), max_tokens=3)

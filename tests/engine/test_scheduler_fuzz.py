@@ -30,6 +30,19 @@ from tests.support.engine_grammar import VOCAB, Evens
 from tests.support.fuzz import fuzz_seeds
 
 ADAPTERS = ("a", "b", "c", "d")
+WINDOWS: list[tuple[int | None, ...]] = [
+    (None,),
+    (None,),
+    (1,),
+    (5,),
+    (16,),
+    (None, 5),
+    (None, 16),
+    (None, None, 1),
+    (16, 5),
+    (None, 7, 7, 3),
+]
+"""Of the groups of layers."""
 
 
 class LateGrammarCalls(InlineGrammarCalls):
@@ -83,7 +96,7 @@ class Simulation:
         self._results: deque[StepResult] = deque()
         self._ranks = FakeExecutor.of(
             vocab_size=VOCAB, num_blocks=options.num_blocks, block_size=options.block_size, max_batch_size=options.max_batch_size,
-            max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=options.window, thorough=True,
+            max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, windows=options.windows, thorough=True,
             indices=indices, pipeline_stages=options.pipeline_stages, returns_tokens=options.returns_tokens,
             propose=proposer(chance, chance.choice([0, 0.3, 0.9, 1])), state_snapshots=options.state_snapshots,
         )  # fmt: skip
@@ -135,12 +148,13 @@ def draw_options(chance: random.Random) -> SchedulerOptions:
     stages, chunked = chance.choice([1, 1, 2, 3, 4]), chance.random() < 0.7
     returns = stages > 1 and chance.random() < 0.6
     max_seq_len, block_size = chance.randrange(12, 61), chance.choice([1, 2, 4, 8])
+    windows = chance.choice(WINDOWS)
     prefix_caching, snapshots = chance.random() < 0.7, chance.choice([0, 0, 0, 1, 3, 8])
     return SchedulerOptions(
-        num_blocks=chance.randrange(4, 110) * max_seq_len // (60 * block_size) + 2, block_size=block_size,
+        num_blocks=len(windows) * (chance.randrange(4, 110) * max_seq_len // (60 * block_size) + 2), block_size=block_size,
         max_batch_size=chance.randrange(1, 9), max_num_tokens=chance.choice([1, 3, 7, 8, 20, 40]) if chunked else max_seq_len,
         max_seq_len=max_seq_len, depth=depth_of(stages, returns_tokens=returns), pipeline_stages=stages,
-        returns_tokens=returns, window=chance.choice([None, None, 1, 5, 16]),
+        returns_tokens=returns, windows=windows,
         prefix_caching=prefix_caching, chunked_prefill=chunked, vocab_size=VOCAB,
         max_drafts=0 if snapshots and prefix_caching else chance.choice([0, 1, 3, 8]), drafts_keep_kv=chance.random() < 0.5,
         state_snapshots=snapshots if prefix_caching else 0, least_kept=chance.choice([1, 8, 20]),

@@ -59,15 +59,15 @@ def test_a_hit_needs_blocks_and_the_state_behind_the_last() -> None:
     blocks = pool.take(3)
     for block, key in zip(blocks, keys, strict=True):
         pool.register(block, key)
-    assert snapshots(3).longest(pool, keys, SIZE, None) == []
-    assert snapshots(3, B).longest(pool, keys, SIZE, None) == blocks[:2]
-    assert snapshots(3, A, C).longest(pool, keys, SIZE, None) == blocks
-    assert snapshots(3, A, C).longest(pool, keys[:2], SIZE, None) == blocks[:1]
-    assert snapshots(3, B).longest(pool, keys, SIZE, SIZE) == [-1, blocks[1]]
+    assert snapshots(3).longest(pool, keys, SIZE, (None,)) == []
+    assert snapshots(3, B).longest(pool, keys, SIZE, (None,)) == blocks[:2]
+    assert snapshots(3, A, C).longest(pool, keys, SIZE, (None,)) == blocks
+    assert snapshots(3, A, C).longest(pool, keys[:2], SIZE, (None,)) == blocks[:1]
+    assert snapshots(3, B).longest(pool, keys, SIZE, (SIZE,)) == [-1, blocks[1]]
     pool.release([blocks[1]])
     pool.take(1)  # of B
-    assert snapshots(3, A, C).longest(pool, keys, SIZE, None) == blocks[:1]
-    assert snapshots(3, C).longest(pool, keys, SIZE, SIZE) == [-1, -1, blocks[2]]
+    assert snapshots(3, A, C).longest(pool, keys, SIZE, (None,)) == blocks[:1]
+    assert snapshots(3, C).longest(pool, keys, SIZE, (SIZE,)) == [-1, -1, blocks[2]]
 
 
 def kept_at(kv: RequestBlocks, tokens: list[int], **params: object) -> list[int]:
@@ -107,7 +107,7 @@ def test_states_of_other_weights_are_no_hit_and_are_copied_anew() -> None:
     states = snapshots(2, A, B)
     states.keep(0, C)
     states.forget()
-    assert states.longest(pool, keys, SIZE, None) == []
+    assert states.longest(pool, keys, SIZE, (None,)) == []
     states.begin_step()
     assert states.take_copies() == []
     states.keep(1, A)

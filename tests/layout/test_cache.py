@@ -3,12 +3,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from phalanx.config.model import ModelShape
 from phalanx.errors import LayoutError
-from phalanx.layout.cache import CacheGroup, CacheTensor, group_of, kv_dtype, request_bytes, token_bytes
+from phalanx.layout.cache import (
+    CacheTensor,
+    group_of,
+    group_windows,
+    in_group,
+    kv_dtype,
+    layer_groups,
+    request_bytes,
+    sharing,
+    token_bytes,
+)
 from phalanx.layout.families import known, layer_cache, model_cache
+from phalanx.layout.memory import block_bytes
+from phalanx.models.cache import empty_caches
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -20,18 +35,62 @@ def shape(family, **fields):
     return ModelShape.from_config({"architectures": [f"{family}ForCausalLM"], **SIZES, **fields})
 
 
-def test_blocks_can_be_freed_only_where_every_layer_has_a_window():
-    layers = (0, 1, 2, 3)
-    assert group_of(model_cache(shape("Mistral", sliding_window=8))) == CacheGroup(layers, 8)
-    assert group_of(model_cache(shape("Llama"))) == CacheGroup(layers, None)
+def test_layers_of_one_window_share_block_ids():
+    mistral, llama = model_cache(shape("Mistral", sliding_window=8)), model_cache(shape("Llama"))
+    assert (layer_groups(mistral), group_windows(mistral)) == ((0, 0, 0, 0), (8,))
+    assert (layer_groups(llama), group_windows(llama)) == ((0, 0, 0, 0), (None,))
     mixed = shape("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    assert {mixed.windows[layer] for layer in layers} == {None, 8}
-    assert group_of(model_cache(mixed)).window is None
+    assert mixed.windows == (None, 8, 8, 8)
+    assert (layer_groups(model_cache(mixed)), group_windows(model_cache(mixed))) == ((0, 1, 2, 3), (None, 8, 8, 8))
+
+
+KEY = CacheTensor("key", (1, 8), "bf16")
+LAYERS_OF = {
+    # full layers, layers with a window -> windows of the groups, tensors of a block
+    "gpt-oss": (18, 18, (None, 128), 18),
+    "gemma-3-27b": (10, 52, (None, *[128] * 6), 10),
+    "gemma-3-1b": (4, 22, (None, *[128] * 6), 4),
+    "olmo-3": (16, 48, (None, 128, 128, 128), 16),
+    "one full layer": (1, 20, (None, *[128] * 7), 3),
+    "one window": (20, 1, (*[None] * 5, 128), 4),
+}
+
+
+@pytest.mark.parametrize(("full", "windowed", "windows", "tensors"), LAYERS_OF.values(), ids=LAYERS_OF)
+def test_the_groups_of_a_model_share_tensors(full, windowed, windows, tensors):
+    """Blocks are as large as the layers of one group. Those without a window, whose blocks are many, are padded least."""
+    total = full + windowed
+    kinds = [None if layer * full // total != (layer + 1) * full // total else 128 for layer in range(total)]
+    caches = [(replace(KEY, window=window),) for window in kinds]
+    grouped = [in_group(cache, group) for cache, group in zip(caches, layer_groups(caches), strict=True)]
+    assert group_windows(grouped) == windows
+    owners = sharing(grouped)
+    assert len(set(owners)) == tensors
+    assert len({(owner, group_of(cache)) for owner, cache in zip(owners, grouped, strict=True)}) == total, "never two of a group"
+    for stage in (grouped[: len(grouped) // 2], grouped[len(grouped) // 2 :]):
+        assert len(set(sharing(stage))) <= tensors // 2 + 1, "each stage has as many layers of each group"
+    allocated = empty_caches(grouped, 3, 4, torch.device("cpu"))
+    assert len({cache.key.data_ptr() for cache in allocated}) == tensors
+    assert [cache.group for cache in allocated] == list(layer_groups(caches))
+    assert block_bytes(grouped, 4) == 4 * tensors * KEY.nbytes
+
+
+def test_layers_with_other_bytes_are_in_one_group_and_keep_all():
+    caches = [(KEY,), (replace(KEY, shape=(2, 8), window=16),)]
+    assert (layer_groups(caches), group_windows(caches)) == ((0, 0), (None,))
+    assert sharing(caches) == [0, 1]
+
+
+def test_the_layers_of_a_draft_network_have_tensors_of_their_own():
+    """They are in group 0, all of whose tensors are in use."""
+    full, window, draft = (KEY,), in_group((replace(KEY, window=16),), 1), (replace(KEY, window=4),)
+    assert sharing([full, window, draft]) == [0, 0, 2]
+    assert group_windows([full, window, draft]) == (None, 16)
 
 
 def test_layers_that_keep_no_tokens_need_no_blocks():
     state, keys = (CacheTensor("state", (4, 8), "fp32", "request"),), (CacheTensor("key", (1, 8), "bf16", window=16),)
-    assert group_of([state, keys, state]) == CacheGroup((1,), 16)
+    assert (layer_groups([state, keys, state]), group_windows([state, keys, state])) == ((0, 0, 0), (16,))
     assert (token_bytes([state, keys]), request_bytes([state, keys])) == (16, 128)
 
 

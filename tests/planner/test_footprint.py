@@ -12,11 +12,17 @@ import pytest
 from benchmarks.planner import accuracy
 from benchmarks.planner.rows import shape_named, starts
 from phalanx.config.model import ModelShape
+from phalanx.config.sampling_params import SamplingParams
 from phalanx.config.speculation import SpeculativeConfig
+from phalanx.engine.limits import SchedulerOptions
+from phalanx.engine.messages import AddRequest
+from phalanx.engine.request import Request
+from phalanx.engine.request_blocks import RequestBlocks
 from phalanx.layout import Layout
 from phalanx.layout.cache import kv_dtype, token_bytes
 from phalanx.layout.draft import network_bytes, network_caches, network_for
 from phalanx.layout.families import known
+from phalanx.layout.memory import blocks_in, blocks_of_request, stage_caches
 from phalanx.layout.weights import weight_bytes
 from phalanx.planner import explain, footprint, search, subject
 from phalanx.planner.search import PlanRequest
@@ -105,6 +111,41 @@ def test_weights_and_caches_are_those_that_were_recorded(model):
         sizes = footprint.Sizes(dtype, kv_dtype(kv, dtype), slots=256, max_num_tokens=8192)
         rank = footprint.rank_memory(shape, LAYOUTS[name], 8 * 141 * 10**9, sizes)
         assert [max(weight_bytes(shape, dtype, LAYOUTS[name])), rank.block, rank.kv_tokens] == recorded, case
+
+
+LONG = 131_072
+
+
+@pytest.mark.parametrize(("layout", "least"), [(Layout(), 1.95), (Layout(tp=2), 1.95), (Layout(tp=2, pp=2), 1.75)])
+def test_layers_with_a_window_hold_their_window(layout, least):
+    """gpt-oss-120b at 131,072 tokens: half of its layers see 128. What a rank of the engine allocates of the same budget, and what
+    the scheduler lets requests of that length have of it, is what the planner says."""
+    shape = ModelShape.from_config(known("gpt-oss-120b"))
+    sizes = footprint.Sizes("bf16", "bf16", slots=256, max_num_tokens=8192, seq_len=LONG)
+    rank = footprint.rank_memory(shape, layout, 141 * 10**9, sizes)
+    stages = stage_caches(shape, "bf16", "bf16", layout)
+    fitting = [blocks_in(rank.budget, caches, 16, states=0, usable=0, what="") for caches in stages]
+    assert rank.blocks == min(fitting)
+    one_group = rank.budget // (16 * max(map(token_bytes, stages))) * 16
+    assert rank.kv_tokens >= least * one_group
+    options = SchedulerOptions(
+        num_blocks=rank.blocks, block_size=16, max_batch_size=256, max_num_tokens=8192, max_seq_len=LONG, windows=rank.windows
+    )  # fmt: skip
+    requests = rank.kv_tokens // LONG
+    pool = RequestBlocks(options)
+    for number in range(requests):
+        request = Request(AddRequest(str(number), [0] * (LONG - 1), SamplingParams()), seed=0, limit=LONG, matcher=None)
+        pool.share(request, [])
+        for end in range(8192, LONG, 8192):
+            pool.take_ahead(request, end, end, kept=0)
+            request.submitted = end
+            pool.release_out_of_window(request)
+        pool.take_ahead(request, LONG - 1, LONG - 1, kept=0)
+        request.submitted = LONG - 1
+        pool.release_out_of_window(request)
+    each = blocks_of_request(rank.windows, LONG, 16)
+    assert requests * (each - 1) <= pool.pool.referenced <= requests * each
+    assert rank.blocks - pool.pool.referenced < 1.01 * each, "not one more would fit"
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=4), Layout(dp=2), Layout(pp=2, tp=2)], ids=lambda layout: layout.name)

@@ -87,4 +87,4 @@ def test_a_dense_model_is_not_simulated_in_groups():
 def test_a_request_longer_than_a_groups_cache_does_not_fit():
     shape, (machine, _) = subject.shape_for("gpt-oss-120b"), subject.machine_for("L40S")
     with pytest.raises(CapacityError, match="does not fit; memory: weights"):
-        ReplicaSpec.of(shape, machine, PlanRequest(max_batch_size=64, max_seq_len=101_024), Layout(dp=2))
+        ReplicaSpec.of(shape, machine, PlanRequest(max_batch_size=64, max_seq_len=120_000, fraction=0.4), Layout(dp=2))

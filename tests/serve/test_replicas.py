@@ -73,7 +73,7 @@ def _placed(choice: ReplicaChoice, prompt: list[int]) -> int:
 
 def test_facts_and_counters_of_all():
     ranks = [RankFacts(rank, 0, "cpu", (0, 2)) for rank in (0, 1)]
-    facts = EngineFacts("m", "fp32", "cpu", Layout(tp=2), 100, 8, 64, 16, 50, 300, [1], ranks, phases={"load": 2.0})
+    facts = EngineFacts("m", "fp32", "cpu", Layout(tp=2), 100, 8, 64, 16, 50, 800, 300, [1], ranks, phases={"load": 2.0})
     merged = replicas.merged_facts([facts, facts])
     assert merged.layout == Layout(tp=2, replicas=2)
     assert (merged.max_batch_size, merged.num_blocks, merged.max_seq_len) == (16, 100, 100)
@@ -101,7 +101,7 @@ class ScriptedReplica:
     `error`."""
 
     def __init__(self, error: EngineError | None = None) -> None:
-        self.facts = EngineFacts("m", "fp32", "cpu", Layout(), 100, 8, 64, 16, 50, 300, [1])
+        self.facts = EngineFacts("m", "fp32", "cpu", Layout(), 100, 8, 64, 16, 50, 800, 300, [1])
         self.latest, self.failure, self.error = Stats(), None, error
         self.requests, self.left = 0, 0
 

@@ -143,7 +143,7 @@ def record(case: Case) -> dict[str, list[str]]:
         model = runner._model
         log.names = {part.target.untyped_storage().data_ptr(): part.name for part in reversed(list(weights.slices(model)))}
         graphs, runner.graphs = runner.graphs, None
-        for name, step in steps().items():
+        for name, step in steps(model.cache_groups).items():
             log.lines = []
             runner.run(step).results()
             launches[name] = log.lines
@@ -154,19 +154,22 @@ def record(case: Case) -> dict[str, list[str]]:
                 launches[f"graph {size}"] = log.lines
         if case.dp > 1:
             log.lines = []
-            runner.run(StepBatch(), StepExtent.of([StepBatch(), *[steps()["8 decodes"]] * (case.dp - 1)])).results()
+            runner.run(
+                StepBatch(), StepExtent.of([StepBatch(), *[steps(model.cache_groups)["8 decodes"]] * (case.dp - 1)])
+            ).results()
             launches["no rows here"] = log.lines
     return launches
 
 
-def steps() -> dict[str, StepBatch]:
+def steps(groups: int) -> dict[str, StepBatch]:
+    """groups: of layers, each with blocks of its own."""
     params = SamplingParams(temperature=0.0)
 
     def step(rows: list[StepRow]) -> StepBatch:
         return StepBatch(admitted=[SlotAssignment(row.slot, [0], 1, params, seed=1) for row in rows], rows=rows)
 
     def row(slot: int, start: int, count: int) -> StepRow:
-        return StepRow(slot, start, count, [0] * count, [0] * -(-(start + count) // BLOCK), samples=True)
+        return StepRow(slot, start, count, [0] * count, [0] * groups * -(-(start + count) // BLOCK), samples=True)
 
     decodes = {f"{count} decodes": step([row(slot, 100, 1) for slot in range(count)]) for count in COUNTS if count <= SLOTS}
     prompts = {f"prompt of {count}": step([row(0, 0, count)]) for count in COUNTS}

@@ -17,11 +17,11 @@ from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.layout import Layout
 from phalanx.layout import weight_tensors as catalog
-from phalanx.layout.cache import group_of
+from phalanx.layout.cache import group_windows
 from phalanx.layout.families import model_cache
 from phalanx.layout.weights import stage_layers, weight_bytes
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch
+from phalanx.models.batch import Batch, GroupTables
 from phalanx.models.cache import LayerCache, empty_caches
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers.attention.select import select_backend
@@ -46,10 +46,12 @@ class Formation:
         self.world, self.block_size = LocalWorld(tp), block_size
         ranges = stage_layers(self.shape, "fp32", pp)
         self.models = [self.world.run(lambda group, layers=layers: self._rank(group, layers, folder)) for layers in ranges]
+        self.windows = group_windows(model_cache(self.shape))
+        blocks *= len(self.windows)
         self.caches = [[self._caches(model, blocks) for model in stage] for stage in self.models]
         self.free = list(range(1, blocks))
         random.Random(7).shuffle(self.free)
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[list[int]]] = {}  # of each sequence, one for each group of layers
         self.lengths: dict[int, int] = {}
 
     def randomize(self, seed: int) -> None:
@@ -85,38 +87,43 @@ class Formation:
             return list(torch.split(hidden[0], [len(tokens) for _, tokens in rows]))
 
     def _batches(self, rows: Sequence[tuple[int, Tensor]], padding: int) -> list[Batch]:
-        positions, slots, starts, lengths = [], [], [0], []
+        positions, starts, lengths = [], [0], []
+        slots: list[list[int]] = [[] for _ in self.windows]
         for sequence, tokens in rows:
-            table, begin = self.tables.setdefault(sequence, []), self.lengths.get(sequence, 0)
+            own, begin = self.tables.setdefault(sequence, [[] for _ in self.windows]), self.lengths.get(sequence, 0)
             end = begin + len(tokens)
-            while len(table) * self.block_size < end:
-                table.append(self.free.pop())
+            for table, of_group in zip(own, slots, strict=True):
+                while len(table) * self.block_size < end:
+                    table.append(self.free.pop())
+                of_group += [table[at // self.block_size] * self.block_size + at % self.block_size for at in range(begin, end)]
             positions += range(begin, end)
-            slots += [table[at // self.block_size] * self.block_size + at % self.block_size for at in range(begin, end)]
             starts.append(starts[-1] + len(tokens))
             lengths.append(end)
             self.lengths[sequence] = end
-            self._forget_behind_window(table, begin)
-        width = max(map(len, self.tables.values())) + 1
-        known = [self.tables.get(sequence, []) for sequence in range(SLOTS)]
-        tables = torch.tensor([table + [0] * (width - len(table)) for table in known], dtype=torch.int32)
+            for table, window in zip(own, self.windows, strict=True):
+                self._forget_behind_window(table, window, begin)
+        width = max(len(own[0]) for own in self.tables.values()) + 1
+        known = [self.tables.get(sequence, [[]] * len(self.windows)) for sequence in range(SLOTS)]
+        tables = torch.tensor(
+            [[table + [0] * (width - len(table)) for table in of_group] for of_group in zip(*known, strict=True)], dtype=torch.int32
+        )
         table_rows = torch.tensor([sequence for sequence, _ in rows])
         count = starts[-1]
         ids = torch.cat([tokens for _, tokens in rows] + [torch.zeros(padding, dtype=torch.int64)])
         batches = []
         for _ in range(self.world.size):
+            kv_slots = torch.tensor([of_group + [-1] * padding for of_group in slots])
             batch = Batch(
-                ids, torch.tensor(positions + [0] * padding), torch.tensor(slots + [-1] * padding),
-                torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), tables, torch.arange(count),
-                starts, lengths, table_rows=table_rows,
+                ids, torch.tensor(positions + [0] * padding), kv_slots[0], torch.tensor(starts, dtype=torch.int32),
+                torch.tensor(lengths, dtype=torch.int32), tables[0], torch.arange(count), starts, lengths, table_rows=table_rows,
+                more_groups=[GroupTables(*each, None) for each in zip(kv_slots[1:], tables[1:], strict=True)],
             )  # fmt: skip
             batch.attention = select_backend(CPU, torch.float32, self.shape.head_dim, self.shape.latent).plan(batch)
             batches.append(batch)
         return batches
 
-    def _forget_behind_window(self, table: list[int], next_position: int) -> None:
+    def _forget_behind_window(self, table: list[int], window: int | None, next_position: int) -> None:
         """As the scheduler does: a block that no query from next_position on can see goes back, and its entry is poison."""
-        window = group_of(model_cache(self.shape)).window
         if window is None:
             return
         gone = max(0, next_position - window + 1) // self.block_size
@@ -164,7 +171,7 @@ def assert_every_weight_matters(formation: Formation, ids: Tensor, *, least: flo
         after = formation.step([(number, ids)])[0].log_softmax(-1)
         weight.copy_(kept)
         assert (after - before).abs().max() > least, name
-        formation.free += formation.tables.pop(number)
+        formation.free += [block for table in formation.tables.pop(number) for block in table]
 
 
 def assert_catalog_is_read(folder: Path, *, is_on_disk: bool = True) -> None:

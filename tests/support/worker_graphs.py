@@ -111,9 +111,11 @@ class Late:
 
     def forward(self, query: Tensor, cache: LayerCache, **options: Any) -> Tensor:
         assert self._batch.table_rows is not None
-        tables = self._batch.block_tables[self._batch.table_rows]
-        lengths = self._batch.kv_lengths.tolist()
-        batch = replace(self._batch, block_tables=tables, table_rows=None, kv_lengths_cpu=lengths, fixed=False)
+        rows, lengths = self._batch.table_rows, self._batch.kv_lengths.tolist()
+        batch = replace(
+            self._batch, block_tables=self._batch.block_tables[rows], table_rows=None, kv_lengths_cpu=lengths, fixed=False,
+            more_groups=[each._replace(block_tables=each.block_tables[rows]) for each in self._batch.more_groups],
+        )  # fmt: skip
         return self._plan(batch).forward(query, cache, **options)
 
 

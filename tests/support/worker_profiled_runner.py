@@ -42,7 +42,9 @@ def made_runner(
         model, caches(1), attention, Sampler(SLOTS, shape.vocab_size, device), Solo(), max_batch_size=SLOTS, max_seq_len=LONGEST,
         block_size=BLOCK, dtype=dtype, device=device, capturer=capturer if graphs else None, max_num_tokens=tokens,
     )  # fmt: skip
-    for step in memory_profile.profiling_steps(max_num_tokens=64, max_seq_len=64, max_batch_size=SLOTS, block_size=BLOCK):
+    for step in memory_profile.profiling_steps(
+        max_num_tokens=64, max_seq_len=64, max_batch_size=SLOTS, block_size=BLOCK, groups=model.cache_groups
+    ):
         runner.run(step).results()
     runner.caches = caches(SLOTS * LONGEST // BLOCK if on_gpu else 400)
     list(runner.capture())

@@ -8,12 +8,15 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.model import ModelShape
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.dp_scheduler import DpScheduler
 from phalanx.engine.limits import SchedulerOptions
 from phalanx.engine.messages import AddRequest, RequestUpdate, Stats
 from phalanx.engine.scheduler import Scheduler
 from phalanx.executor.rank_executor import RankExecutor
+from phalanx.layout.cache import group_windows
+from phalanx.layout.families import model_cache
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engine_drive import BLOCK, await_results, options
 
@@ -47,7 +50,7 @@ def served(
     limits = SchedulerOptions(
         **LIMITS, pipeline_stages=sizes.get("pipeline_parallel_size", 1), depth=executor.depth,
         returns_tokens=executor.returns_tokens, max_drafts=0 if config is None else config["num_speculative_tokens"],
-        drafts_keep_kv=config is not None and "model" in config,
+        drafts_keep_kv=config is not None and "model" in config, windows=group_windows(model_cache(ModelShape.from_folder(folder))),
     )  # fmt: skip
     scheduler = Scheduler(limits) if indices == 1 else DpScheduler(limits, indices)
     coming, answers = deque(some_requests()), dict[str, list[Any]]()

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
+from phalanx.config.model import ModelShape
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import RequestUpdate, SlotAssignment, StepBatch, StepRow
 from phalanx.layout import graphs as plan_graphs
+from phalanx.layout.cache import group_windows
+from phalanx.layout.families import model_cache
 from phalanx.models.batch import Batch
 from phalanx.models.layers.attention import triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
@@ -48,23 +51,24 @@ pytestmark = pytest.mark.usefixtures("attention_by_reference")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("steps")
-    return {family: write_checkpoint(parent / family, family, num_hidden_layers=3) for family in ("llama", "mistral")}
+    return {family: write_checkpoint(parent / family, family, num_hidden_layers=3) for family in ("llama", "mistral", "gpt_oss")}
 
 
-@pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("llama", 1), ("mistral", 2), ("mistral", 3)])
+@pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("llama", 1), ("mistral", 2), ("gpt_oss", 3)])
 def test_what_a_scheduler_asks_gives_the_tokens_of_eager_steps(folders: dict[str, Path], family: str, seed: int) -> None:
     capturer, arrivals = Steps(), requests(seed)
-    window = {"window": 8} if family == "mistral" else {}
-    outputs, scheduler = serve([step_runner(folders[family], capturer)], arrivals, **window)
+    windows = group_windows(model_cache(ModelShape.from_folder(folders[family])))
+    options = {"windows": windows, "num_blocks": 30 * len(windows)}
+    outputs, scheduler = serve([step_runner(folders[family], capturer)], arrivals, **options)
     counted = scheduler.counters
     assert counted.prefix_hits
-    assert counted.preemptions or family == "mistral"
+    assert counted.preemptions or family != "llama"
     assert any(update.prompt_logprobs for updates in outputs.values() for update in updates)
     replayed, mixed = sum(capturer.replays.values()), capturer.mixed
     assert replayed == counted.steps  # none was eager
     assert sum(mixed.values()) >= 5
     assert len(mixed) >= 2
-    wanted, _ = serve([step_runner(folders[family], None)], arrivals, **window)
+    wanted, _ = serve([step_runner(folders[family], None)], arrivals, **options)
     alike(outputs, wanted)
     greedy = [add for _, add in arrivals if add.params.temperature == 0 and add.params.repetition_penalty == 1]
     for add in greedy[:3]:

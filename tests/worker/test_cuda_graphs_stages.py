@@ -49,7 +49,7 @@ def test_every_stage_captures_what_a_step_may_have_and_no_more(folder: Path, sta
         assert runner.graphs.largest == [decodes[-1], mixed[-1]]
         assert capturer.recorded == runner.graphs.count == len(decodes) + len(mixed)
         assert runner.graphs.decode_buffers.width == most
-        assert len(runner._last_tokens) == len(runner._tables.host) == SLOTS
+        assert len(runner._last_tokens) == len(runner._tables.host[0]) == SLOTS
 
 
 @pytest.mark.parametrize("stages", [2, 3])

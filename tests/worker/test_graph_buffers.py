@@ -20,7 +20,7 @@ from phalanx.worker.graph_buffers import DecodeGraphBuffers, GraphSize, MixedGra
 from phalanx.worker.input_batch import BlockTables
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
-MODEL: Any = SimpleNamespace(shape=SimpleNamespace(hidden_size=4), lm_head=None)
+MODEL: Any = SimpleNamespace(shape=SimpleNamespace(hidden_size=4), lm_head=None, cache_groups=1)
 
 
 def test_sizes_end_at_the_most_and_stay_close() -> None:
@@ -86,7 +86,7 @@ def test_facts_of_decode_rows() -> None:
         buffers.fill(host_batch, (numbers[:-1] * 2, numbers[:-1].astype(np.int32) + 30), GraphSize(size, size))
         assert buffers.columns.table_entries.tolist() == [*range(0, 2 * rows - 2, 2), *[-1] * (9 - rows)]
         assert buffers.columns.block_ids[: rows - 1].tolist() == [*range(30, 29 + rows)]
-        batch = buffers.batch(GraphSize(size, size), torch.zeros(8, 2, dtype=torch.int32), None)
+        batch = buffers.batch(GraphSize(size, size), torch.zeros(1, 8, 2, dtype=torch.int32), None)
         pad = size - rows
         assert batch.decodes == size
         assert batch.token_ids.tolist() == [-1, *range(51, 50 + rows), *[0] * pad]

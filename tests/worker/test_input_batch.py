@@ -58,7 +58,7 @@ def test_tables_grow_and_begin_anew() -> None:
     assert (places.tolist(), ids.tolist()) == ([4, 5], [7, 9])
     places, _ = tables.append([StepRow(1, 8, 1, [1], [3]), StepRow(0, 0, 1, [1], [])])
     assert places.tolist() == [6]
-    assert tables.device[1].tolist() == [7, 9, 3, 0]
+    assert tables.device[0, 1].tolist() == [7, 9, 3, 0]
     tables.clear(1)
     places, _ = tables.append([StepRow(1, 0, 1, [1], [5])])
     assert places.tolist() == [4]

@@ -93,12 +93,14 @@ def started(case: Case, capturer: Recorded) -> ModelRunner:
     of_collectives = partial(
         more_token_counts, model.context.group, max_tokens=TOKENS, hidden=model.shape.hidden_size, dtype=BF16, num_sms=NUM_SMS
     )
-    memory_profile.run_profiling_steps(runner, memory_profile.profiling_steps(**sizes, more_counts=of_collectives))
+    memory_profile.run_profiling_steps(
+        runner, memory_profile.profiling_steps(**sizes, more_counts=of_collectives, groups=model.cache_groups)
+    )
     list(runner.capture())
     return runner
 
 
-def any_step(rng: random.Random, slots_there: int, most: int) -> StepBatch:
+def any_step(rng: random.Random, slots_there: int, most: int, groups: int) -> StepBatch:
     """Decode rows, then prompts and parts of them, of any number up to `most` and any length; each row's request has just
     come."""
     slots = rng.sample(range(slots_there), rng.choice([1, 2, rng.randint(1, most), most]))
@@ -111,7 +113,7 @@ def any_step(rng: random.Random, slots_there: int, most: int) -> StepBatch:
         count = 1 if number < decodes else max(2, min(rng.randint(2, longest), room))
         left -= count
         samples = rng.random() < 0.9 or count == 1
-        rows.append(StepRow(slot, start, count, [0] * count, [0] * -(-(start + count) // BLOCK), samples=samples))
+        rows.append(StepRow(slot, start, count, [0] * count, [0] * groups * -(-(start + count) // BLOCK), samples=samples))
     admitted = [SlotAssignment(row.slot, [0], 1, SamplingParams(**rng.choice(params_of_rows)), seed=1) for row in rows]
     return StepBatch(admitted=admitted, rows=rows)
 
@@ -124,7 +126,7 @@ def later(case: Case, steps: int) -> tuple[set[Variant], set[Variant]]:
         runner = started(case, capturer)
         first = set(variants) - capturer.late
         for _ in range(steps):
-            runner.run(any_step(rng, case.slots, runner.max_rows)).results()
+            runner.run(any_step(rng, case.slots, runner.max_rows, runner._model.cache_groups)).results()
     return first, variants - first
 
 

@@ -110,7 +110,9 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch, cached: bool) -> Kernels:
 
 
 def steps_of(runner: ModelRunner) -> list[Any]:
-    return memory_profile.profiling_steps(max_num_tokens=64, max_seq_len=128, max_batch_size=runner.max_rows, block_size=BLOCK)
+    return memory_profile.profiling_steps(
+        max_num_tokens=64, max_seq_len=128, max_batch_size=runner.max_rows, block_size=BLOCK, groups=runner._model.cache_groups
+    )
 
 
 def test_every_step_goes_through_the_first_layer_and_the_last(

@@ -146,7 +146,7 @@ def engine_summary(facts: EngineFacts, start_s: float) -> dict[str, Any]:
         "start_s": round(start_s, 1), "phases_s": {name: round(value, 2) for name, value in facts.phases.items()},
         "rank_phases_s": slowest,
         "dtype": facts.dtype, "device": facts.device, "tp": layout.tp, "pp": layout.pp, "dp": layout.dp,
-        "kv_tokens": facts.num_blocks * facts.block_size,
+        "kv_tokens": facts.kv_tokens,
         "max_batch_size": facts.max_batch_size, "max_num_tokens": facts.max_num_tokens, "max_seq_len": facts.max_seq_len,
         "attention": sorted({rank.attention for rank in facts.ranks}),
         "allreduce": sorted({rank.allreduce for rank in facts.ranks}),

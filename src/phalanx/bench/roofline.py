@@ -24,6 +24,8 @@ from phalanx.bench.workloads import Workload
 from phalanx.config.model import ModelShape
 from phalanx.engine.messages import EngineFacts
 from phalanx.hardware import probe
+from phalanx.layout.cache import group_windows
+from phalanx.layout.families import model_cache
 from phalanx.layout.layout import Layout
 from phalanx.layout.weights import expert_bytes, itemsize, kind_of, layer_bytes
 
@@ -63,10 +65,12 @@ def weight_bytes(shape: ModelShape, dtype: str, tokens: float = 1) -> float:
     return total - (1 - shape.experts.touched(tokens) / shape.experts.count) * expert_bytes(shape, dtype)
 
 
-def kv_token_bytes(facts: EngineFacts) -> float:
-    """Bytes of one token's keys and values in the engine's cache, on the tp rank that holds most, all stages together."""
+def kv_token_bytes(shape: ModelShape, facts: EngineFacts) -> float:
+    """Bytes of one token's keys and values in the engine's cache, on the tp rank that holds most, all stages together: in a block
+    of each group of layers."""
     layout = facts.layout
-    tokens = facts.num_blocks // (facts.layout.replicas * layout.dp) * facts.block_size
+    groups = len(group_windows(model_cache(shape)))
+    tokens = facts.num_blocks // (facts.layout.replicas * layout.dp) * facts.block_size / groups
     stages = [0.0] * layout.pp
     for rank in facts.ranks:
         stage = layout.place(rank.rank).pp_index
@@ -85,7 +89,7 @@ def round_bytes(shape: ModelShape, facts: EngineFacts, requests: float, context:
     if shape.experts is not None and layout.dp > 1:  # tokens of all dp indices reach a rank's experts, which are 1/dp of them
         reached = expert_bytes(shape, facts.dtype) * shape.experts.touched(rows * layout.dp) / shape.experts.count
         weights -= reached * (1 - 1 / layout.dp) / layout.tp
-    keys = rows * attended_tokens(shape, context) * kv_token_bytes(facts)
+    keys = rows * attended_tokens(shape, context) * kv_token_bytes(shape, facts)
     return (weights + keys) * (layout.gpus if facts.device.startswith("cpu") else 1)
 
 
@@ -103,7 +107,7 @@ def decode_seconds(shape: ModelShape, facts: EngineFacts, workload: Workload, ba
 def batch_seconds(shape: ModelShape, facts: EngineFacts, workload: Workload, bandwidth: float) -> float:
     """The fewest seconds for a batch workload: as many rounds as its tokens take with as many requests as can run at once (by
     max_batch_size and by the KV cache). Prefill is bound by arithmetic rather than by bytes, and is not counted."""
-    capacity = facts.num_blocks * facts.block_size / workload.mean_context
+    capacity = facts.kv_tokens / workload.mean_context
     running = max(min(workload.requests, facts.max_batch_size, capacity), 1)
     rounds = workload.requests * workload.output_len / running
     return rounds * round_bytes(shape, facts, running, workload.mean_context) / bandwidth

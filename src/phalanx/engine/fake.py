@@ -39,7 +39,7 @@ from phalanx.engine.messages import (
 )
 from phalanx.errors import PhalanxError, StepDiverged
 from phalanx.layout.adapter import AdapterFile
-from phalanx.layout.cache import group_of
+from phalanx.layout.cache import group_windows
 from phalanx.layout.families import model_cache
 
 FakeProposer = Callable[[SlotAssignment, Sequence[int]], Sequence[int]]
@@ -105,8 +105,8 @@ class _Slot:
     begun: bool = False
     drafts: list[int] = field(default_factory=list)
     over: bool = False  # its tokens fill its blocks: the engine does not know yet that it has ended
-    table: list[int] = field(default_factory=list)
-    first_live: int = 0
+    tables: list[list[int]] = field(default_factory=list)  # of each group
+    first_live: list[int] = field(default_factory=list)
 
 
 @lru_cache(maxsize=16)
@@ -122,28 +122,28 @@ def _numbers(tokens: tuple[int, ...], adapter: bytes) -> list[int]:
 class StepChecker:
     """Applies steps to a model of what ranks keep, and raises StepDiverged at the first step that breaks a rule of messages.Step.
 
-    Sizes as in SchedulerOptions. `run` returns the result that the ranks would give. `thorough` checks every position that a row
-    looks back to, otherwise the last one only. token_lag: as in SchedulerOptions. propose: the drafts; none
+    Sizes and windows as in SchedulerOptions. `run` returns the result that the ranks would give. `thorough` checks every position
+    that a row looks back to, otherwise the last one only. token_lag: as in SchedulerOptions. propose: the drafts; none
     without it. state_snapshots: as in SchedulerOptions; with some, each slot has a state as well.
     """
 
     def __init__(
         self, *, vocab_size: int, num_blocks: int, block_size: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int,
-        window: int | None = None, thorough: bool = True, token_lag: int | None = 1, propose: FakeProposer | None = None,
-        state_snapshots: int = 0,
+        windows: Sequence[int | None] = (None,), thorough: bool = True, token_lag: int | None = 1,
+        propose: FakeProposer | None = None, state_snapshots: int = 0,
     ) -> None:  # fmt: skip
         self._token_lag, self._propose = token_lag, propose
         self._states: list[tuple[int, int] | None] | None = None  # (position, number), as in a cell, of slots and of prefixes
         if state_snapshots:
             self._states = [None] * (max_batch_size + state_snapshots)
-        self._reach = (window or max_seq_len) if thorough else 2
-        self.vocab_size, self.block_size, self.window = vocab_size, block_size, window
+        self._reaches = [(window or max_seq_len) if thorough else 2 for window in windows]
+        self.vocab_size, self.block_size, self.windows = vocab_size, block_size, windows
         self.max_batch_size, self.max_num_tokens, self.max_seq_len = max_batch_size, max_num_tokens, max_seq_len
         self.slots: dict[int, _Slot] = {}
         self.placed: dict[int, bytes] = {}
         """The digest of the adapter in each slot for adapters."""
-        self._holders: list[set[int]] = [set() for _ in range(num_blocks)]
-        self._cells: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)  # (position, number)
+        self._holders: list[set[tuple[int, int]]] = [set() for _ in range(num_blocks)]  # (slot, group)
+        self._cells: list[tuple[int, int, int] | None] = [None] * (num_blocks * block_size)  # (group, position, number)
         self._number = 0
 
     def run(self, step: Step) -> StepResult:
@@ -157,15 +157,14 @@ class StepChecker:
         for slot in batch.released:
             self._require(slot in self.slots, f"it releases slot {slot}, which is free")
             state = self.slots.pop(slot)
-            self._drop(slot, state, len(state.table))
+            self._drop(slot, state, [len(table) for table in state.tables])
         for assignment in batch.admitted:
             self._admit(assignment)
         self._check_rows(batch.rows)
         results = [self._run_row(row, batch.propose) for row in batch.rows]
-        if self.window is not None:
-            for row in batch.rows:
-                state = self.slots[row.slot]
-                self._drop(row.slot, state, max(0, state.computed - self.window) // self.block_size)
+        for row in batch.rows:
+            state = self.slots[row.slot]
+            self._drop(row.slot, state, self._live(state.computed))
         return StepResult(step.number, [results])
 
     def _copy_state(self, source: int, target: int) -> None:
@@ -190,6 +189,7 @@ class StepChecker:
         adapter = b"" if number < 0 else self.placed[number]
         state = self.slots[slot] = _Slot(assignment, list(assignment.token_ids), adapter)
         state.cells += _numbers(tuple(state.tokens), adapter)
+        state.tables, state.first_live = [[] for _ in self.windows], [0] * len(self.windows)
 
     def _check_rows(self, rows: Sequence[StepRow]) -> None:
         counts = [row.count for row in rows]
@@ -215,7 +215,7 @@ class StepChecker:
         self._check_start(row, state)
         self._check_tokens(row, state)
         self._extend_table(row, state)
-        capacity = len(state.table) * self.block_size
+        capacity = len(state.tables[0]) * self.block_size
         self._require(row.start + row.count <= capacity, f"slot {row.slot} has blocks for {capacity} positions")
         self._read(row, state, row.start)
         self._write(row, state, row.start, state.cells[row.start : row.start + row.count])
@@ -237,7 +237,7 @@ class StepChecker:
         before it; the tokens up to the first that differs from its draft are the result."""
         self._check_tokens(row, state)
         self._extend_table(row, state)
-        start, capacity = len(state.tokens) - 1, len(state.table) * self.block_size
+        start, capacity = len(state.tokens) - 1, len(state.tables[0]) * self.block_size
         if not state.over:
             late = f"slot {row.slot} may start at {row.start - row.late} to {row.start}, and goes on at {start}"
             self._require(row.start - row.late <= start <= row.start, late)
@@ -297,28 +297,38 @@ class StepChecker:
             self._require(in_time, f"slot {row.slot} takes the token of step {sampled}, and may do so {lag} steps later")
 
     def _extend_table(self, row: StepRow, state: _Slot) -> None:
-        live = 0 if self.window is None else max(0, row.start - row.late - self.window) // self.block_size
-        for block in row.blocks:
+        live, groups = self._live(row.start - row.late), len(self.windows)
+        self._require(len(row.blocks) % groups == 0, f"slot {row.slot} gets {len(row.blocks)} blocks for {groups} groups")
+        for number, block in enumerate(row.blocks):
             self._require(0 <= block < len(self._holders), f"block {block} does not exist")
-            if len(state.table) >= live:
-                self._holders[block].add(row.slot)
-            state.table.append(block)
-        state.first_live = max(state.first_live, live)
+            group = number % groups
+            if len(state.tables[group]) >= live[group]:
+                self._holders[block].add((row.slot, group))
+            state.tables[group].append(block)
+        state.first_live = list(map(max, state.first_live, live))
+
+    def _live(self, start: int) -> list[int]:
+        """Of each group: its first block that a row from `start` on may read."""
+        return [0 if window is None else max(0, start - window) // self.block_size for window in self.windows]
 
     def _read(self, row: StepRow, state: _Slot, start: int) -> None:
         """Everything that the row's attention looks back to must be there, and be this request's own past."""
-        for position in range(max(0, start - self._reach + 1), start):
-            cell = self._cells[state.table[position // self.block_size] * self.block_size + position % self.block_size]
-            expected = (position, state.cells[position])
-            self._require(cell == expected, f"slot {row.slot} reads {cell} where {expected} should be")
+        size = self.block_size
+        for group, (table, reach) in enumerate(zip(state.tables, self._reaches, strict=True)):
+            for position in range(max(0, start - reach + 1), start):
+                cell = self._cells[table[position // size] * size + position % size]
+                expected = (group, position, state.cells[position])
+                self._require(cell == expected, f"slot {row.slot} reads {cell} where {expected} should be")
 
     def _write(self, row: StepRow, state: _Slot, start: int, cells: Sequence[int]) -> None:
         size = self.block_size
-        for index in range(start // size, (start + len(cells) - 1) // size + 1):
-            holders = self._holders[state.table[index]]
-            self._require(holders == {row.slot}, f"slot {row.slot} writes block {state.table[index]}, held by slots {holders}")
-        for position, cell in enumerate(cells, start):
-            self._cells[state.table[position // size] * size + position % size] = (position, cell)
+        for group, table in enumerate(state.tables):
+            for index in range(start // size, (start + len(cells) - 1) // size + 1):
+                holders = self._holders[table[index]]
+                alone = holders == {(row.slot, group)}
+                self._require(alone, f"slot {row.slot} writes block {table[index]}, held by slots, for groups {holders}")
+            for position, cell in enumerate(cells, start):
+                self._cells[table[position // size] * size + position % size] = (group, position, cell)
 
     def _sample(self, row: StepRow, state: _Slot, result: RowResult, mask: bytes | None = None) -> None:
         assignment = state.assignment
@@ -338,11 +348,12 @@ class StepChecker:
         top = [((token + n) % self.vocab_size, -0.7 * (n + 1)) for n in range(min(wanted, self.vocab_size))]
         return TokenLogprobs(token, -0.7, 1, top)
 
-    def _drop(self, slot: int, state: _Slot, live: int) -> None:
-        """The slot releases the blocks before entry `live` of its table."""
-        for block in state.table[state.first_live : live]:
-            self._holders[block].discard(slot)
-        state.first_live = max(state.first_live, live)
+    def _drop(self, slot: int, state: _Slot, live: Sequence[int]) -> None:
+        """The slot releases, of each group, the blocks before entry `live` of its table."""
+        for group, (table, first, last) in enumerate(zip(state.tables, state.first_live, live, strict=True)):
+            for block in table[first:last]:
+                self._holders[block].discard((slot, group))
+        state.first_live = list(map(max, state.first_live, live))
 
     def _require(self, valid: bool, violation: str) -> None:
         if not valid:
@@ -383,7 +394,7 @@ class FakeExecutor:
         return cls.of(
             vocab_size=shape.vocab_size, num_blocks=blocks, block_size=options.kv_block_size,
             max_batch_size=options.index_batch_size, max_num_tokens=options.index_num_tokens or options.max_num_tokens,
-            max_seq_len=options.max_seq_len, window=group_of(model_cache(shape)).window,
+            max_seq_len=options.max_seq_len, windows=group_windows(model_cache(shape)),
             pipeline_stages=options.pipeline_parallel_size, latency=settings.get("latency", 0.0),
             indices=options.expert_parallel_size, returns_tokens=settings.get("returns_tokens", False),
             state_snapshots=options.index_snapshots,
@@ -392,15 +403,15 @@ class FakeExecutor:
     @classmethod
     def of(
         cls, *, vocab_size: int, num_blocks: int = 512, block_size: int = 16, max_batch_size: int = 256, max_num_tokens: int = 2048,
-        max_seq_len: int = 4096, window: int | None = None, pipeline_stages: int = 1, latency: float = 0.0, thorough: bool = False,
-        indices: int = 1, returns_tokens: bool = False, propose: FakeProposer | None = None,
+        max_seq_len: int = 4096, windows: Sequence[int | None] = (None,), pipeline_stages: int = 1, latency: float = 0.0,
+        thorough: bool = False, indices: int = 1, returns_tokens: bool = False, propose: FakeProposer | None = None,
         state_snapshots: int = 0,
     ) -> FakeExecutor:  # fmt: skip
         """From sizes alone, of each of `indices` dp indices."""
         checkers = [
             StepChecker(
                 vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, max_batch_size=max_batch_size,
-                max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, window=window, thorough=thorough,
+                max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, windows=windows, thorough=thorough,
                 token_lag=token_lag(pipeline_stages, returns_tokens=returns_tokens), propose=propose,
                 state_snapshots=state_snapshots,
             )

@@ -8,6 +8,7 @@ from typing import Literal
 
 from phalanx.engine.messages import AddRequest, max_rows_per_step
 from phalanx.errors import CapacityError, PromptTooLong, RequestError
+from phalanx.layout.memory import blocks_of_request, most_positions
 
 
 @dataclass(frozen=True)
@@ -15,11 +16,12 @@ class SchedulerOptions:
     """The limits of the scheduler.
 
     num_blocks, block_size: the KV pool, in blocks and tokens per block. max_batch_size: requests that run at once.
-    max_num_tokens: tokens of one step. max_seq_len: prompt and output of one request. depth: steps in flight. window: tokens that
-    every layer looks back over, None for all. returns_tokens: see `Executor`. vocab_size: token ids at or above it are rejected;
-    None takes any. seed: seeds the requests that bring no seed, in the order in which they come. length_hint: what would raise
-    max_seq_len, for the error of a longer prompt; empty where nothing does, since the model ends there. max_drafts: that the ranks
-    propose for a row, at most. drafts_keep_kv: they have keys and values before they are verified.
+    max_num_tokens: tokens of one step. max_seq_len: prompt and output of one request. depth: steps in flight. windows: of each
+    group of layers that share block ids, tokens that its layers look back over, None for all. returns_tokens: see `Executor`.
+    vocab_size: token ids at or above it are rejected; None takes any. seed: seeds the requests that bring no seed, in the order in
+    which they come. length_hint: what would raise max_seq_len, for the error of a longer prompt; empty where nothing does, since
+    the model ends there. max_drafts: that the ranks propose for a row, at most. drafts_keep_kv: they have keys and values before
+    they are verified.
     state_snapshots: prefixes whose state is kept, where layers have a state of each request, which a prefix hit needs; 0: no layer
     has one, or prefix_caching is off. least_kept: a state is kept if another request need not compute so many tokens then.
     max_decode_gap: seconds between two tokens of a request, at most, as far as prompts can be cut for it;
@@ -34,7 +36,7 @@ class SchedulerOptions:
     depth: int = 2
     pipeline_stages: int = 1
     returns_tokens: bool = False
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
     prefix_caching: bool = True
     chunked_prefill: bool = True
     vocab_size: int | None = None
@@ -93,25 +95,17 @@ def length_limit(add: AddRequest, options: SchedulerOptions) -> int:
     size, limit = options.block_size, options.max_seq_len
     if add.params.max_tokens is not None:
         limit = min(limit, length + add.params.max_tokens)
-    reach = None if options.window is None else window_blocks(options.window, size)
-    if reach is None or reach > options.num_blocks:
-        limit = min(limit, options.num_blocks * size + 1)  # the last token is never computed
-    needed = -(-length // size)
-    if reach is not None and options.chunked_prefill:
-        needed = min(needed, reach)
+    limit = min(limit, most_positions(options.windows, options.num_blocks, size) + 1)  # the last token is never computed
+    windows = options.windows if options.chunked_prefill else (None,) * len(options.windows)
+    needed = blocks_of_request(windows, length, size)
     if needed > options.num_blocks:
         raise CapacityError(
-            f"a prompt of {length} tokens does not fit the KV cache", held=f"it holds {options.num_blocks * size} tokens",
+            f"a prompt of {length} tokens does not fit the KV cache",
+            held=f"it holds {most_positions(windows, options.num_blocks, size)} tokens",
             why=f"the prompt takes {needed} blocks of {size} tokens, and there are {options.num_blocks}",
             next="shorten the prompt or give the KV cache more memory",
         )  # fmt: skip
     return limit
-
-
-def window_blocks(window: int, block_size: int) -> int:
-    """The most KV blocks that a decode of a request needs in a model all of whose layers have this window, in tokens. Blocks before
-    the window are released while the request runs: what is left are those that the window touches, and one for the next token."""
-    return window // block_size + 2
 
 
 def _reject_unknown_tokens(add: AddRequest, vocab_size: int | None) -> None:

@@ -202,7 +202,7 @@ class RankFacts(msgspec.Struct, array_like=True):
 
 class EngineFacts(msgspec.Struct, array_like=True):
     """The resolved size and layout of the engine, and how its start went. Of several replicas: ranks are of one,
-    max_batch_size and num_blocks of all together."""
+    max_batch_size, num_blocks and kv_tokens of all together."""
 
     model: str
     dtype: str
@@ -213,6 +213,7 @@ class EngineFacts(msgspec.Struct, array_like=True):
     max_num_tokens: int
     block_size: int
     num_blocks: int
+    kv_tokens: int  # that these blocks hold, in requests of full length
     vocab_size: int
     eos_token_ids: list[int]
     ranks: list[RankFacts] = []

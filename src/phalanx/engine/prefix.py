@@ -52,32 +52,61 @@ def extend_keys(keys: list[bytes], token_ids: Sequence[int], block_size: int, co
         keys.append(parent)
 
 
-def longest_hit(pool: BlockPool, keys: Sequence[bytes], block_size: int, window: int | None) -> list[int]:
-    """The blocks of the longest prefix that the pool still has, one entry per block; no reference is added.
+def group_key(key: bytes, group: int) -> bytes:
+    """The key of a block that has the same tokens for another group of layers."""
+    return key + bytes((group,)) if group else key
 
-    `keys`: of the full blocks that may be reused. With a window, a prefix of n blocks is usable if the blocks that the next token
-    looks back to are there: positions n * block_size - window and later. The entries before these are -1.
+
+def longest_hit(pool: BlockPool, keys: Sequence[bytes], block_size: int, windows: Sequence[int | None]) -> list[int]:
+    """The blocks of the longest prefix that the pool still has, as `Request.blocks` has them; no reference is added.
+
+    `keys`: of the full blocks that may be reused. windows: of each group. Where one has a window, a prefix of n blocks is usable if
+    the blocks that the next token looks back to are there: positions n * block_size - window and later. The entries before these
+    are -1.
     """
-    if window is None:
-        blocks: list[int] = []
-        for key in keys:
-            block = pool.find(key)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
-    return _longest_windowed_hit(pool, keys, block_size, window)
+    end = len(keys)
+    blocks: dict[int, list[int]] = {}
+    for group, window in enumerate(windows):
+        if window is None:
+            blocks[group] = _leading(pool, keys[:end], group)
+            end = len(blocks[group])
+    windowed = {group: window for group, window in enumerate(windows) if window is not None}
+    if windowed:
+        end, runs = _longest_windowed(pool, keys[:end], block_size, windowed)
+        blocks |= {group: [-1] * (end - len(run)) + run[::-1] for group, run in runs.items()}
+    if len(windows) == 1:
+        return blocks[0][:end]
+    return [blocks[group][index] for index in range(end) for group in range(len(windows))]
 
 
-def _longest_windowed_hit(pool: BlockPool, keys: Sequence[bytes], block_size: int, window: int) -> list[int]:
-    end = len(keys)  # the candidate: blocks 0 .. end-1, of which those in the window must be there
-    run: list[int] = []  # the blocks of end-1, end-2, ...
-    for index in range(len(keys) - 1, -1, -1):
-        block = pool.find(keys[index])
+def _leading(pool: BlockPool, keys: Sequence[bytes], group: int) -> list[int]:
+    """The blocks of the first keys, up to one that is not there."""
+    blocks: list[int] = []
+    for key in keys:
+        block = pool.find(group_key(key, group))
         if block is None:
-            end, run = index, []
-            continue
-        run.append(block)
-        if index <= max(0, end * block_size - window) // block_size:
-            return [-1] * index + run[::-1]
-    return []
+            break
+        blocks.append(block)
+    return blocks
+
+
+def _longest_windowed(
+    pool: BlockPool, keys: Sequence[bytes], block_size: int, windows: dict[int, int]
+) -> tuple[int, dict[int, list[int]]]:  # fmt: skip
+    """How many blocks, and of each group those of its window: of end-1, end-2, ..."""
+    end = len(keys)  # the candidate: blocks 0 .. end-1, of which those in the windows must be there
+    runs: dict[int, list[int]] = {group: [] for group in windows}
+    missing = dict(windows)  # groups whose windows are not complete
+    for index in range(len(keys) - 1, -1, -1):
+        for group, window in list(missing.items()):
+            block = pool.find(group_key(keys[index], group))
+            if block is None:
+                end, missing = index, dict(windows)
+                runs = {group: [] for group in windows}
+                break
+            runs[group].append(block)
+            if index <= max(0, end * block_size - window) // block_size:
+                del missing[group]
+        if not missing:
+            return end, runs
+    return 0, {group: [] for group in windows}

@@ -40,7 +40,6 @@ from phalanx.engine.executor import RANK_EXECUTOR, Executor, load_executor
 from phalanx.engine.experts import ExpertLoads
 from phalanx.engine.grammar import Grammars
 from phalanx.engine.grammar_threads import GrammarThreads
-from phalanx.engine.limits import window_blocks
 from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_client_message
 from phalanx.engine.messages import EngineFacts, EngineToClient, Failed, Heartbeat, Shutdown, Started, Stopped, Vocabulary
 from phalanx.engine.resolve_options import resolve_options
@@ -51,9 +50,10 @@ from phalanx.errors import EngineError, PhalanxError, RequestError
 from phalanx.hardware.probe import cores, usable_machine
 from phalanx.layout import Layout
 from phalanx.layout.adapter import read_adapter
-from phalanx.layout.cache import group_of
+from phalanx.layout.cache import group_windows
 from phalanx.layout.draft import draft_network, network_caches
 from phalanx.layout.families import model_cache
+from phalanx.layout.memory import most_positions, tokens_kept
 
 logger = log.get_logger(__name__)
 
@@ -177,13 +177,13 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
             executor.shutdown()
             raise
     network = draft_network(options, shape)
-    window = group_of([*model_cache(shape), *([] if network is None else network_caches(network, shape.dtype))]).window
-    max_seq_len = _fit_length(given_options, options, window, num_blocks, reasons)
+    windows = group_windows([*model_cache(shape), *([] if network is None else network_caches(network, shape.dtype))])
+    max_seq_len = _fit_length(given_options, options, most_positions(windows, num_blocks, options.kv_block_size), reasons)
     length_hint = _length_hint(options, shape, max_seq_len)
     limits = SchedulerOptions(
         num_blocks=num_blocks, block_size=options.kv_block_size, max_batch_size=options.index_batch_size,
         max_num_tokens=_resolved(options.index_num_tokens), max_seq_len=max_seq_len, depth=executor.depth,
-        pipeline_stages=options.pipeline_parallel_size, returns_tokens=executor.returns_tokens, window=window,
+        pipeline_stages=options.pipeline_parallel_size, returns_tokens=executor.returns_tokens, windows=windows,
         prefix_caching=options.enable_prefix_caching, chunked_prefill=options.enable_chunked_prefill,
         vocab_size=shape.vocab_size, seed=options.seed, length_hint=length_hint, max_drafts=options.max_drafts,
         drafts_keep_kv=options.speculation is not None and options.speculation.keeps_kv,
@@ -203,7 +203,8 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
     facts = EngineFacts(
         model=options.model, dtype=options.dtype, device=options.device, layout=Layout.of(options),
         max_seq_len=max_seq_len, max_batch_size=options.max_batch_size, max_num_tokens=_resolved(options.max_num_tokens),
-        block_size=options.kv_block_size, num_blocks=num_blocks * indices, vocab_size=shape.vocab_size,
+        block_size=options.kv_block_size, num_blocks=num_blocks * indices,
+        kv_tokens=tokens_kept(windows, num_blocks, options.kv_block_size, max_seq_len) * indices, vocab_size=shape.vocab_size,
         eos_token_ids=list(shape.eos_token_ids), ranks=ranks, phases=phases.seconds, reasons=reasons, length_hint=length_hint,
         sampling_defaults=require_possible(dict(shape.sampling_defaults) if options.generation_config == "auto" else {}),
         max_prediction=0 if options.speculation is None else options.speculation.max_prediction(max_seq_len),
@@ -246,14 +247,13 @@ def grammars_of(config: dict[str, Any], options: EngineOptions, shape: ModelShap
 
 def facts_line(facts: EngineFacts) -> str:
     """The size of the engine in one line: KV tokens, concurrency at full length, bytes per rank by kind."""
-    tokens = facts.num_blocks * facts.block_size
     ranks = "; ".join(
         f"rank {rank.rank} ({rank.device}): " + ", ".join(f"{kind} {_bytes(size)}" for kind, size in rank.bytes.items())
         for rank in facts.ranks
     )
     return (
-        f"ready in {sum(facts.phases.values()):.1f} s: the KV cache holds {tokens:,} tokens, "
-        f"{tokens / facts.max_seq_len:.1f} requests of full length {facts.max_seq_len:,}; {ranks}"
+        f"ready in {sum(facts.phases.values()):.1f} s: the KV cache holds {facts.kv_tokens:,} tokens, "
+        f"{facts.kv_tokens / facts.max_seq_len:.1f} requests of full length {facts.max_seq_len:,}; {ranks}"
     )
 
 
@@ -279,11 +279,11 @@ def _resolve(given_options: EngineOptions, config: dict[str, Any]) -> tuple[Mode
 
 
 def _fit_length(
-    given_options: EngineOptions, options: EngineOptions, window: int | None, num_blocks: int, reasons: dict[str, str]
-) -> int:
-    """max_seq_len, lowered to what the KV cache holds unless the user gave one."""
-    wanted, capacity = _resolved(options.max_seq_len), num_blocks * options.kv_block_size
-    if capacity >= wanted or (window is not None and window_blocks(window, options.kv_block_size) <= num_blocks):
+    given_options: EngineOptions, options: EngineOptions, capacity: int, reasons: dict[str, str]
+) -> int:  # fmt: skip
+    """max_seq_len, lowered to `capacity`, what the KV cache holds of one request, unless the user gave one."""
+    wanted = _resolved(options.max_seq_len)
+    if capacity >= wanted:
         return wanted
     if given_options.max_seq_len is None:
         reasons["max_seq_len"] = f"{capacity}: what the KV cache holds; the model's own limit is {wanted}"

@@ -33,16 +33,17 @@ class Request:
     `submitted` positions, counted from 0, have certainly been put into steps since the last admission, and `drafted` more if all
     drafts in flight are accepted: the next row starts between. A row that reaches len(tokens) + pending samples.
 
-    `limit` is the length, prompt included, at which the request ends with "length". `slot` is -1 while it waits. `blocks` holds a
-    KV block per block_size positions, -1 where a block left the sliding window; those from `first_live` on are referenced.
+    `limit` is the length, prompt included, at which the request ends with "length". `slot` is -1 while it waits. `blocks` holds for
+    each block_size positions a KV block of each group, one group behind the other, -1 where a block left the group's window; it has
+    room for `capacity` positions. Of each group those from `first_live` on are referenced.
     """
 
     __slots__ = (  # noqa: RUF023  grouped by meaning
         "id", "params", "tokens", "prompt_length", "stop_ids", "eos_ids", "min_length", "seed", "limit", "matcher", "constrained",
         "adapter", "steady", "submitted", "drafted", "pending", "sampled_in", "decoding", "proposed", "in_flight", "slot", "blocks",
-        "shared", "sent", "first_live", "keys", "root_key", "registered", "kept_at", "chunk_cap", "to_compute", "cached_tokens",
-        "was_admitted", "scheduled", "ended", "prompt_logprobs", "drafts", "masks", "grammar_row", "grammar_seconds",
-        "grammar_quick",
+        "capacity", "shared", "sent", "first_live", "keys", "root_key", "registered", "kept_at", "chunk_cap", "to_compute",
+        "cached_tokens", "was_admitted", "scheduled", "ended", "prompt_logprobs", "drafts", "masks", "grammar_row",
+        "grammar_seconds", "grammar_quick",
     )  # fmt: skip
 
     def __init__(
@@ -70,12 +71,13 @@ class Request:
         self.in_flight = 0  # rows in steps whose results have not been processed
         self.slot = -1
         self.blocks: list[int] = []
-        self.shared = 0  # how many of them the prefix cache gave
+        self.capacity = 0
+        self.shared = 0  # how many of the positions the prefix cache gave
         self.sent = 0  # how many of them the ranks know
-        self.first_live = 0
+        self.first_live: list[int] = []
         self.keys: list[bytes] = []
         self.root_key = root_key(add.params.cache_salt or "", b"" if adapter is None else adapter.file.digest)
-        self.registered = 0  # how many of its full blocks have been offered to the prefix cache
+        self.registered = 0  # how many of its full blocks, of each group, have been offered to the prefix cache
         self.kept_at: list[int] = []  # positions behind which its state is kept
         self.chunk_cap = 0
         self.to_compute: int | None = None  # while it waits: of its tokens those that the prefix cache lacked when it was asked

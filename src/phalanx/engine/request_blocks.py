@@ -8,20 +8,21 @@ from collections.abc import Sequence
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.limits import SchedulerOptions
-from phalanx.engine.prefix import extend_keys, longest_hit
+from phalanx.engine.prefix import extend_keys, group_key, longest_hit
 from phalanx.engine.request import Request
 from phalanx.engine.state_snapshots import StateSnapshots
+from phalanx.layout.memory import window_blocks
 
 
 class RequestBlocks:
     """Of one dp index."""
 
     def __init__(self, options: SchedulerOptions) -> None:
-        self.pool, self.options = BlockPool(options.num_blocks), options
+        self.pool, self.options, self.groups = BlockPool(options.num_blocks), options, len(options.windows)
         self.states = StateSnapshots(options.max_batch_size, options.state_snapshots)
 
     def blocks_for(self, positions: int) -> int:
-        """How many blocks hold so many positions."""
+        """How many blocks of each group hold so many positions."""
         return -(-positions // self.options.block_size)
 
     def may_split(self, request: Request) -> bool:
@@ -34,33 +35,42 @@ class RequestBlocks:
         return self.options.prefix_caching and not every_position
 
     def prefix_hit(self, request: Request) -> list[int]:
-        """Blocks of the prefix cache for its beginning. The last token is always computed: its logits are needed."""
+        """Blocks of the prefix cache for its beginning, as `Request.blocks`. The last token is always computed: its logits are
+        needed."""
         if not self.may_hit(request):
             return []
         size = self.options.block_size
         full = (len(request.tokens) - 1) // size
         extend_keys(request.keys, request.tokens, size, full, root=request.root_key)
         longest = self.states.longest if self.options.state_snapshots else longest_hit
-        return longest(self.pool, request.keys[:full], size, self.options.window)
+        return longest(self.pool, request.keys[:full], size, self.options.windows)
+
+    def positions_of(self, hit: list[int]) -> int:
+        """How many positions these blocks are for."""
+        return len(hit) // self.groups * self.options.block_size
 
     def peak_new_blocks(self, request: Request, shared: int) -> int:
-        """How many blocks the request takes before it gives any back, beyond the `shared` entries of its prefix hit."""
-        needed = self.blocks_for(len(request.tokens)) - shared
-        if self.options.window is None or not self.may_split(request):
-            return needed
-        reach = self.blocks_for(self.options.window + self.options.max_num_tokens) + 1
-        return min(needed, reach)
+        """How many blocks the request takes before it gives any back, beyond those of its first `shared` positions."""
+        needed = self.blocks_for(len(request.tokens)) - self.blocks_for(shared)
+        if not self.may_split(request):
+            return needed * self.groups
+        return sum(
+            needed if window is None else min(needed, self.blocks_for(window + self.options.max_num_tokens) + 1)
+            for window in self.options.windows
+        )
 
     def share(self, request: Request, hit: list[int]) -> None:
         """Give a request that takes a slot the blocks of its prefix hit."""
         for block in hit:
             if block >= 0:
                 self.pool.share(block)
-        request.blocks, request.sent, request.registered, request.shared = hit, 0, len(hit), len(hit)
-        request.first_live = hit.count(-1)
-        request.kept_at = self._kept_at(request, len(hit))
+        columns = len(hit) // self.groups
+        request.blocks, request.sent, request.registered = hit, 0, columns
+        request.capacity = request.shared = columns * self.options.block_size
+        request.first_live = [hit[group :: self.groups].count(-1) for group in range(self.groups)]
+        request.kept_at = self._kept_at(request, columns)
         if hit and self.options.state_snapshots:
-            self.states.restore(request.keys[len(hit) - 1], request.slot)
+            self.states.restore(request.keys[columns - 1], request.slot)
 
     def _kept_at(self, request: Request, hit: int) -> list[int]:
         """Where the request's prompt is to end a step, so that its state can be kept: behind its last full block, and, since others
@@ -69,8 +79,8 @@ class RequestBlocks:
             return []
         size, kept, last = self.options.block_size, [], hit * self.options.block_size
         full = (len(request.tokens) - 1) // size
-        known = longest_hit(self.pool, request.keys[:full], size, self.options.window)
-        for position in (len(known) * size, full * size):
+        known = longest_hit(self.pool, request.keys[:full], size, self.options.windows)
+        for position in (self.positions_of(known), full * size):
             if position - last >= self.options.least_kept:
                 kept.append(position)
                 last = position
@@ -86,18 +96,20 @@ class RequestBlocks:
             self.states.keep(request.slot, request.keys[request.submitted // self.options.block_size - 1])
 
     def take(self, request: Request, count: int) -> list[int]:
-        """Take so many blocks. Returns those that the ranks' block table of the slot still lacks."""
+        """Take so many blocks of each group. Returns those that the ranks' block tables of the slot still lack."""
         blocks = request.blocks
-        blocks += self.pool.take(count)
+        blocks += self.pool.take(count * self.groups)
+        request.capacity += count * self.options.block_size
         unsent = [max(block, 0) for block in blocks[request.sent :]]  # any id will do where the window never reaches
         request.sent = len(blocks)
         return unsent
 
     def take_ahead(self, request: Request, positions: int, wanted: int, *, kept: int) -> list[int]:
         """As `take`: the blocks of its first `positions` positions, and those up to `wanted` as far as others find `kept`."""
-        needed = max(0, self.blocks_for(positions) - len(request.blocks))
-        spare = max(0, self.pool.available - needed - kept)
-        more = max(0, self.blocks_for(wanted) - len(request.blocks) - needed)
+        owned = request.capacity // self.options.block_size
+        needed = max(0, self.blocks_for(positions) - owned)
+        spare = max(0, self.pool.available // self.groups - needed - kept)
+        more = max(0, self.blocks_for(wanted) - owned - needed)
         return self.take(request, needed + min(more, spare))
 
     def register(self, request: Request) -> None:
@@ -105,23 +117,26 @@ class RequestBlocks:
         if not self.options.prefix_caching:
             return
         # A row of a request that has ended, which the engine did not know yet, may have no blocks.
-        full = min(min(request.submitted, len(request.tokens)) // self.options.block_size, len(request.blocks))
+        full = min(request.submitted, len(request.tokens), request.capacity) // self.options.block_size
         if full > request.registered:
             extend_keys(request.keys, request.tokens, self.options.block_size, full, root=request.root_key)
-            for index in range(request.registered, full):
-                if request.blocks[index] >= 0:
-                    self.pool.register(request.blocks[index], request.keys[index])
+            for group in range(self.groups):
+                for index in range(request.registered, full):
+                    block = request.blocks[index * self.groups + group]
+                    if block >= 0:
+                        self.pool.register(block, group_key(request.keys[index], group))
             request.registered = full
 
     def release_out_of_window(self, request: Request) -> None:
-        """Release the blocks that lie entirely before the window of its next position."""
-        if self.options.window is None:
-            return
-        live = max(0, request.submitted - self.options.window) // self.options.block_size
-        for index in range(request.first_live, live):
-            self.pool.release((request.blocks[index],))
-            request.blocks[index] = -1
-        request.first_live = max(request.first_live, live)
+        """Release the blocks that lie entirely before the window, of their group, of its next position."""
+        for group, window in enumerate(self.options.windows):
+            if window is None:
+                continue
+            live = max(0, request.submitted - window) // self.options.block_size
+            for index in range(request.first_live[group], live):
+                self.pool.release((request.blocks[index * self.groups + group],))
+                request.blocks[index * self.groups + group] = -1
+            request.first_live[group] = max(request.first_live[group], live)
 
     def forget_prefixes(self) -> None:
         """See `StepScheduler`."""
@@ -131,39 +146,52 @@ class RequestBlocks:
     def release(self, request: Request) -> None:
         """Give all its blocks back."""
         self.register(request)
-        self.pool.release(reversed(request.blocks[request.first_live :]))
-        request.blocks = []
+        self.pool.release(block for block in reversed(request.blocks) if block >= 0)
+        request.blocks, request.capacity = [], 0
 
 
 class KvForecast:
     """The KV tokens that requests will hold, if each grows by one token per step to its limit and then leaves.
 
-    capacity: tokens that they may hold together. slack: what one may hold beyond its tokens, since blocks are whole.
+    capacity: tokens that they may hold together. block_size: what one may hold beyond its tokens, since blocks are whole. windows:
+    of the groups of layers, of which at least one keeps all tokens, and by the number of these tokens are counted: what a request
+    has in the windows of the others is so many more.
     """
 
-    def __init__(self, capacity: int, slack: int) -> None:
-        self._capacity, self._slack = capacity, slack
-        self._requests: list[tuple[int, int]] = []  # (-tokens to go, tokens now)
+    def __init__(self, capacity: int, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
+        self._growing = windows.count(None)
+        self._block_size, self._bounded = block_size, [window for window in windows if window is not None]
+        self._capacity = capacity // self._growing
+        self._requests: list[tuple[int, int]] = []  # (-tokens to go, tokens now, and what it holds beside)
         self._upper_bound = 0  # what they would hold if all ended at once: at least the peak
 
     def add(self, tokens: int, to_go: int | None) -> None:
         """Add a request with `tokens` now and `to_go` more to its limit. None: it may end at any time, so nothing is reserved for
         its growth, and nothing is expected back from its end."""
+        tokens += self._beside(tokens + (to_go or 0))
         if to_go is None:
-            self._capacity -= tokens + self._slack
+            self._capacity -= tokens
         else:
             self._requests.append((-to_go, tokens))
-            self._upper_bound += tokens + to_go + self._slack
+            self._upper_bound += tokens + to_go
 
-    def add_if_fits(self, tokens: int, to_go: int | None, *, force: bool = False) -> bool:
-        """Whether all requests and this one would have their blocks to the end. If so, or with `force`, it is added."""
+    def _beside(self, length: int) -> int:
+        """What a request of this length holds beside its tokens."""
+        size = self._block_size
+        beside = sum(size * min(length // size + 1, window_blocks(window, size)) for window in self._bounded)
+        return size + -(-beside // self._growing)
+
+    def add_if_fits(self, tokens: int, to_go: int | None, *, shared: int = 0, force: bool = False) -> bool:
+        """Whether all requests and this one would have their blocks to the end. If so, or with `force`, it is added. shared: blocks
+        that it would have beside, of all groups, which nobody references yet."""
+        tokens += shared * self._block_size // self._growing
         before = self._capacity, self._upper_bound
         self.add(tokens, to_go)
         if force or self._upper_bound <= self._capacity or self._peak() <= self._capacity:
             return True
         self._capacity, self._upper_bound = before
         if to_go is not None:
-            self._requests.remove((-to_go, tokens))
+            self._requests.remove((-to_go, tokens + self._beside(tokens + to_go)))
         return False
 
     def _peak(self) -> int:
@@ -172,22 +200,27 @@ class KvForecast:
         peak = total = 0
         for count, (minus_to_go, tokens) in enumerate(self._requests, start=1):
             total += tokens
-            peak = max(peak, total + count * (self._slack - minus_to_go))
+            peak = max(peak, total - count * minus_to_go)
         return peak
 
 
 def forecast_of(running: Sequence[Request], available: int, options: SchedulerOptions) -> KvForecast | None:
-    """The forecast for the running requests. available: blocks without a reference. None with a sliding window, where blocks come
-    back all the time.
+    """The forecast for the running requests. available: blocks without a reference. None where each group of layers has a sliding
+    window: blocks come back all the time.
 
     A request that only its limit ends is admitted only if there will be blocks for all of it: preemption means to compute
     everything again, which costs more than a smaller batch. For other requests nothing is reserved.
     """
-    if options.window is not None:
+    if None not in options.windows:
         return None
-    block_size = options.block_size
-    own_blocks = sum(len(request.blocks) - request.shared for request in running)
-    forecast = KvForecast((available + own_blocks) * block_size, block_size)
+    size = options.block_size
+    own = 0
+    for group, window in enumerate(options.windows):
+        if window is None:
+            own += sum(request.capacity - request.shared for request in running)
+        else:
+            own += sum(request.capacity - max(request.shared, request.first_live[group] * size) for request in running)
+    forecast = KvForecast(available * size + own, size, options.windows)
     for request in running:
-        forecast.add(len(request.tokens) + request.pending - request.shared * block_size, request.to_go)
+        forecast.add(len(request.tokens) + request.pending - request.shared, request.to_go)
     return forecast

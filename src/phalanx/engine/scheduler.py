@@ -190,7 +190,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             eligible.append(request)
             decodes.ready += decode
             decodes.last += decode and goal + 1 == request.limit
-            decodes.without_block += decode and request.submitted < len(request.blocks) * options.block_size
+            decodes.without_block += decode and request.submitted < request.capacity
         rows, budget, constrained_budget = options.max_rows, plain.ready, constrained.ready
         claims = Claims(self.adapters.slots)
         arrivals = self._arrivals(claims) if pipelined or not options.chunked_prefill else []
@@ -234,11 +234,12 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     def _arrivals(self, claims: Claims) -> list[Request]:
         """The waiting requests for which there are slots and blocks now (without what the prefix cache saves)."""
         arrivals: list[Request] = []
-        left, forecast = self.pool.available - len(self.running), forecast_of(self.running, self.pool.available, self.options)
+        left = self.pool.available - len(self.running) * self.kv.groups
+        forecast = forecast_of(self.running, self.pool.available, self.options)
         for request in self.waiting:
             if request.grammar_row is not None or not claims.allow(request.adapter):  # nobody waits for these
                 continue
-            left -= self.kv.blocks_for(len(request.tokens))
+            left -= self.kv.peak_new_blocks(request, 0)
             first = not (arrivals or self.running)
             fits = forecast is None or forecast.add_if_fits(len(request.tokens), request.to_go, force=first)
             if request.in_flight or len(arrivals) == len(self._slots) or not fits or (left < 0 and not first):
@@ -248,7 +249,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     def _continue_running(self, draft: StepDraft, eligible: list[Request]) -> None:
         """Rows for the running requests, in order of arrival."""
-        decode_rows, size = draft.decode_rows, self.options.block_size
+        decode_rows = draft.decode_rows
         for number, request in enumerate(eligible):
             if not draft.rows_left:
                 return
@@ -262,7 +263,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
                 continue
             drafts = draft.drafts if request.decoding else 0
             blocks: list[int] = []
-            if start + request.drafted + drafts + draft.ahead >= len(request.blocks) * size:
+            if start + request.drafted + drafts + draft.ahead >= request.capacity:
                 more = self._blocks_of_decode(request, drafts + draft.ahead)
                 if more is None:
                     continue
@@ -295,7 +296,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     def _blocks_of_decode(self, request: Request, ahead: int) -> list[int] | None:
         """The blocks that a decode row needs, and those of so many drafts as far as nobody else needs them; None where there is
         none for the row."""
-        known = len(request.blocks) * self.options.block_size
+        known = request.capacity
         start = min(request.submitted + request.drafted, request.limit - 2)
         wanted = min(start + ahead, request.limit - 2)
         if wanted < known:
@@ -314,12 +315,12 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         if count:
             self._add_chunk(draft, request, count)
         else:
-            draft.reserved_blocks += self.kv.blocks_for(len(request.tokens)) - len(request.blocks)
+            draft.reserved_blocks += self.kv.peak_new_blocks(request, request.capacity)
 
     def _admit_waiting(self, draft: StepDraft, now: int) -> None:
         """Give slots to waiting requests, in order, as long as there are tokens, slots and blocks, and ADMITTED_TOKENS are not
         reached."""
-        pool, size = self.pool, self.options.block_size
+        pool = self.pool
         draft.prefill_budget += (draft.decode_budget + draft.constrained_budget) * (1 + draft.drafts)
         forecast = forecast_of(self.running, pool.available, self.options) if self.waiting and self._slots else None
         admitted = 0
@@ -330,16 +331,17 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
                 return
             hit = self.kv.prefix_hit(request)
             cached = sum(block >= 0 and pool.idle(block) for block in hit)  # blocks of the hit that `available` counts
-            # One block is kept for each running request, so that the new one does not preempt another at once.
-            reserved = draft.reserved_blocks + len(self.running)
-            if self.running and self.kv.peak_new_blocks(request, len(hit)) + cached + reserved > pool.available:
+            # One block of each group is kept for each running request, so that the new one does not preempt another at once.
+            reserved = draft.reserved_blocks + len(self.running) * self.kv.groups
+            shared = self.kv.positions_of(hit)
+            if self.running and self.kv.peak_new_blocks(request, shared) + cached + reserved > pool.available:
                 return
-            left = len(request.tokens) - len(hit) * size
+            left = len(request.tokens) - shared
             if left > draft.prefill_budget and not self.kv.may_split(request):
                 return
-            if not draft.fitting(len(hit) * size, left):
+            if not draft.fitting(shared, left):
                 return
-            if forecast is not None and not forecast.add_if_fits(left + cached * size, request.to_go, force=not self.running):
+            if forecast is not None and not forecast.add_if_fits(left, request.to_go, shared=cached, force=not self.running):
                 return
             self._admit(draft, request, hit, now)
             admitted += len(request.tokens)
@@ -353,7 +355,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         draft.claims.admit(request.adapter)
         self.kv.share(request, hit)
         request.to_compute = None
-        request.submitted = len(hit) * self.options.block_size
+        request.submitted = request.shared
         request.chunk_cap = max_chunk(len(request.tokens) - request.submitted, self.options.pipeline_stages)
         draft.assignments.append(request.assignment())
         if not request.was_admitted:
@@ -399,7 +401,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         was not, since hashing them takes time."""
         if request.to_compute is None and draft.hash_budget > 0 and self.kv.may_hit(request):
             draft.hash_budget -= len(request.tokens)
-            request.to_compute = len(request.tokens) - len(self.kv.prefix_hit(request)) * self.options.block_size
+            request.to_compute = len(request.tokens) - self.kv.positions_of(self.kv.prefix_hit(request))
         return len(request.tokens) if request.to_compute is None else request.to_compute
 
     def _add_chunk(self, draft: StepDraft, request: Request, count: int) -> None:
@@ -415,7 +417,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         request.decoding, request.drafts, request.masks, request.proposed = samples, [], [], draft.propose
         (draft.decode_rows if count == 1 else draft.prefill_rows).append((request, row))
         draft.take_chunk(start, count)
-        draft.reserved_blocks += max(0, self.kv.blocks_for(len(request.tokens)) - len(request.blocks))  # drafts have blocks ahead
+        draft.reserved_blocks += max(0, self.kv.peak_new_blocks(request, request.capacity))  # drafts have blocks ahead
 
     def _close(self, draft: StepDraft, rows: list[tuple[Request, StepRow]]) -> Step:
         self.counters.steps += 1
@@ -549,11 +551,11 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         busy = bool(self.running or self.waiting)
         if busy and (len(self.waiting) >= len(self._slots) or load.begun + load.queued >= self.options.max_num_tokens):
             return None
-        hit = len(self.kv.prefix_hit(request))
-        blocks = self.kv.blocks_for(load.queued) + len(self.waiting) + self.kv.peak_new_blocks(request, hit)
-        if busy and blocks + len(self.running) > self.pool.available:
+        hit = self.kv.positions_of(self.kv.prefix_hit(request))
+        others = self.kv.blocks_for(load.queued) + len(self.waiting) + len(self.running)  # of each group
+        if busy and others * self.kv.groups + self.kv.peak_new_blocks(request, hit) > self.pool.available:
             return None
-        return load.running + load.queued + len(request.tokens) - hit * self.options.block_size
+        return load.running + load.queued + len(request.tokens) - hit
 
     def _begun_tokens(self) -> int:
         """Tokens of the running requests that the next steps compute: what is left of their prompts, or one."""
@@ -564,10 +566,11 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         """For how many of the next `count` positions there are blocks; later requests are preempted for them."""
         self.kv.register(request)
         self.kv.release_out_of_window(request)
-        needed = self.kv.blocks_for(request.submitted + count) - len(request.blocks)
+        needed = self.kv.blocks_for(request.submitted + count - request.capacity) * self.kv.groups
         while self.pool.available < needed and self.running[-1] is not request:
             self.preempt(self.running[-1])
-        fitting = min(count, (len(request.blocks) + self.pool.available) * self.options.block_size - request.submitted)
+        more = self.pool.available // self.kv.groups * self.options.block_size
+        fitting = min(count, request.capacity + more - request.submitted)
         return fitting if fitting == count or self.kv.may_split(request) else 0
 
     def preempt(self, request: Request) -> None:

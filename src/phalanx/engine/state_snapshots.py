@@ -49,15 +49,15 @@ class StateSnapshots:
         copies, self._copies = self._copies, []
         return copies
 
-    def longest(self, pool: BlockPool, keys: Sequence[bytes], block_size: int, window: int | None) -> list[int]:
+    def longest(self, pool: BlockPool, keys: Sequence[bytes], block_size: int, windows: Sequence[int | None]) -> list[int]:
         """As `longest_hit`, of the prefixes with a state."""
         count = len(keys)
         while count:
             if keys[count - 1] in self._places:
-                blocks = longest_hit(pool, keys[:count], block_size, window)
-                if len(blocks) == count:
+                blocks = longest_hit(pool, keys[:count], block_size, windows)
+                if len(blocks) == count * len(windows):
                     return blocks
-                count = len(blocks)
+                count = len(blocks) // len(windows)
             else:
                 count -= 1
         return []

@@ -20,6 +20,7 @@ from phalanx.errors import PhalanxError
 from phalanx.layout.cache import kv_dtype
 from phalanx.layout.draft import draft_network
 from phalanx.layout.layout import Layout, require_suits
+from phalanx.layout.memory import blocks_of_request, most_positions
 from phalanx.planner import footprint
 from phalanx.planner.footprint import RankMemory, Sizes
 
@@ -78,10 +79,10 @@ def budget(options: EngineOptions, shape: ModelShape, total: int = MOST_BYTES, *
     sizes = Sizes(
         resolved.dtype, kv, resolved.max_batch_size, resolved.max_num_tokens or 1, options.kv_block_size,
         options.kv_cache_free_gpu_memory_fraction, options.cuda_graphs, draft_network(options, shape), options.state_snapshots,
-        (options.max_loras, options.max_lora_rank),
+        (options.max_loras, options.max_lora_rank), resolved.max_seq_len,
     )  # fmt: skip
     rank = footprint.rank_memory(shape, layout, total, sizes)
-    return MemoryBudget(rank, rank.block * math.ceil((resolved.max_seq_len or 1) / options.kv_block_size))
+    return MemoryBudget(rank, rank.block * blocks_of_request(rank.windows, resolved.max_seq_len or 1, options.kv_block_size))
 
 
 def remedies(options: EngineOptions, shape: ModelShape, free: int, gpus: int) -> list[Remedy]:
@@ -153,7 +154,8 @@ def cpu_budget(options: EngineOptions, shape: ModelShape) -> CpuBudget:
     activations = footprint.activation_bytes(
         shape, Layout.of(options), resolved.max_num_tokens, resolved.max_batch_size, resolved.dtype, on_gpu=False
     )
-    kv = min(resolved.kv_cache_bytes // block * block, resolved.index_batch_size * need.sequence)
+    usable = len(need.rank.windows) * math.ceil((resolved.max_seq_len or 1) / options.kv_block_size)
+    kv = min(resolved.kv_cache_bytes // block * block, resolved.index_batch_size * usable * block)
     return CpuBudget(need.rank.weights, activations, kv, block, need.sequence)
 
 
@@ -182,7 +184,7 @@ def sequence_remedy(options: EngineOptions, shape: ModelShape, current: MemoryBu
     free bytes."""
     room = current.rank.budget
     length = options.max_seq_len or shape.max_positions
-    fits = room // current.rank.block * options.kv_block_size
+    fits = most_positions(current.rank.windows, room // current.rank.block, options.kv_block_size)
     if fits >= length or fits < options.kv_block_size:
         return None
     return Remedy(

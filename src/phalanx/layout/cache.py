@@ -26,6 +26,7 @@ class CacheTensor:
     window: of a token's tensor: how many tokens attention covers; None: all.
     heads: query heads that dim 0, of KV heads, serves: ranks split it by them; 0: each rank holds all of the tensor.
     token_dim: in which place among the dims of a token's shape a block has its tokens.
+    group: of a token's tensor: of the model's layers that share block ids (see `layer_groups`).
     """
 
     name: str
@@ -35,6 +36,7 @@ class CacheTensor:
     window: int | None = None
     heads: int = 0
     token_dim: int = 0
+    group: int = 0
 
     def local(self, tp: int) -> CacheTensor:
         """What each of tp ranks holds: all hold as much. Raises LayoutError where tp does not divide the heads."""
@@ -87,16 +89,84 @@ def window_of(cache: Iterable[CacheTensor]) -> int | None:
     return max(bounded) if bounded and len(bounded) == len(windows) else None
 
 
-@dataclass(frozen=True)
-class CacheGroup:
-    """Layers whose tokens share block ids: a block holds the same tokens in each of them. window: tokens after which none of them
-    needs a block any more; None: never."""
-
-    layers: tuple[int, ...]
-    window: int | None
+MOST_GROUPS = 8
+"""Each group has a block table for each request, which the host extends."""
 
 
-def group_of(caches: Sequence[Cache]) -> CacheGroup:
-    """All layers of a model that keep tokens: today they are one group."""
-    layers = tuple(layer for layer, cache in enumerate(caches) if token_bytes([cache]))
-    return CacheGroup(layers, window_of(tensor for cache in caches for tensor in cache))
+def layer_groups(caches: Sequence[Cache]) -> tuple[int, ...]:
+    """The group of each layer of a model, in order. A request has a block table for each group, and all groups take their blocks
+    from one pool: block b is block b of layer i of every group, and is in use by one group at a time. So the blocks of a group with
+    a window can be freed behind it, and are of use to any other.
+
+    A group has layers of one window; those without come first, in group 0. All groups have about as many layers: as many that the
+    layers without a window are padded least, then all of them, then with the fewest groups. The layers of a kind go round its
+    groups, so that a pipeline stage has as many of each. One group where the cached tokens of layers differ in more than the
+    window: their blocks would differ in bytes.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, cache in enumerate(caches):
+        if token_bytes([cache]):
+            kinds.setdefault(window_of(cache), []).append(layer)
+    numbers = [0] * len(caches)
+    if len(kinds) < 2 or len({_content(caches[layers[0]]) for layers in kinds.values()}) > 1:
+        return tuple(numbers)
+    ordered = sorted(kinds.items(), key=lambda item: -(item[0] or _ALL))
+    counts = [len(layers) for _, layers in ordered]
+
+    def padded(size: int) -> tuple[int, int, int]:
+        groups = [-(-count // size) for count in counts]
+        return groups[0] * size, sum(groups) * size, sum(groups)
+
+    size = min((size for size in range(1, max(counts) + 1) if padded(size)[2] <= MOST_GROUPS), key=padded)
+    first = 0
+    for _, layers in ordered:
+        groups = -(-len(layers) // size)
+        for number, layer in enumerate(layers):
+            numbers[layer] = first + number % groups
+        first += groups
+    return tuple(numbers)
+
+
+_ALL = 1 << 62
+"""As a window, of a layer without one."""
+
+
+def group_windows(caches: Iterable[Cache]) -> tuple[int | None, ...]:
+    """Of each group: how many tokens are needed of all its layers, the most; None: all. One group at least."""
+    groups: dict[int, list[CacheTensor]] = {0: []}
+    for tensor in (tensor for cache in caches for tensor in cache if tensor.per == "token"):
+        groups.setdefault(tensor.group, []).append(tensor)
+    return tuple(window_of(groups.get(group, [])) for group in range(max(groups) + 1))
+
+
+def in_group(cache: Cache, group: int) -> Cache:
+    """The same tensors, in another group."""
+    return tuple(replace(tensor, group=group) if tensor.per == "token" else tensor for tensor in cache)
+
+
+def group_of(cache: Cache) -> int:
+    """The group of one layer; 0 where it keeps no token."""
+    return next((tensor.group for tensor in cache if tensor.per == "token"), 0)
+
+
+def sharing(caches: Sequence[Cache]) -> list[int]:
+    """Of each layer that one rank has, the layer in whose tensors its blocks are: itself, or an earlier one of another group."""
+    owners: list[int] = []
+    free: dict[tuple[int, Cache], list[int]] = {}  # owners of this content that the group has not used
+    groups = len(group_windows(caches))
+    for layer, cache in enumerate(caches):
+        group, content = group_of(cache), _content(cache)
+        unused = free.setdefault((group, content), [])
+        if groups > 1 and content and unused:
+            owners.append(unused.pop(0))
+            continue
+        owners.append(layer)
+        for other in range(groups):
+            if other != group:
+                free.setdefault((other, content), []).append(layer)
+    return owners
+
+
+def _content(cache: Cache) -> Cache:
+    """What a block has of a layer, whatever its window and group."""
+    return tuple(replace(tensor, window=None, group=0) for tensor in cache if tensor.per == "token")

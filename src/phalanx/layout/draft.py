@@ -15,7 +15,7 @@ from phalanx.config.options import EngineOptions
 from phalanx.config.quantization import on_load
 from phalanx.config.speculation import SpeculativeConfig
 from phalanx.errors import OptionError
-from phalanx.layout.cache import Cache, request_bytes
+from phalanx.layout.cache import Cache, in_group, request_bytes
 from phalanx.layout.eagle3 import Eagle3
 from phalanx.layout.families import WeightTensor, layer_cache, layer_tensors, outer_tensors
 from phalanx.layout.layout import Layout, require_suits
@@ -99,5 +99,7 @@ def network_bytes(network: DraftNetwork, dtype: str, tp: int) -> int:
 
 
 def network_caches(network: DraftNetwork, kv: str, tp: int = 1) -> list[Cache]:
-    """What each of its layers keeps between steps, on each of tp ranks. kv: the dtype of keys and values."""
-    return [layer_cache(network.shape, layer, kv, tp) for layer in network.layers]
+    """What each of its layers keeps between steps, on each of tp ranks. kv: the dtype of keys and values.
+
+    Beside the target's layers they are in its group 0, which keeps the most tokens."""
+    return [in_group(layer_cache(network.shape, layer, kv, tp), 0) for layer in network.layers]

@@ -11,7 +11,7 @@ from functools import cache
 
 from phalanx.config.model import ModelShape
 from phalanx.errors import CapacityError
-from phalanx.layout.cache import Cache, request_bytes, token_bytes
+from phalanx.layout.cache import Cache, request_bytes, sharing, token_bytes
 from phalanx.layout.families import layer_cache
 from phalanx.layout.layout import Layout
 from phalanx.layout.weights import stage_layers
@@ -27,7 +27,7 @@ def stage_caches(shape: ModelShape, kv: str, dtype: str, layout: Layout) -> tupl
 
 def block_bytes(caches: Sequence[Cache], block_size: int) -> int:
     """Bytes of one KV block over the layers of one stage, on one rank. caches: one per layer."""
-    return block_size * token_bytes(caches)
+    return block_size * token_bytes(caches[owner] for owner in set(sharing(caches)))
 
 
 def blocks_in(budget: int, caches: Sequence[Cache], block_size: int, *, states: int, usable: int, what: str) -> int:
@@ -47,6 +47,44 @@ def blocks_in(budget: int, caches: Sequence[Cache], block_size: int, *, states: 
             f"{'max_batch_size' if state else 'kv_block_size'}",
         )  # fmt: skip
     return count
+
+
+UNBOUNDED = 1 << 40
+"""As a number of positions: no number of blocks bounds it."""
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """The most KV blocks that a decode of a request needs in a group of layers with this window, in tokens. Blocks before the
+    window are released while the request runs: what is left are those that the window touches, and one for the next token."""
+    return window // block_size + 2
+
+
+def blocks_of_request(windows: Sequence[int | None], positions: int, block_size: int) -> int:
+    """How many KV blocks a request with so many positions has in all groups, while it decodes. windows: of each group."""
+    columns = -(-positions // block_size)
+    return sum(columns if window is None else min(columns, window_blocks(window, block_size)) for window in windows)
+
+
+def most_positions(windows: Sequence[int | None], blocks: int, block_size: int) -> int:
+    """How many positions a request alone may have in so many blocks; UNBOUNDED where every group frees what is behind its window,
+    and the blocks of all windows are there."""
+    if blocks_of_request(windows, UNBOUNDED * block_size, block_size) <= blocks:
+        return UNBOUNDED
+    few, many = 0, blocks + 1  # columns: too many is not far, as each group has a block for each of the first ones
+    while many - few > 1:
+        middle = (few + many) // 2
+        if blocks_of_request(windows, middle * block_size, block_size) <= blocks:
+            few = middle
+        else:
+            many = middle
+    return few * block_size
+
+
+def tokens_kept(windows: Sequence[int | None], blocks: int, block_size: int, length: int) -> int:
+    """How many tokens so many blocks hold of requests of this length."""
+    if windows == (None,):
+        return blocks * block_size
+    return blocks * length // blocks_of_request(windows, length, block_size)
 
 
 GRAPH_BYTES = 8 << 20

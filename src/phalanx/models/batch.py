@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from phalanx.kernels.gated_delta.reference import StateRows
+
+Words = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,14 @@ class InnerStates:
         return self.out[:, number * width : (number + 1) * width]
 
 
+class GroupTables(NamedTuple):
+    """Where the layers of one group have their keys and values: as of `Batch`."""
+
+    kv_slots: Tensor
+    block_tables: Tensor
+    block_tables_cpu: Words | None
+
+
 @dataclass
 class Batch:
     """A flattened batch of T tokens from R rows, one row per request. All tensors are on the model's device.
@@ -64,6 +74,8 @@ class Batch:
     and KV slot -1. short: of a fixed batch: no row gets longer than the back end's `short_kv_limit` for so many rows. last:
     (last_tokens [slots], slots [T]), both int64: a token id of -1 stands for last_tokens[slots[t]], the token sampled last.
 
+    kv_slots, block_tables and block_tables_cpu are of group 0 of the layers; more_groups: those of the groups from 1 on. -1 is
+    padding in all of them.
     dp_tokens: where several dp indices exchange tokens for their experts. inner: for a proposer that reads inner states.
     state_rows: for layers that keep a state of each request; the first of them makes it.
     """
@@ -77,7 +89,7 @@ class Batch:
     logit_rows: Tensor
     query_starts_cpu: list[int]
     kv_lengths_cpu: list[int]
-    block_tables_cpu: np.ndarray[Any, np.dtype[np.int32]] | None = None
+    block_tables_cpu: Words | None = None
     table_rows: Tensor | None = None
     attention: Any = None
     fixed: bool = False
@@ -87,6 +99,11 @@ class Batch:
     dp_tokens: DpTokens | None = None
     inner: InnerStates | None = None
     state_rows: StateRows | None = None
+    more_groups: Sequence[GroupTables] = ()
+
+    def of_group(self, group: int) -> GroupTables:
+        """What the layers of a group read and write."""
+        return self.more_groups[group - 1] if group else GroupTables(self.kv_slots, self.block_tables, self.block_tables_cpu)
 
 
 def tokens_of(batch: Batch, hidden: Tensor | None) -> Iterator[tuple[Batch, Tensor | None]]:
@@ -101,9 +118,32 @@ def tokens_of(batch: Batch, hidden: Tensor | None) -> Iterator[tuple[Batch, Tens
             kv_slots=batch.kv_slots[here].clone(), query_starts=batch.query_starts.new_tensor([0, 1]),
             kv_lengths=batch.kv_lengths.new_tensor([position + 1]), table_rows=batch.table_rows[own],
             logit_rows=batch.logit_rows[:0], query_starts_cpu=[0, 1], kv_lengths_cpu=[position + 1],
-            block_tables_cpu=None if batch.block_tables_cpu is None else batch.block_tables_cpu[own],
+            block_tables_cpu=_rows(batch.block_tables_cpu, own),
+            more_groups=[
+                GroupTables(each.kv_slots[here].clone(), each.block_tables, _rows(each.block_tables_cpu, own))
+                for each in batch.more_groups
+            ],
         )  # fmt: skip
         yield one, None if hidden is None else hidden[here].clone()
+
+
+def without_rows(batch: Batch, count: int) -> Batch:
+    """The batch without its first `count` rows, decode rows all, as attention reads it."""
+    rows, own = batch.table_rows, slice(count, None)
+    return replace(
+        batch, token_ids=batch.token_ids[own], positions=batch.positions[own], kv_slots=batch.kv_slots[own],
+        query_starts=batch.query_starts[own] - count, kv_lengths=batch.kv_lengths[own],
+        block_tables=batch.block_tables[own] if rows is None else batch.block_tables,
+        table_rows=None if rows is None else rows[own],
+        query_starts_cpu=[start - count for start in batch.query_starts_cpu[own]], kv_lengths_cpu=batch.kv_lengths_cpu[own],
+        block_tables_cpu=_rows(batch.block_tables_cpu, own),
+        more_groups=[each._replace(block_tables_cpu=_rows(each.block_tables_cpu, own)) for each in batch.more_groups],
+        attention=None,  # the plan of the full batch, which may hold this one's
+    )  # fmt: skip
+
+
+def _rows(tables: Words | None, rows: slice) -> Words | None:
+    return None if tables is None else tables[rows]
 
 
 def count_leading_decodes(query_starts: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> int:

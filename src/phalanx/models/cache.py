@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.dtypes import TORCH_DTYPES
-from phalanx.layout.cache import Cache
+from phalanx.layout.cache import Cache, group_of, sharing
 
 CACHE_DTYPES = {**TORCH_DTYPES, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -21,11 +21,13 @@ class LayerCache:
 
     A token's tensor is [num_blocks, block_size, *shape], with the block's tokens in the place that the declaration names; a
     request's state is [slots, *shape], and behind the slots of requests those of prefixes. Whoever computes a request's first token
-    begins with a state of zeros. states: the names of the tensors of states.
+    begins with a state of zeros. states: the names of the tensors of states. group: of the layer; layers of several groups may have
+    the same tensors of tokens.
     """
 
     tensors: dict[str, Tensor]
     states: frozenset[str] = frozenset()
+    group: int = 0
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -60,14 +62,17 @@ def empty_caches(
     states: Sequence[LayerCache] | None = None,
 ) -> list[LayerCache]:  # fmt: skip
     """Caches of zeros, one for each layer. declared: on this rank. states: caches whose requests' state is taken over."""
-    caches = []
-    for number, cache in enumerate(declared):
+    caches: list[LayerCache] = []
+    for number, (cache, owner) in enumerate(zip(declared, sharing(declared), strict=True)):
         tensors = {}
         for tensor in cache:
             if states is not None and tensor.per == "request":
                 tensors[tensor.name] = states[number][tensor.name]
                 continue
+            if owner != number and tensor.per == "token":
+                tensors[tensor.name] = caches[owner][tensor.name]
+                continue
             shape = tensor.allocated(blocks, block_size, slots)
             tensors[tensor.name] = torch.zeros(shape, dtype=CACHE_DTYPES[tensor.dtype], device=device)
-        caches.append(LayerCache(tensors, frozenset(tensor.name for tensor in cache if tensor.per == "request")))
+        caches.append(LayerCache(tensors, frozenset(tensor.name for tensor in cache if tensor.per == "request"), group_of(cache)))
     return caches

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from phalanx.config.model import ModelShape
 from phalanx.config.rope import Rope
-from phalanx.layout.cache import Cache
-from phalanx.layout.families import layer_cache, layer_tensors, outer_tensors
+from phalanx.layout.cache import Cache, group_windows
+from phalanx.layout.families import layer_cache, layer_tensors, model_cache, outer_tensors
 from phalanx.layout.rank_progress import BEHIND_LAYERS, RankProgress
 from phalanx.models.batch import Batch, DpTokens, InnerStates
 from phalanx.models.cache import LayerCache
@@ -179,6 +179,11 @@ class Decoder(nn.Module, ABC):
             yield kept
         finally:
             self.layers = layers
+
+    @property
+    def cache_groups(self) -> int:
+        """Of the whole model: a stage may lack layers of some."""
+        return len(group_windows(model_cache(self.shape)))
 
     def declared_caches(self) -> list[Cache]:
         """What each layer of this stage keeps between steps, on this rank."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from phalanx.config.model import ModelShape
 from phalanx.layout import Layout
 from phalanx.layout.adapter import slot_bytes
-from phalanx.layout.cache import default_snapshots, request_bytes
+from phalanx.layout.cache import default_snapshots, group_windows, request_bytes
 from phalanx.layout.draft import DraftNetwork, network_bytes, network_caches
+from phalanx.layout.families import model_cache
 from phalanx.layout.graphs import graph_sizes, max_graph_tokens
-from phalanx.layout.memory import GRAPH_BYTES, block_bytes, kv_budget, stage_caches
+from phalanx.layout.memory import GRAPH_BYTES, block_bytes, kv_budget, stage_caches, tokens_kept
 from phalanx.layout.weights import embedding_bytes, itemsize, weight_bytes
 from phalanx.planner.coefficients import document
 
@@ -132,7 +133,7 @@ class Sizes:
     """What of the options decides the memory of a rank. kv: the dtype of keys and values; slots: max_batch_size; fraction: of the
     memory left, the KV cache's part; graphs: whether CUDA graphs are captured. draft: the network that proposes drafts, on the last
     stage. snapshots: state_snapshots; None: as the engine chooses them. adapters: slots for adapters, and the rank that each has
-    room for; they count as weights."""
+    room for; they count as weights. seq_len: of the requests whose tokens are counted; None: as long as the model takes."""
 
     dtype: str
     kv: str
@@ -144,6 +145,7 @@ class Sizes:
     draft: DraftNetwork | None = None
     snapshots: int | None = None
     adapters: tuple[int, int] = (0, 1)
+    seq_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,8 @@ class RankMemory:
 
     state: of as many requests as have slots, and of prefixes. beside: activations, CUDA context and buffers of collectives. block:
     one KV block.
-    budget: for KV blocks, below 0 where something is missing. kv_tokens: of the whole copy of the model; kv: bytes of its blocks on
-    this rank.
+    budget: for KV blocks, below 0 where something is missing. kv_tokens: of the whole copy of the model, in requests of seq_len;
+    kv: bytes of its blocks on this rank; blocks: of the whole copy. windows: of the groups of layers that take blocks.
     """
 
     weights: int
@@ -164,6 +166,8 @@ class RankMemory:
     budget: int
     kv_tokens: int
     kv: int
+    blocks: int
+    windows: tuple[int | None, ...]
 
     @property
     def least(self) -> int:
@@ -197,11 +201,13 @@ def rank_memory(shape: ModelShape, layout: Layout, total: int, sizes: Sizes) -> 
     budgets = [
         kv_budget(sizes.fraction, total - weight - state, beside, captured) for weight, state in zip(weights, states, strict=True)
     ]
-    usable = slots * -(-shape.max_positions // sizes.block_size)
+    windows = group_windows([*model_cache(shape), *([] if draft is None else network_caches(draft, sizes.kv))])
+    usable = slots * len(windows) * -(-shape.max_positions // sizes.block_size)
     fitting = [budget / block if block else usable if budget >= 0 else -1 for budget, block in zip(budgets, one, strict=True)]
     tightest = min(range(layout.pp), key=fitting.__getitem__)
     blocks = max(int(fitting[tightest]), 0)
     return RankMemory(
         weights[tightest], states[tightest], beside, captured, one[tightest], budgets[tightest],
-        blocks * sizes.block_size * layout.dp, blocks * one[tightest],
+        tokens_kept(windows, blocks, sizes.block_size, sizes.seq_len or shape.max_positions) * layout.dp, blocks * one[tightest],
+        blocks * layout.dp, windows,
     )  # fmt: skip

@@ -12,8 +12,9 @@ from phalanx.config.model import ModelShape
 from phalanx.engine.limits import SchedulerOptions, depth_of
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.layout import Layout
-from phalanx.layout.cache import default_snapshots, group_of, request_bytes
+from phalanx.layout.cache import default_snapshots, group_windows, request_bytes
 from phalanx.layout.families import model_cache
+from phalanx.layout.memory import tokens_kept
 from phalanx.planner import search, simulate
 from phalanx.planner.arrivals import Arrival
 from phalanx.planner.coefficients import document as document_of_coefficients
@@ -45,6 +46,12 @@ class ReplicaSpec:
     options: SchedulerOptions
     frontend: Frontend = NO_FRONTEND
 
+    @property
+    def kv_tokens(self) -> int:
+        """That it holds, in requests of full length."""
+        options = self.options
+        return tokens_kept(options.windows, options.num_blocks, options.block_size, options.max_seq_len)
+
     @classmethod
     def of(
         cls, shape: ModelShape, machine: MachineModel, request: PlanRequest, layout: Layout, *, prefix_caching: bool = True,
@@ -59,7 +66,7 @@ class ReplicaSpec:
             raise CapacityError(f"{layout.name} does not fit", why=fits.reason, next="; ".join(changes))
         caches = model_cache(shape)
         options = SchedulerOptions(
-            num_blocks=fits.kv_tokens // search.BLOCK,
+            num_blocks=fits.num_blocks,
             block_size=search.BLOCK,
             max_batch_size=fits.slots,
             max_num_tokens=request.max_num_tokens,
@@ -67,7 +74,7 @@ class ReplicaSpec:
             depth=depth_of(layout.pp, returns_tokens=fits.costs.returns_tokens),
             pipeline_stages=layout.pp,
             returns_tokens=fits.costs.returns_tokens,
-            window=group_of(caches).window,
+            windows=group_windows(caches),
             prefix_caching=prefix_caching,
             state_snapshots=default_snapshots(fits.slots) if prefix_caching and request_bytes(caches) else 0,
         )
@@ -169,7 +176,7 @@ def document(
             "gpus": gpus,
             "requests": len(arrivals),
             "concurrency": concurrency,
-            "kv_tokens": replica.options.num_blocks * replica.options.block_size,
+            "kv_tokens": replica.kv_tokens,
             "max_batch_size": replica.options.max_batch_size,
             "slo_ttft_ms": _ms(bounds.ttft),
             "slo_tpot_ms": _ms(bounds.tpot),

@@ -18,6 +18,7 @@ from phalanx.layout import Layout
 from phalanx.layout.cache import kv_dtype
 from phalanx.layout.draft import DraftNetwork
 from phalanx.layout.families import layer_tensors
+from phalanx.layout.memory import blocks_of_request
 from phalanx.layout.weights import kind_of, local_shape
 from phalanx.planner import burst, coefficients, collectives, footprint, steady
 from phalanx.planner.burst import Limits, Outcome
@@ -232,12 +233,14 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A layout that starts. costs: of its steps; slots: requests at once in one replica; bytes, kv_tokens: as `Plan`'s."""
+    """A layout that starts. costs: of its steps; slots: requests at once in one replica; bytes, kv_tokens: as `Plan`'s; num_blocks:
+    that these tokens are in."""
 
     costs: Costs
     slots: int
     bytes: dict[str, int]
     kv_tokens: int
+    num_blocks: int
 
 
 def fitting(shape: ModelShape, machine: MachineModel, request: PlanRequest, layout: Layout) -> Fitting | Rejected:
@@ -250,12 +253,13 @@ def fitting(shape: ModelShape, machine: MachineModel, request: PlanRequest, layo
     slots = min(max(BATCH_SIZE, -(-share // 8) * 8), 512) if request.max_batch_size is None else request.max_batch_size
     if slots < layout.dp:
         return Rejected(layout, f"ep {layout.dp} runs requests of its own in each group, and max_batch_size is {slots}")
-    rank_bytes, kv_tokens, short = memory(shape, machine, request, layout, slots, kv)
+    rank_bytes, kv_tokens, num_blocks, short = memory(shape, machine, request, layout, slots, kv)
     if not footprint.requests_held(kv_tokens, layout.dp, request.seq_len):
         return Rejected(layout, _too_small(rank_bytes, kv_tokens // layout.dp, short, request), short)
     return Fitting(
-        Costs(shape, request.dtype, kv, layout, machine, request.strategy, request.exchange), slots, rank_bytes, kv_tokens
-    )
+        Costs(shape, request.dtype, kv, layout, machine, request.strategy, request.exchange), slots, rank_bytes, kv_tokens,
+        num_blocks,
+    )  # fmt: skip
 
 
 def examine(shape: ModelShape, machine: MachineModel, request: PlanRequest, layout: Layout) -> Plan | Rejected:
@@ -335,22 +339,30 @@ def _no_copies(experts: Experts | None, layout: Layout) -> str:
 
 def memory(
     shape: ModelShape, machine: MachineModel, request: PlanRequest, layout: Layout, slots: int, kv: str
-) -> tuple[dict[str, int], int, int]:  # fmt: skip
-    """Bytes of the fullest rank by kind, KV tokens of a replica, and the bytes that are missing for one request of the asked
-    length."""
+) -> tuple[dict[str, int], int, int, int]:  # fmt: skip
+    """Bytes of the fullest rank by kind, KV tokens and KV blocks of a replica, and the bytes that are missing for one request of
+    the asked length."""
     total = machine.gpu.memory_bytes
     sizes = footprint.Sizes(
-        request.dtype, kv, slots, request.max_num_tokens, BLOCK, request.fraction, draft=request.draft, adapters=request.adapters
+        request.dtype,
+        kv,
+        slots,
+        request.max_num_tokens,
+        BLOCK,
+        request.fraction,
+        draft=request.draft,
+        adapters=request.adapters,
+        seq_len=request.seq_len,
     )
     rank = footprint.rank_memory(shape, layout, total, sizes)
-    needed = -(-request.seq_len // BLOCK) * rank.block
+    needed = blocks_of_request(rank.windows, request.seq_len, BLOCK) * rank.block
     short = max(math.ceil((needed - rank.budget) / request.fraction), 0)
     rank_bytes = {
         "weights": rank.weights, "activations_and_context": rank.beside, "graphs": rank.graphs, "kv": rank.kv,
         "unused": max(total - rank.weights - rank.state - rank.beside - rank.graphs - rank.kv, 0), "capacity": total,
         **({"request_state": rank.state} if rank.state else {}),
     }  # fmt: skip
-    return rank_bytes, rank.kv_tokens, short
+    return rank_bytes, rank.kv_tokens, rank.blocks, short
 
 
 def _too_small(rank_bytes: dict[str, int], kv_tokens: int, short: int, request: PlanRequest) -> str:

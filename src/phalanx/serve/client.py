@@ -481,7 +481,7 @@ def _answer(futures: deque[asyncio.Future[Answer]], message: Answer) -> None:
 
 
 _STALLED_WHY = "it is stopped, or its machine is overloaded"
-_NO_FACTS = EngineFacts("", "", "", Layout(), 0, 0, 0, 0, 0, 0, [])
+_NO_FACTS = EngineFacts("", "", "", Layout(), 0, 0, 0, 0, 0, 0, 0, [])
 
 
 def _private_folder() -> str:

@@ -35,7 +35,7 @@ Tokens = Callable[[AddRequest], Iterable[int]]
 def fake_facts(*, vocab_size: int = 1000, max_seq_len: int = 1024, eos_token_ids: Sequence[int] = ()) -> EngineFacts:
     return EngineFacts(
         model="fake", dtype="fp32", device="cpu", layout=Layout(), max_seq_len=max_seq_len, max_batch_size=8,
-        max_num_tokens=256, block_size=16, num_blocks=256, vocab_size=vocab_size, eos_token_ids=list(eos_token_ids),
+        max_num_tokens=256, block_size=16, num_blocks=256, kv_tokens=4096, vocab_size=vocab_size, eos_token_ids=list(eos_token_ids),
     )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ class ReplicatedEngineClient:
         self._seeds = random.Random(seed)
         self.failure: PhalanxError | None = None
         self.facts = merged_facts([engine.facts for engine in engines])
-        self._choice = ReplicaChoice(len(engines), engines[0].facts.num_blocks * engines[0].facts.block_size)
+        self._choice = ReplicaChoice(len(engines), engines[0].facts.kv_tokens)
         self._of_request: dict[str, int] = {}
         self._failure_callbacks: list[Callable[[PhalanxError], None]] = []
         for number, engine in enumerate(engines):
@@ -299,6 +299,7 @@ def merged_facts(facts: Sequence[EngineFacts]) -> EngineFacts:
     names = dict.fromkeys(name for each in facts for name in each.phases)
     return msgspec.structs.replace(
         facts[0], max_batch_size=sum(each.max_batch_size for each in facts), num_blocks=sum(each.num_blocks for each in facts),
+        kv_tokens=sum(each.kv_tokens for each in facts),
         max_seq_len=min(each.max_seq_len for each in facts), layout=replace(facts[0].layout, replicas=len(facts)),
         phases={name: max(each.phases.get(name, 0.0) for each in facts) for name in names},
     )  # fmt: skip

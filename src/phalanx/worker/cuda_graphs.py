@@ -48,8 +48,8 @@ from phalanx.worker.input_batch import BlockTables, HostBatch, Ints
 from phalanx.worker.speculation.proposer import Proposer
 
 Replay = Callable[[], None]
-Expand = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Writes token ids, positions, KV slots and KV lengths of the first rows: see `Verification.expand`."""
+Expand = Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[Tensor]], None]
+"""Writes token ids, positions, KV slots, KV lengths, and KV slots of other groups, of the first rows: see `Verification.expand`."""
 
 
 class GraphCapturer(Protocol):
@@ -312,7 +312,7 @@ class StepGraphs:
             self._adapter_inputs.fill(token_adapters, size)
         if expand is not None:
             columns = buffers.columns
-            expand(columns.token_ids, columns.positions, columns.kv_slots, columns.kv_lengths)
+            expand(columns.token_ids, columns.positions, columns.kv_slots, columns.kv_lengths, list(columns.more_kv_slots))
         if buffers.hidden is not None and len(host_batch.token_ids):
             receive(buffers.hidden[: len(host_batch.token_ids)])
         run()

@@ -19,7 +19,7 @@ from phalanx.kernels.adapters.rows import FEW, AdapterRows, grouped, most_tiles,
 from phalanx.layout import Layout, graphs
 from phalanx.layout.graphs import GraphSize as GraphSize
 from phalanx.layout.graphs import graph_sizes as graph_sizes
-from phalanx.models.batch import Batch, DpTokens, count_leading_decodes
+from phalanx.models.batch import Batch, DpTokens, GroupTables, count_leading_decodes
 from phalanx.models.decoder import Decoder
 from phalanx.worker.input_batch import HostBatch, Ints, Words
 
@@ -50,7 +50,8 @@ class DecodeColumns(Generic[Array]):
     """The inputs of a decode graph: named views of the rows of one int64 matrix, so that one copy moves all of them to the device.
 
     Of tokens: token_ids (-1: the id that was sampled into slot `slots` last), positions, kv_slots (-1: padding, which writes
-    nothing), slots. Of rows: kv_lengths (int32). New blocks: table_entries (of the flattened block tables; -1: none), block_ids.
+    nothing), slots; more_kv_slots [G - 1, tokens], of the other groups of layers. Of rows: kv_lengths (int32). New blocks:
+    table_entries (of the flattened block tables; -1: none), block_ids.
     """
 
     token_ids: Array
@@ -60,6 +61,7 @@ class DecodeColumns(Generic[Array]):
     kv_lengths: Array
     table_entries: Array
     block_ids: Array
+    more_kv_slots: Array
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,16 @@ _INT32 = {"kv_lengths", "query_starts"}
 
 
 def _views(kind: type[Columns], matrix: Tensor | np.ndarray[Any, Any]) -> Columns:
-    """The columns of a matrix [columns, width]; of type int32 they have twice the width."""
+    """The columns of a matrix [columns, width]; of type int32 they have twice the width. What is left is more_kv_slots."""
     int32: Any = torch.int32 if isinstance(matrix, Tensor) else np.int32
-    return kind(*(matrix[i].view(int32) if column.name in _INT32 else matrix[i] for i, column in enumerate(fields(kind))))
+    names = _names(kind)
+    columns = {name: matrix[i].view(int32) if name in _INT32 else matrix[i] for i, name in enumerate(names)}
+    return kind(**columns, more_kv_slots=matrix[len(names) :])
+
+
+def _names(kind: type[Columns]) -> list[str]:
+    """The columns of one row of the matrix each."""
+    return [column.name for column in fields(kind) if column.name != "more_kv_slots"]
 
 
 class GraphBuffers(ABC, Generic[Columns]):
@@ -97,10 +106,10 @@ class GraphBuffers(ABC, Generic[Columns]):
     def __init__(
         self, kind: type[Columns], width: int, model: Decoder, *, first: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        matrix = torch.zeros(len(fields(kind)), width, dtype=torch.int64, device=device)
+        matrix = torch.zeros(len(_names(kind)) + model.cache_groups - 1, width, dtype=torch.int64, device=device)
         self.width = width
         self.columns = _views(kind, matrix)
-        self.columns.kv_slots[:] = self.columns.table_entries[:] = -1
+        self.columns.kv_slots[:] = self.columns.table_entries[:] = self.columns.more_kv_slots[:] = -1
         self._shape = width, model.shape.hidden_size
         self.hidden = None if first else torch.zeros(self._shape, dtype=dtype, device=device)
         self._ring = PinnedRing(matrix, lambda array: _views(kind, array))
@@ -112,7 +121,11 @@ class GraphBuffers(ABC, Generic[Columns]):
 
     @abstractmethod
     def batch(self, size: GraphSize, tables: Tensor, last_tokens: Tensor | None) -> Batch:
-        """The batch of a size. tables: the block tables of all slots; last_tokens: see `Batch.last`."""
+        """The batch of a size. tables: the block tables of all groups and slots; last_tokens: see `Batch.last`."""
+
+    def _more_groups(self, size: GraphSize, tables: Tensor) -> list[GroupTables]:
+        columns = self.columns.more_kv_slots
+        return [GroupTables(column[: size.tokens], table, None) for column, table in zip(columns, tables[1:], strict=True)]
 
     def fill(self, host_batch: HostBatch, new: NewBlocks, size: GraphSize) -> None:
         """Write the inputs of a step, then padding up to `size`, and its new blocks, at most `max_new_blocks`: one copy to the
@@ -123,6 +136,10 @@ class GraphBuffers(ABC, Generic[Columns]):
             columns.token_ids[host_batch.from_slot_at] = -1
             columns.positions[:count], columns.positions[count : size.tokens] = host_batch.positions, 0
             columns.kv_slots[:count], columns.kv_slots[count : size.tokens] = host_batch.kv_slots, -1
+            if len(columns.more_kv_slots):
+                columns.more_kv_slots[:, count : size.tokens] = -1
+                for column, values in zip(columns.more_kv_slots, host_batch.more_kv_slots, strict=False):  # none of an empty batch
+                    column[:count] = values
             self._fill_rows(columns, host_batch, size)
             columns.table_entries[: len(entries)], columns.table_entries[len(entries) :] = entries, -1
             columns.block_ids[: len(entries)] = block_ids
@@ -150,9 +167,10 @@ class DecodeGraphBuffers(GraphBuffers[DecodeColumns[Any]]):
         slots = columns.slots[:rows]
         return Batch(
             token_ids=columns.token_ids[:rows], positions=columns.positions[:rows], kv_slots=columns.kv_slots[:rows],
-            query_starts=self._query_starts[: rows + 1], kv_lengths=columns.kv_lengths[:rows], block_tables=tables,
+            query_starts=self._query_starts[: rows + 1], kv_lengths=columns.kv_lengths[:rows], block_tables=tables[0],
             table_rows=slots, logit_rows=self._row_numbers[:rows], query_starts_cpu=list(range(rows + 1)),
             kv_lengths_cpu=[1] * rows, fixed=True, decodes=rows, last=None if last_tokens is None else (last_tokens, slots),
+            more_groups=self._more_groups(size, tables),
         )  # fmt: skip
 
     def _fill_rows(self, columns: DecodeColumns[Any], host_batch: HostBatch, size: GraphSize) -> None:
@@ -173,10 +191,11 @@ class MixedGraphBuffers(GraphBuffers[MixedColumns[Any]]):
         tokens, decodes, rows, columns = size.tokens, size.decode_rows, size.decode_rows + size.prefill_rows, self.columns
         return Batch(
             token_ids=columns.token_ids[:tokens], positions=columns.positions[:tokens], kv_slots=columns.kv_slots[:tokens],
-            query_starts=columns.query_starts[: rows + 1], kv_lengths=columns.kv_lengths[:rows], block_tables=tables,
+            query_starts=columns.query_starts[: rows + 1], kv_lengths=columns.kv_lengths[:rows], block_tables=tables[0],
             table_rows=columns.row_slots[:rows], logit_rows=columns.logit_rows[:0],
             query_starts_cpu=[*range(decodes + 1), *[tokens] * size.prefill_rows], kv_lengths_cpu=[1] * rows, fixed=True,
             decodes=decodes, last=None if last_tokens is None else (last_tokens, columns.slots[:tokens]),
+            more_groups=self._more_groups(size, tables),
         )  # fmt: skip
 
     def _fill_rows(self, columns: MixedColumns[Any], host_batch: HostBatch, size: GraphSize) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,8 @@ from phalanx.errors import EngineError
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Words = np.ndarray[Any, np.dtype[np.int32]]
+NO_SLOTS: Ints = np.empty((0, 0), dtype=np.int64)
+_ALIGNED_ENTRIES = 4  # of 4 bytes: what the kernels' compiler tells apart are multiples of 16 bytes
 _SECTION = 16  # bytes: every array in an upload begins at a multiple
 
 
@@ -27,7 +29,7 @@ class HostBatch:
 
     slots [R]; sampled_slots [S]: of the rows that sample. token_ids: 0 where the id was sampled into a slot by an earlier step: at
     the indices `from_slot_at` [G], from the slots `from_slot` [G]. logit_rows [S + P]: the last token of each row that samples,
-    then the tokens that are followed by prompt tokens to report.
+    then the tokens that are followed by prompt tokens to report. more_kv_slots [G - 1, T]: those of the other groups of layers.
     """
 
     slots: Ints
@@ -40,6 +42,7 @@ class HostBatch:
     from_slot: Ints
     query_starts: Words
     kv_lengths: Words
+    more_kv_slots: Ints = field(default_factory=lambda: NO_SLOTS)
 
     @classmethod
     def empty(cls) -> HostBatch:
@@ -60,16 +63,20 @@ class HostBatch:
         return [
             self.slots, self.sampled_slots, self.token_ids, self.positions, self.kv_slots, self.logit_rows,
             self.from_slot_at, self.from_slot, self.query_starts, self.kv_lengths,
+            *([self.more_kv_slots] if len(self.more_kv_slots) else []),
         ]  # fmt: skip
 
 
 class BlockTables:
-    """Each slot's block table [slots, width] int32, on the host and, on GPU, once more on the device."""
+    """Each slot's block table of each group of layers, [groups, slots, width] int32, on the host and, on GPU, once more on the
+    device. A slot's tables have as many blocks in each group."""
 
-    def __init__(self, slots: int, max_seq_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, slots: int, max_seq_len: int, block_size: int, device: torch.device, groups: int = 1) -> None:
         self.block_size = block_size
         self.width = -(-max_seq_len // block_size)
-        self.host = np.zeros((slots, self.width), dtype=np.int32)
+        if groups > 1:  # tables of all groups begin alike: kernels are compiled for the alignment of their arguments
+            self.width += -self.width % _ALIGNED_ENTRIES
+        self.host = np.zeros((groups, slots, self.width), dtype=np.int32)
         self._used = np.zeros(slots, dtype=np.int64)
         # On CPU the device's table is the host's: one memory.
         self.device = (
@@ -81,7 +88,7 @@ class BlockTables:
         self._used[slot] = 0
 
     def append(self, rows: Sequence[StepRow]) -> tuple[Ints, Words]:
-        """Append the rows' blocks. Returns (entries of the flattened tables [K], block ids [K]) for the device's copy.
+        """Append the rows' blocks. Returns (entries of the flattened tables [K], block ids [K]) for the device's copies.
 
         Raises EngineError for more blocks than max_seq_len needs.
         """
@@ -89,7 +96,8 @@ class BlockTables:
         if not growing:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
         slots = np.array([row.slot for row in growing], dtype=np.int64)
-        counts = np.array([len(row.blocks) for row in growing], dtype=np.int64)
+        groups = len(self.host)
+        counts = np.array([len(row.blocks) for row in growing], dtype=np.int64) // groups
         begins = self._used[slots]
         ends = begins + counts
         if int(ends.max()) > self.width:
@@ -99,7 +107,9 @@ class BlockTables:
             )
         ids = np.array([block for row in growing for block in row.blocks], dtype=np.int32)
         firsts = slots * self.width + begins - (np.cumsum(counts) - counts)
-        entries = np.arange(len(ids), dtype=np.int64) + np.repeat(firsts, counts)
+        entries = np.arange(len(ids) // groups, dtype=np.int64) + np.repeat(firsts, counts)
+        if groups > 1:
+            entries = np.add.outer(entries, np.arange(groups) * self.host[0].size).reshape(-1)
         self.host.reshape(-1)[entries] = ids
         self._used[slots] = ends
         return entries, ids
@@ -138,7 +148,12 @@ class BlockTables:
         else:
             positions = np.arange(total, dtype=np.int64) + np.repeat(starts - begins, counts)
             token_slots = np.repeat(slots, counts)
-        blocks = self.host[token_slots, positions // self.block_size].astype(np.int64)
+        columns = positions // self.block_size
+        blocks = self.host[0, token_slots, columns].astype(np.int64)
+        more_kv_slots = NO_SLOTS
+        if len(self.host) > 1:
+            more = self.host[1:, token_slots, columns].astype(np.int64)
+            more_kv_slots = np.ascontiguousarray(more * self.block_size + positions % self.block_size)
         lengths = starts + counts
         short = lengths > self._used[slots] * self.block_size
         if short.any():
@@ -160,6 +175,7 @@ class BlockTables:
             logit_rows=np.concatenate([ends[sampled] - 1, *scored]),
             from_slot_at=begins[unknown], from_slot=slots[unknown],
             query_starts=np.concatenate([[0], ends]).astype(np.int32), kv_lengths=lengths.astype(np.int32),
+            more_kv_slots=more_kv_slots,
         )  # fmt: skip
 
 

@@ -26,18 +26,19 @@ from phalanx.worker.model_runner import ModelRunner
 DEFAULT_CPU_BYTES = 1 << 30
 
 
-def usable_blocks(options: EngineOptions, max_seq_len: int) -> int:
-    """What as many full requests as run at once can use."""
-    return options.index_batch_size * -(-max_seq_len // options.kv_block_size)
+def usable_blocks(options: EngineOptions, max_seq_len: int, groups: int) -> int:
+    """What as many full requests as run at once can use, with the prefixes that they leave behind."""
+    return options.index_batch_size * groups * -(-max_seq_len // options.kv_block_size)
 
 
-def cpu_blocks(options: EngineOptions, caches: Sequence[Cache], max_seq_len: int) -> int:
-    """Blocks in `kv_cache_bytes`, or in 1 GiB, but no more than `usable_blocks`. Raises CapacityError when no block fits."""
+def cpu_blocks(options: EngineOptions, caches: Sequence[Cache], max_seq_len: int, groups: int = 1) -> int:
+    """Blocks in `kv_cache_bytes`, or in 1 GiB, but no more than `usable_blocks`. groups: of the whole model's layers. Raises
+    CapacityError when no block fits."""
     if options.kv_cache_bytes is not None:
         budget, what = options.kv_cache_bytes, f"kv_cache_bytes={options.kv_cache_bytes:,}"
     else:
         budget, what = DEFAULT_CPU_BYTES, "the default of 1 GiB"
-    usable, states = usable_blocks(options, max_seq_len), options.index_states
+    usable, states = usable_blocks(options, max_seq_len, groups), options.index_states
     return min(blocks_in(budget, caches, options.kv_block_size, states=states, usable=usable, what=what), usable)
 
 
@@ -56,11 +57,12 @@ def require_state_fits(options: EngineOptions, caches: Sequence[Cache], device: 
 
 
 def gpu_blocks(
-    options: EngineOptions, caches: Sequence[Cache], max_seq_len: int, activations: int, graphs: int, device: torch.device
+    options: EngineOptions, caches: Sequence[Cache], max_seq_len: int, activations: int, graphs: int, device: torch.device,
+    groups: int = 1,
 ) -> int:  # fmt: skip
     """Blocks in the configured fraction of the memory that is free after loading weights and allocating states, less
     the bytes that the peak of activations and the graphs will take."""
-    fits = partial(blocks_in, caches=caches, block_size=options.kv_block_size, usable=usable_blocks(options, max_seq_len))
+    fits = partial(blocks_in, caches=caches, block_size=options.kv_block_size, usable=usable_blocks(options, max_seq_len, groups))
     if options.kv_cache_bytes is not None:
         return fits(options.kv_cache_bytes, states=options.index_states, what=f"kv_cache_bytes={options.kv_cache_bytes:,}")
     free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
@@ -84,13 +86,14 @@ LARGEST_STEPS = 2
 
 def profiling_steps(
     *, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int, max_drafts: int = 0,
-    more_counts: Callable[[Collection[int]], Sequence[int]] = lambda _: (),
+    more_counts: Callable[[Collection[int]], Sequence[int]] = lambda _: (), groups: int = 1,
 ) -> list[StepBatch]:  # fmt: skip
     """The steps that need the most memory: all tokens in as few prompts as possible; and every slot sampling, with the rest of the
     tokens in one prompt. Each row wants everything that takes memory, of the sampler and of the logprobs of its prompt. Smaller
     steps of every kind follow: kernels are compiled at their first launch, and no request should wait for that.
 
-    more_counts: given the token counts of all these, further ones whose steps launch other kernels: of prompts.
+    groups: of layers, each of which takes blocks. more_counts: given the token counts of all these, further ones whose steps launch
+    other kernels: of prompts.
     All their blocks are block 0, and their results mean nothing. The last step leaves every slot free.
     """
     prompts = _prompts(max_num_tokens, max_seq_len, max_batch_size, block_size)
@@ -106,7 +109,10 @@ def profiling_steps(
     more = [_step(_prompts(tokens, max_seq_len, max_batch_size, block_size), SAMPLING_VARIANTS[0]) for tokens in counts]
     sizes = {"max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
     drafts = verifying_steps(max_drafts, block_size=block_size, **sizes) if max_drafts else []
-    return [*largest, *drafts, *more, *smaller, StepBatch(released=list(range(max_batch_size)))]
+    steps = [*largest, *drafts, *more, *smaller, StepBatch(released=list(range(max_batch_size)))]
+    for row in {id(row): row for step in steps for row in step.rows}.values():  # steps share some
+        row.blocks = row.blocks * groups
+    return steps
 
 
 def verifying_steps(

@@ -31,7 +31,7 @@ from phalanx.errors import EngineError
 from phalanx.kernels.speculation.drafts import DRAFTS, LAST
 from phalanx.layout.graphs import max_decode_rows
 from phalanx.models.adapters import ModelAdapters
-from phalanx.models.batch import Batch, DpTokens, InnerStates, tokens_of
+from phalanx.models.batch import Batch, DpTokens, GroupTables, InnerStates, tokens_of
 from phalanx.models.cache import LayerCache
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers.attention.backend import AttentionBackend
@@ -140,7 +140,7 @@ class ModelRunner:
         self._dtype, self._device = dtype, device
         self._indices = model.context.dp.size
         self.max_rows = max_rows_per_step(max_batch_size, pipeline.size)
-        self._tables = BlockTables(max_batch_size, max_seq_len, block_size, device)
+        self._tables = BlockTables(max_batch_size, max_seq_len, block_size, device, model.cache_groups)
         self._state = torch.zeros(1 if not max_drafts else DRAFTS + max_drafts, max_batch_size, dtype=torch.int64, device=device)
         self._last_tokens = self._state[LAST]
         self.max_drafts, self._proposer, self._acceptance = max_drafts, proposer, acceptance
@@ -237,7 +237,7 @@ class ModelRunner:
 
     def _expand(
         self, rows: Sequence[StepRow], verification: Verification, token_ids: Tensor, positions: Tensor, kv_slots: Tensor,
-        kv_lengths: Tensor,
+        kv_lengths: Tensor, more_kv_slots: Sequence[Tensor],
     ) -> None:  # fmt: skip
         """Write the input of rows that verify. A stage between the first and the last one has no state of slots: with late rows,
         each stage tells the next one where they start."""
@@ -246,7 +246,7 @@ class ModelRunner:
         if relays and not self._first:
             starts = torch.empty(verification.rows, dtype=torch.int64, device=self._device)
             verification.take_starts(self._pipeline.receive(starts, stage - 1))
-        verification.expand(token_ids, positions, kv_slots, kv_lengths)
+        verification.expand(token_ids, positions, kv_slots, kv_lengths, more_kv_slots)
         if relays and not self._last:
             self._pipeline.send(verification.starts[: verification.rows], stage + 1)
 
@@ -340,7 +340,8 @@ class ModelRunner:
         self._store(new)
         batch, slots = self._batch(host_batch)
         if expand is not None:
-            expand(batch.token_ids, batch.positions, batch.kv_slots, batch.kv_lengths)
+            more = [each.kv_slots for each in batch.more_groups]
+            expand(batch.token_ids, batch.positions, batch.kv_slots, batch.kv_lengths, more)
             if self._device.type == "cpu" or self._backend.graphs is None:  # attention is planned on the host
                 batch.kv_lengths_cpu = batch.kv_lengths.tolist()
         batch.dp_tokens = None if extent is None else DpTokens.of(extent.tokens)
@@ -494,18 +495,24 @@ class ModelRunner:
 
     def _batch(self, host_batch: HostBatch) -> tuple[Batch, Tensor]:
         """The forward's input, and the slots [S] of the rows that sample."""
-        arrays = self._upload.send(host_batch.arrays)
-        slots, sampled_slots, token_ids, positions, kv_slots, logit_rows, from_slot_at, from_slot, query_starts, kv_lengths = arrays
+        arrays, tables = self._upload.send(host_batch.arrays), self._tables
+        slots, sampled_slots, token_ids, positions, kv_slots, logit_rows, *rest = arrays
+        from_slot_at, from_slot, query_starts, kv_lengths, *more = rest
         if host_batch.from_slot.size and self._first:
             # Ids that only the device knows are in the slots into which they were sampled.
             token_ids.index_copy_(0, from_slot_at, self._last_tokens.index_select(0, from_slot))
         lengths = host_batch.kv_lengths.tolist()
-        used = -(-max(lengths) // self._tables.block_size)
+        used = -(-max(lengths) // tables.block_size)
+        of_rows = tables.host[:, host_batch.slots, :used]
         batch = Batch(
             token_ids=token_ids, positions=positions, kv_slots=kv_slots, query_starts=query_starts, kv_lengths=kv_lengths,
-            block_tables=self._tables.device, table_rows=slots, logit_rows=logit_rows,
+            block_tables=tables.device[0], table_rows=slots, logit_rows=logit_rows,
             query_starts_cpu=host_batch.query_starts.tolist(), kv_lengths_cpu=lengths,
-            block_tables_cpu=self._tables.host[host_batch.slots, :used],
+            block_tables_cpu=of_rows[0],
+            more_groups=[
+                GroupTables(kv_slots, tables.device[group], of_rows[group])
+                for array in more for group, kv_slots in enumerate(array, start=1)
+            ],
         )  # fmt: skip
         return batch, sampled_slots
 

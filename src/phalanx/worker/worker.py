@@ -462,10 +462,10 @@ class Worker:
         options, graphs = self.options, runner.graphs
         if device.type != "cuda":
             with self._phase("measure"):
-                return memory_profile.cpu_blocks(options, caches, max_seq_len)
+                return memory_profile.cpu_blocks(options, caches, max_seq_len, model.cache_groups)
         steps = memory_profile.profiling_steps(
             max_num_tokens=options.index_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.max_rows,
-            block_size=options.kv_block_size, max_drafts=options.max_drafts,
+            block_size=options.kv_block_size, max_drafts=options.max_drafts, groups=model.cache_groups,
             more_counts=partial(
                 more_token_counts, model.context.group, max_tokens=options.index_num_tokens or max_seq_len,
                 hidden=model.shape.hidden_size, dtype=model.context.dtype,
@@ -481,7 +481,9 @@ class Worker:
             peak = memory_profile.measure_activations(runner, steps, device, step_done)
             self._bytes["activations"] = peak.tensors
             graph_bytes = memory_profile.measure_graphs(runner, device, step_done)
-            return memory_profile.gpu_blocks(options, caches, max_seq_len, peak.reserved, graph_bytes, device)
+            return memory_profile.gpu_blocks(
+                options, caches, max_seq_len, peak.reserved, graph_bytes, device, model.cache_groups
+            )  # fmt: skip
 
     def _capture(self, runner: ModelRunner, device: torch.device) -> None:
         """Capture graphs of all sizes, where graphs are enabled and the attention back end supports them."""

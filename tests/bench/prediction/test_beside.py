@@ -22,7 +22,7 @@ MODEL = ModelShape.from_config(known("llama-3-70b"))
 
 
 def facts(device):
-    return EngineFacts("70b", "fp8", device, Layout(tp=4), 4096, 512, 8192, 16, 2_791_952 // 16, 128256, [])
+    return EngineFacts("70b", "fp8", device, Layout(tp=4), 4096, 512, 8192, 16, 2_791_952 // 16, 2_791_952, 128256, [])
 
 
 def test_it_is_what_the_accuracy_command_says(monkeypatch):

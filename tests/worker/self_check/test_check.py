@@ -32,6 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "llama": plain,
         "experts": write_checkpoint(root / "mixtral", "mixtral"),
+        "windows": write_checkpoint(root / "gpt_oss", "gpt_oss", num_hidden_layers=3),
         "int4": int4_checkpoints.rewrite(plain, root / "int4", int4_checkpoints.FORMS["gptq"])[0],
         "fp8": quantized_checkpoints.rewrite(plain, root / "fp8", "compressed static")[0],
     }
@@ -58,6 +59,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 RIGHT = [
     ("llama", "fp32", 1, 1, BOUNDS[torch.float32]), ("llama", "bf16", 2, 1, BOUNDS[torch.bfloat16]),
     ("int4", "bf16", 1, 2, BOUNDS[torch.bfloat16]), ("experts", "fp32", 2, 1, CHOICES_BOUND),
+    ("windows", "fp32", 1, 2, CHOICES_BOUND),
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ LIMITS: dict[str, Any] = {
 SMALL = [
     {}, {"max_rows": 1}, {"max_rows": 2, "max_seq_len": 8}, {"blocks": 1}, {"blocks": 3, "block_size": 4}, {"max_num_tokens": 1},
     {"max_num_tokens": 3, "max_rows": 5}, {"max_seq_len": 2}, {"vocab_size": 1, "blocks": 40, "block_size": 1},
+    {"groups": 3}, {"groups": 3, "blocks": 20},
 ]  # fmt: skip
 
 
@@ -37,7 +38,7 @@ def require_legal(steps: list[CheckStep], limits: dict[str, Any]) -> None:
             assert len(row.tokens) == row.count >= 1
             assert all(0 <= token < limits["vocab_size"] for token in row.tokens)
             used += row.blocks
-            room[row.slot] += len(row.blocks) * limits["block_size"]
+            room[row.slot] += len(row.blocks) // limits.get("groups", 1) * limits["block_size"]
             done[row.slot] += row.count
             assert done[row.slot] <= min(room[row.slot], limits["max_seq_len"])
     assert len(used) == len(set(used))

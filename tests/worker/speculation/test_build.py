@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("proposers")
-    return {family: write_checkpoint(parent / family, family) for family in ("llama", "mixtral")}
+    return {family: write_checkpoint(parent / family, family) for family in ("llama", "mixtral", "gpt_oss")}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,10 @@ def test_a_head_changes_no_answer(folders: dict[str, Path], plain: dict[str, Any
         ("llama", "mixtral", {"tensor_parallel_size": 2}),
         ("llama", "llama", {"pipeline_parallel_size": 2, "returns": True}),
         ("mixtral", "mixtral", {"expert_parallel_size": 2, "indices": 2}),
+        ("gpt_oss", "gpt_oss", {}),
+        ("gpt_oss", "gpt_oss", {"pipeline_parallel_size": 2, "returns": True}),
     ],
-    ids=["tp2", "pp2", "ep2"],
+    ids=["tp2", "pp2", "ep2", "windows", "windows, pp2"],
 )
 def test_a_draft_model_changes_no_answer(
     folders: dict[str, Path], plain: dict[str, Any], family: str, draft: str, sizes: dict[str, Any]

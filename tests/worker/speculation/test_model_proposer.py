@@ -108,9 +108,9 @@ def test_all_drafts_of_the_target_itself_are_accepted_behind_a_preemption(folder
 @pytest.mark.parametrize(("target", "draft", "window"), [("llama", "mistral", None), ("mistral", "small", None)])
 def test_either_model_may_have_windows(folders: dict[str, Path], target: str, draft: str, window: int | None) -> None:
     arrivals = greedy_requests(5, 6)
-    wanted, _ = serve([step_runner(folders[target], None)], arrivals, window=window)
+    wanted, _ = serve([step_runner(folders[target], None)], arrivals, windows=(window,))
     runner = step_runner(folders[target], Steps(), **drafting(folders[draft]))
-    updates, _ = serve([runner], arrivals, window=window, max_drafts=K, drafts_keep_kv=True)
+    updates, _ = serve([runner], arrivals, windows=(window,), max_drafts=K, drafts_keep_kv=True)
     require_alike(updates, wanted)
 
 

@@ -127,10 +127,10 @@ def test_tensor_parallel_ranks_accept_the_same_drafts(folders: dict[str, Path], 
 
 def test_a_window_forgets_no_accepted_token(folders: dict[str, Path]) -> None:
     arrivals = draw_requests(4)
-    wanted, _ = serve([step_runner(folders["mistral"], None)], arrivals, None, Remainders, window=8)
+    wanted, _ = serve([step_runner(folders["mistral"], None)], arrivals, None, Remainders, windows=(8,))
     answers = answers_of(arrivals, wanted)
     updates, _ = serve(
-        [step_runner(folders["mistral"], Steps(), **drafting(answers))], arrivals, None, Remainders, window=8, max_drafts=K
+        [step_runner(folders["mistral"], Steps(), **drafting(answers))], arrivals, None, Remainders, windows=(8,), max_drafts=K
     )
     require_alike(updates, wanted)
 

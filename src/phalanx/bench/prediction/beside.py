@@ -30,7 +30,7 @@ def predicted(model: ModelShape, facts: EngineFacts, workload: Workload, options
         return None
     layout = facts.layout
     requests, slots = -(-workload.requests // layout.replicas), facts.max_batch_size // layout.replicas
-    tokens = facts.num_blocks // layout.replicas * facts.block_size
+    tokens = facts.kv_tokens // layout.replicas
     kv = kv_dtype(concrete_kv_cache_dtype(options.kv_cache_dtype, model), facts.dtype)
     strategy = "NCCL" if options.allreduce_strategy == "NCCL" else "AUTO"
     costs = Costs(model, facts.dtype, kv, layout, machine, strategy, options.expert_exchange)

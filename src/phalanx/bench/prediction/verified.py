@@ -71,7 +71,7 @@ def measure(model: str, machine: MachineModel, request: PlanRequest, plan: Plan,
         offline.seconds_of(llm, ids[: min(share, 8)], min(4, request.osl))
         begin = time.perf_counter()
         times = asyncio.run(burst_times(llm, ids, request.osl))
-        kv_tokens = float(llm.facts.num_blocks * llm.facts.block_size)
+        kv_tokens = float(llm.facts.kv_tokens)
     return {**figures(begin, times, request.osl, request.concurrency / share), "kv_tokens": kv_tokens}
 
 

@@ -54,7 +54,7 @@ def memory_budget(subject: Subject) -> Finding:
         return skipped(f"the layout is refused: {failure}")
     rank = need.rank
     facts = {"need": need.least, "free": free, "weights": rank.weights, "beside": rank.beside, "graphs": rank.graphs}
-    if rank.kv_tokens == 0:
+    if rank.blocks == 0:
         return _too_large(subject, need, free, smallest.index, facts)
     shorter = memory.sequence_remedy(options, shape, need)
     if shorter is not None and options.max_seq_len is not None:

@@ -20,7 +20,7 @@ import phalanx.layout.families.mixtral as mixtral
 import phalanx.layout.families.qwen3_next as qwen3_next
 from phalanx.config.model import ModelShape
 from phalanx.errors import ModelNotFound
-from phalanx.layout.cache import Cache, CacheTensor
+from phalanx.layout.cache import Cache, CacheTensor, in_group, layer_groups
 from phalanx.layout.families.declare import WeightTensor
 
 _KNOWN = Path(__file__).parent.parent / "data" / "models.json"
@@ -85,7 +85,13 @@ def layer_tensors(shape: ModelShape, layer: int) -> tuple[WeightTensor, ...]:
 @cache
 def layer_cache(shape: ModelShape, layer: int, dtype: str, tp: int = 1) -> Cache:
     """What one decoder layer keeps between steps, on each of tp ranks. dtype: of keys and values (`cache.kv_dtype`)."""
-    return tuple(tensor.local(tp) for tensor in declaration(shape).cache(shape, layer, dtype))
+    own = tuple(tensor.local(tp) for tensor in declaration(shape).cache(shape, layer, dtype))
+    return in_group(own, _layer_groups(shape)[layer])
+
+
+@cache
+def _layer_groups(shape: ModelShape) -> tuple[int, ...]:
+    return layer_groups([tuple(declaration(shape).cache(shape, layer, shape.dtype)) for layer in range(shape.num_layers)])
 
 
 def model_cache(shape: ModelShape) -> tuple[Cache, ...]:

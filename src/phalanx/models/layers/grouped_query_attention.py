@@ -147,18 +147,19 @@ class GroupedQueryAttention(nn.Module):
     def _rotated_query(self, x: Activation, cos_sin: CosSin, batch: Batch, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
         """x [T, hidden] -> the rotated queries [T, q_heads, head_dim], and the gates of their outputs [T, q_heads * head_dim] where
         there are any; keys and values are stored in the cache."""
+        kv_slots = batch.of_group(cache.group).kv_slots
         if self.whole_norm is not None:
             heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-            return self.kv_store(self.whole_norm(heads), cos_sin, self.q_heads, cache, batch.kv_slots), None
+            return self.kv_store(self.whole_norm(heads), cos_sin, self.q_heads, cache, kv_slots), None
         head_norm = None
         if self.q_norm is not None and self.k_norm is not None:
             head_norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         else:
-            query = self.kv_store.fused_with_gemv(x, self.qkv_proj, self.q_heads, cos_sin, cache, batch.kv_slots)
+            query = self.kv_store.fused_with_gemv(x, self.qkv_proj, self.q_heads, cos_sin, cache, kv_slots)
             if query is not None:
                 return query, None
         heads, gates = self.qkv_proj(x, may_stay_unscaled=not self.has_gates), None
         if self.has_gates:
             heads, gates = heads.split([(self.q_heads + 2 * self.kv_heads) * self.head_dim, self.q_heads * self.head_dim], dim=1)
         heads = heads.view(x.shape[0], -1, self.head_dim)
-        return self.kv_store(heads, cos_sin, self.q_heads, cache, batch.kv_slots, head_norm), gates
+        return self.kv_store(heads, cos_sin, self.q_heads, cache, kv_slots, head_norm), gates

@@ -52,14 +52,15 @@ class _Sequence:
 class _Requests:
     """Makes requests as long as slots and blocks are left."""
 
-    def __init__(self, vocab_size: int, slots: int, block_size: int, blocks: int) -> None:
+    def __init__(self, vocab_size: int, slots: int, block_size: int, blocks: int, groups: int) -> None:
         self._chance, self._vocab_size = random.Random(SEED), vocab_size
+        self._groups = groups
         self._slots, self._block_size, self._blocks, self._used, self._opened = slots, block_size, blocks, 0, 0
 
     def open(self, prompt: int) -> _Sequence | None:
         """A request with so many tokens of prompt, and room for decode steps; None where there is no place."""
         total = prompt + 2 * DECODES + 1
-        blocks = range(self._used, self._used - -total // self._block_size)
+        blocks = range(self._used, self._used + self._groups * -(-total // self._block_size))
         if self._opened == self._slots or blocks.stop > self._blocks or prompt < 1:
             return None
         tokens = [self._chance.randrange(self._vocab_size) for _ in range(total)]
@@ -68,13 +69,13 @@ class _Requests:
 
 
 def check_steps(
-    *, vocab_size: int, max_num_tokens: int, max_seq_len: int, max_rows: int, block_size: int, blocks: int
+    *, vocab_size: int, max_num_tokens: int, max_seq_len: int, max_rows: int, block_size: int, blocks: int, groups: int = 1
 ) -> list[CheckStep]:  # fmt: skip
     """A prompt, a prompt in chunks, short prompts together; decode steps of one row and of many; and one with a prompt beside
     decode rows. As many of them as the limits allow; the last step releases all slots. The same on every rank, and in every start
-    with the same limits."""
-    requests, slots = _Requests(vocab_size, max_rows, block_size, blocks), max_rows
-    long = min(LONG, max_num_tokens, max_seq_len - 2 * DECODES - 1, blocks * block_size // 4)
+    with the same limits. groups: of layers, each of which takes blocks."""
+    requests, slots = _Requests(vocab_size, max_rows, block_size, blocks, groups), max_rows
+    long = min(LONG, max_num_tokens, max_seq_len - 2 * DECODES - 1, blocks // groups * block_size // 4)
     steps: list[CheckStep] = []
     running: list[_Sequence] = []
     if (first := requests.open(long)) is not None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.messages import NO_DRAFT, SlotAssignment
-from phalanx.layout.cache import Cache
+from phalanx.layout.cache import Cache, in_group
 from phalanx.models.batch import Batch
 from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention.backend import AttentionBackend
@@ -107,7 +107,7 @@ class ModelProposer(Proposer):
 
     def declared_caches(self) -> list[Cache]:
         """As `Proposer`."""
-        return self._drafter.declared_caches()
+        return [in_group(cache, 0) for cache in self._drafter.declared_caches()]
 
     def admit(self, assignment: SlotAssignment) -> None:
         """As `Proposer`."""

@@ -72,14 +72,22 @@ class Verification:
         """On a stage that has no state: the starts [R] that another stage has."""
         self.starts[: self.rows] = starts
 
-    def expand(self, token_ids: Tensor, positions: Tensor, kv_slots: Tensor, kv_lengths: Tensor) -> None:
-        """Write the forward's input of the rows that verify, whose tokens come first in it."""
+    def expand(
+        self, token_ids: Tensor, positions: Tensor, kv_slots: Tensor, kv_lengths: Tensor, more_kv_slots: Sequence[Tensor] = ()
+    ) -> None:
+        """Write the forward's input of the rows that verify, whose tokens come first in it. more_kv_slots: of the other groups."""
         if self.rows:
+            tables, block_size = self._tables.device, self._tables.block_size
             expand_drafts(
-                self._state, self._tables.device, self._tables.block_size, self.slots[: self.rows], self.starts[: self.rows],
+                self._state, tables[0], block_size, self.slots[: self.rows], self.starts[: self.rows],
                 self.capacities[: self.rows], self._ids, token_ids=token_ids, positions=positions, kv_slots=kv_slots,
                 kv_lengths=kv_lengths, drafts=self.drafts,
             )  # fmt: skip
+            for table, group_slots in zip(tables[1:], more_kv_slots, strict=True):
+                count = self.rows * (self.k + 1)
+                at, slots = positions[:count], self.slots[: self.rows].repeat_interleave(self.k + 1)
+                places = table[slots, at // block_size].long() * block_size + at % block_size
+                group_slots[:count] = torch.where(kv_slots[:count] < 0, -1, places)
 
     @cached_property
     def positions(self) -> Tensor:

@@ -43,6 +43,7 @@ class PlanKey(NamedTuple):
     scale: float
     kv_dtype: torch.dtype
     cap: float | None = None
+    group: int = 0
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -63,10 +64,10 @@ class Pages(NamedTuple):
     last_page_len: Words
 
 
-def pages(batch: Batch, window: int | None, block_size: int) -> Pages:
-    """Only the blocks inside the window: table entries behind it may be stale, and leaving them out shifts keys and queries
-    alike."""
-    tables = batch.block_tables_cpu
+def pages(batch: Batch, window: int | None, block_size: int, group: int = 0) -> Pages:
+    """Those of a group of layers. Only the blocks inside the window: table entries behind it may be stale, and leaving them out
+    shifts keys and queries alike."""
+    tables = batch.of_group(group).block_tables_cpu
     if tables is None:
         raise ValueError("the batch has no block_tables_cpu, and FlashInfer plans on the host")
     lengths = np.asarray(batch.kv_lengths_cpu, dtype=np.int64)
@@ -151,7 +152,9 @@ class FlashInferPlan:
                 "a KV cache in int8 cannot be read by FlashInfer's kernels", held="the Triton kernels and the CPU read it",
                 next="install triton, or use kv_cache_dtype='fp8'",
             )  # fmt: skip
-        key = PlanKey(query.shape[1], cache.key.shape[2], query.shape[2], cache.key.shape[1], window, scale, cache.key.dtype, cap)
+        heads, head_dim = query.shape[1:]
+        block_size, kv_heads = cache.key.shape[1:3]
+        key = PlanKey(heads, kv_heads, head_dim, block_size, window, scale, cache.key.dtype, cap, cache.group)
         if key not in self._ready:
             self.prepare(key)
         query, paged = query.contiguous(), (cache.key, cache.value)
@@ -172,7 +175,7 @@ class FlashInferPlan:
         prefill.plan(queries, *table, *key.sizes, causal=True, max_token_per_sequence=longest, **options)
 
     def _page_table(self, key: PlanKey) -> tuple[Tensor, Tensor, Tensor]:
-        table = pages(self._batch, key.window, key.block_size)
+        table = pages(self._batch, key.window, key.block_size, key.group)
         device = self._backend.device
         indices = to_pinned(table.indices, device).to(device, non_blocking=True)
         return to_pinned(table.indptr, device), indices, to_pinned(table.last_page_len, device)

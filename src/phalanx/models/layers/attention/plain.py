@@ -35,11 +35,13 @@ class _Rows:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
 
-    def rows(self, block_size: int, window: int | None) -> Iterator[_Row]:
+    def rows(self, block_size: int, window: int | None, group: int) -> Iterator[_Row]:
+        """As the layers of a group see them."""
         batch, device = self._batch, self._batch.positions.device
+        tables = batch.of_group(group).block_tables
         for row, length in enumerate(batch.kv_lengths_cpu):
             begin, end = batch.query_starts_cpu[row : row + 2]
-            table = batch.block_tables[row if batch.table_rows is None else batch.table_rows[row]]
+            table = tables[row if batch.table_rows is None else batch.table_rows[row]]
             first = 0 if window is None else max(0, length - (end - begin) - window + 1)  # blocks before it may be another's
             keys = torch.arange(first, length, device=device)
             queries = torch.arange(length - (end - begin), length, device=device).unsqueeze(1)
@@ -74,7 +76,7 @@ class PlainPlan(_Rows):
         out = torch.zeros_like(query) if out is None else out
         key_scale, value_scale = kv_scales or (1.0, 1.0)
         groups = query.shape[1] // cache.key.shape[2]
-        for row in self.rows(cache.key.shape[1], window):
+        for row in self.rows(cache.key.shape[1], window, cache.group):
             key, value = row.gather(cache.key) * key_scale, row.gather(cache.value) * value_scale
             if cache.token_scales is not None:
                 by_token = cache.token_scales[row.blocks, :, row.offsets].float()
@@ -92,7 +94,7 @@ class PlainLatentPlan(_Rows):
         latent, rank = cache["latent"], up.shape[2]
         nope = query.shape[2] - (latent.shape[3] - rank)
         out = query.new_zeros(len(query), up.shape[0], up.shape[1] - nope)
-        for row in self.rows(latent.shape[1], None):
+        for row in self.rows(latent.shape[1], None, cache.group):
             latents = row.gather(latent)[:, 0]
             expanded = torch.einsum("nr,hdr->nhd", latents[:, :rank], up.float())
             rotated = latents[:, None, rank:].expand(-1, up.shape[0], -1)

@@ -97,8 +97,10 @@ class Bundle:
     stale: (rows, keys) behind the end of a row. Their memory may hold NaN of another request, which no mask removes.
     """
 
-    def __init__(self, members: Sequence[QueryChunk], batch: Batch, window: int | None, block_size: int) -> None:
-        device = batch.block_tables.device
+    def __init__(
+        self, members: Sequence[QueryChunk], batch: Batch, window: int | None, block_size: int, tables: Tensor
+    ) -> None:  # fmt: skip
+        device = tables.device
         fields = [(c.row, c.first_token, c.first_position, c.count, c.first_block, c.blocks) for c in members]
         table = torch.tensor(fields, dtype=torch.int64)
         max_blocks = max(c.blocks for c in members)
@@ -114,7 +116,7 @@ class Bundle:
         # A padding column repeats the row's last block, which is the row's own, and whose keys are masked.
         column = first + torch.minimum(torch.arange(max_blocks, device=device), blocks - 1)
         table_row = row if batch.table_rows is None else batch.table_rows[row]
-        self.blocks = batch.block_tables[table_row, column].long().view(-1)
+        self.blocks = tables[table_row, column].long().view(-1)
         key = first * block_size + torch.arange(max_blocks * block_size, device=device)
         query_at, key_at = (position + query).unsqueeze(-1), key.unsqueeze(-2)
         mask = key_at <= query_at
@@ -179,36 +181,39 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) ->
     return torch.cat((q, extra), dim=-1), k, v, F.pad(mask, (0, 1), value=True)
 
 
-def bundled(batch: Batch, window: int | None, block_size: int) -> tuple[list[Bundle], Tensor]:
-    """The bundles of a batch; and for each of its tokens the row of the bundles' outputs, one behind the other, that is its own."""
-    limit = MASK_LIMITS[batch.block_tables.device.type]
+def bundled(batch: Batch, window: int | None, block_size: int, group: int) -> tuple[list[Bundle], Tensor]:
+    """The bundles of a batch for the layers of a group; and for each of its tokens the row of the bundles' outputs, one behind the
+    other, that is its own."""
+    tables = batch.of_group(group).block_tables
+    device = tables.device
+    limit = MASK_LIMITS[device.type]
     chunks = query_chunks(batch.query_starts_cpu, batch.kv_lengths_cpu, window, block_size, limit)
     all_bundles, order, at = [], [0] * batch.token_ids.shape[0], 0
     for members in bundles(chunks, block_size, limit):
-        bundle = Bundle(members, batch, window, block_size)
+        bundle = Bundle(members, batch, window, block_size, tables)
         for index, chunk in enumerate(members):
             begin = at + index * bundle.queries
             order[chunk.first_token : chunk.first_token + chunk.count] = range(begin, begin + chunk.count)
         at += bundle.rows * bundle.queries
         all_bundles.append(bundle)
     host = torch.tensor(order, dtype=torch.int64)
-    device = batch.block_tables.device
     return all_bundles, host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class BundledPlan:
-    """The bundles of a batch for each window of its layers, made on first use; and the order in which their outputs are the
-    tokens'."""
+    """The bundles of a batch for each group and window of its layers, made on first use; and the order in which their outputs are
+    the tokens'."""
 
     def __init__(self, batch: Batch, scratch: Scratch) -> None:
         self._batch, self._scratch = batch, scratch
-        self._bundles: dict[int | None, tuple[list[Bundle], Tensor]] = {}
+        self._bundles: dict[tuple[int, int | None], tuple[list[Bundle], Tensor]] = {}
 
-    def attended(self, window: int | None, block_size: int, attend: Callable[[Bundle], Tensor]) -> Tensor:
+    def attended(self, group: int, window: int | None, block_size: int, attend: Callable[[Bundle], Tensor]) -> Tensor:
         """attend: a bundle -> the outputs of its rows [R * Q, heads, dim]. Returns those of the tokens [T, heads, dim]."""
-        if window not in self._bundles:
-            self._bundles[window] = bundled(self._batch, window, block_size)
-        bundles, order = self._bundles[window]
+        key = group, window
+        if key not in self._bundles:
+            self._bundles[key] = bundled(self._batch, window, block_size, group)
+        bundles, order = self._bundles[key]
         outs = [attend(bundle) for bundle in bundles]
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
 
@@ -224,7 +229,8 @@ class SdpaPlan(BundledPlan):
         """As AttentionPlan."""
         key_scale, value_scale = kv_scales or (1.0, 1.0)
         output = self.attended(
-            window, cache.key.shape[1], lambda bundle: bundle.attend(query, cache, scale * key_scale, self._scratch, sinks, cap)
+            cache.group, window, cache.key.shape[1],
+            lambda bundle: bundle.attend(query, cache, scale * key_scale, self._scratch, sinks, cap),
         )  # fmt: skip
         if value_scale != 1.0:
             output = output * value_scale

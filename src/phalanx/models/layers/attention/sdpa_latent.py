@@ -75,7 +75,7 @@ class LatentPlan(BundledPlan):
             of_bundle = attend_absorbed if bundle.queries == 1 else attend_expanded
             return of_bundle(bundle, query, cache, up, scale, self._scratch)
 
-        return self.attended(None, cache["latent"].shape[1], attend)
+        return self.attended(cache.group, None, cache["latent"].shape[1], attend)
 
 
 class SdpaLatentBackend:

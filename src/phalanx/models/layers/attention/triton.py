@@ -9,7 +9,6 @@ captured forward is replayed with whatever values the tensors of its batch then 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Literal, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention import dispatch as kernels
 from phalanx.kernels.attention.heuristics import SHORT_KV, SplitKvWorkspace, count_prefill_tiles
-from phalanx.models.batch import Batch, count_leading_decodes
+from phalanx.models.batch import Batch, count_leading_decodes, without_rows
 from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
 
@@ -96,7 +95,7 @@ class TritonPlan:
                 self._splits[spec] = self._plan_splits(spec)
                 early &= self._splits[spec] is None  # else a kernel that still runs plans them
             # Tables are not read early: the graph's first kernel writes the new blocks into them.
-            tables, table_rows = batch.block_tables, batch.table_rows
+            tables, table_rows = batch.of_group(cache.group).block_tables, batch.table_rows
             kernels.decode_attention(
                 query[rows], cache.key, cache.value, tables if table_rows is not None else tables[rows],
                 None if table_rows is None else table_rows[rows], batch.kv_lengths[rows], scale=scale, window=window,
@@ -130,24 +129,10 @@ class TritonPlan:
         batch, at = self._batch, self._decodes
         if not batch.fixed and self._tiles is None:
             self._tiles = count_prefill_tiles(batch.query_starts_cpu[at:], query.shape[1] // cache.key.shape[2])
-        rows = batch.table_rows
+        rows, tables = batch.table_rows, batch.of_group(cache.group).block_tables
         kernels.prefill_attention(
-            query, cache.key, cache.value, batch.block_tables if rows is not None else batch.block_tables[at:],
+            query, cache.key, cache.value, tables if rows is not None else tables[at:],
             None if rows is None else rows[at:], batch.query_starts[at:], batch.kv_lengths[at:], scale=scale, window=window,
             kv_scales=kv_scales, tiles=self._tiles, mean_length=self._mean_length, early_lengths=batch.fixed, out=out, sinks=sinks,
             token_scales=cache.token_scales,
         )  # fmt: skip
-
-
-def without_rows(batch: Batch, count: int) -> Batch:
-    """The batch without its first `count` rows, decode rows all, as attention reads it."""
-    rows = batch.table_rows
-    return replace(
-        batch, token_ids=batch.token_ids[count:], positions=batch.positions[count:], kv_slots=batch.kv_slots[count:],
-        query_starts=batch.query_starts[count:] - count, kv_lengths=batch.kv_lengths[count:],
-        block_tables=batch.block_tables[count:] if rows is None else batch.block_tables,
-        table_rows=None if rows is None else rows[count:],
-        query_starts_cpu=[start - count for start in batch.query_starts_cpu[count:]], kv_lengths_cpu=batch.kv_lengths_cpu[count:],
-        block_tables_cpu=None if batch.block_tables_cpu is None else batch.block_tables_cpu[count:],
-        attention=None,  # the plan of the full batch, which may hold this one's
-    )  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor
 from phalanx.kernels.attention import dispatch as kernels
 from phalanx.kernels.attention.heuristics import SplitKvWorkspace, count_prefill_tiles
 from phalanx.layout.graphs import max_absorbed_pairs
-from phalanx.models.batch import Batch, count_leading_decodes
+from phalanx.models.batch import Batch, count_leading_decodes, without_rows
 from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention.sdpa_latent import (
     LatentPlan,
@@ -29,7 +29,6 @@ from phalanx.models.layers.attention.sdpa_latent import (
     absorbed_output,
     absorbed_query,
 )
-from phalanx.models.layers.attention.triton import without_rows
 
 HEADS_OF_GROUP = 8
 """Heads of a group, at most. Of a context longer than the largest step, one group after the other is expanded, so that memory does
