@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from phalanx import LLM
-from phalanx.layout.cache import group_of
+from phalanx.layout.cache import group_windows
 from phalanx.layout.families import model_cache
 from tests.support.checkpoints import write_checkpoint
 from tests.support.greedy_tokens import ALL, BLOCK, NEW_TOKENS, SHARED, STEP_TOKENS, continued, params_of, prompts_of_all_lengths
@@ -105,6 +105,7 @@ def _cache_bytes(reference: Reference, tp: int, pp: int, longest: int) -> int:
     shape = ModelShape.from_config(load_config(reference.folder))
     kv_heads = len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv)
     block = 2 * kv_heads * shape.head_dim * 4 * BLOCK * -(-shape.num_layers // pp)
-    if (window := group_of(model_cache(shape)).window) is not None:
+    (window,) = group_windows(model_cache(shape))
+    if window is not None:
         return block * ((window + STEP_TOKENS) // BLOCK + 3)
     return block * (3 * longest // (2 * BLOCK) + 1)
