@@ -10,7 +10,7 @@ import pytest
 
 from phalanx import cli
 from phalanx.bench import offline
-from phalanx.errors import SelfCheckFailed
+from phalanx.errors import SelfCheckFailed, WeightError
 from phalanx.health.check import Need
 from tests.support.health_subject import only, subject
 
@@ -37,7 +37,15 @@ def test_what_fails_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     examined.quality = True
     finding = only("same_answers", examined)
     assert (finding.level, finding.cure) == ("error", "tune again")
-    assert "moved by demo" in finding.summary
+    assert finding.summary == "this machine does not give the answers; moved by demo", "the cure is told once"
+
+    def end(options: Any) -> list[str]:
+        raise WeightError("the file is damaged", next="download it again")
+
+    monkeypatch.setattr(offline, "self_check_lines", end)
+    finding = only("same_answers", examined)
+    assert (finding.level, finding.cure) == ("error", "download it again")
+    assert finding.summary == "no answer was checked, since the engine did not start: the file is damaged"
     dummy = subject("demo", load_format="dummy")
     dummy.quality = True
     assert only("same_answers", dummy).level == "skipped"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, SelfCheckFailed
 from phalanx.health.check import Finding, Need, check, error, note, skipped
 from phalanx.health.subject import Subject
 
@@ -26,5 +26,7 @@ def same_answers(subject: Subject) -> Finding:
     try:
         lines = self_check_lines(options)
     except PhalanxError as failure:
-        return error(str(failure), failure.next or "see the log of the start")
+        said = "; ".join(part for part in (failure.failure, failure.held, failure.why) if part)
+        unchecked = "" if isinstance(failure, SelfCheckFailed) else "no answer was checked, since the engine did not start: "
+        return error(unchecked + said, failure.next or "see the log of the start")
     return note("; ".join(lines))
