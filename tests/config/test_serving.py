@@ -66,12 +66,18 @@ def test_origins():
     ("sql=/a/sql", {"sql": "/a/sql"}), ("a=/x,b=y=z", {"a": "/x", "b": "y=z"}), ("a=/x b=/y", {"a": "/x", "b": "/y"}),
     ('{"name": "a", "path": "/x", "base_model_name": "m"}', {"a": "/x"}),
     ('{"name": "a", "path": "/x"},{"name": "b", "path": "/y z"}', {"a": "/x", "b": "/y z"}), (None, {}),
+    ('a=/x,{"name": "b", "path": "/y z"} c=/z', {"a": "/x", "b": "/y z", "c": "/z"}),
+    ('[{"name": "a", "path": "/x"}]', {"a": "/x"}),
 ])  # fmt: skip
 def test_adapters_by_their_names(text, modules):
     assert ServeOptions.of(lora_modules=text).read_lora_modules() == modules
 
 
-@pytest.mark.parametrize("text", ["sql", "=x", "a=", "a=/x a=/y", '{"name": "a"}', '{"name": "a", "path": "/x", "more": 1}', "{"])
+@pytest.mark.parametrize(
+    "text",
+    ["sql", "=x", "a=", "a=/x a=/y", '{"name": "a"}', '{"name": "a", "path": "/x", "more": 1}', "{", '{"name": "a", "path": 5}'],
+)
 def test_adapters_without_name_or_folder_are_refused(text):
-    with pytest.raises(OptionError, match="lora_modules="):
+    with pytest.raises(OptionError, match="lora_modules=") as refused:
         ServeOptions.of(lora_modules=text)
+    assert "Value error" not in refused.value.why

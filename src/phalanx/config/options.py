@@ -305,4 +305,5 @@ def option_error(error: ValidationError) -> OptionError:
     name = ".".join(str(part) for part in first["loc"]) or "options"
     if name == "cluster_token":
         return OptionError("cluster_token is not valid", why="it must be a string")
-    return OptionError(f"{name}={first.get('input')!r} is not valid", why=first["msg"].replace("Input should be", "it must be", 1))
+    why = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be", 1)
+    return OptionError(f"{name}={first.get('input')!r} is not valid", why=why)

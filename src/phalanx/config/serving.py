@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,8 +62,8 @@ class ServeOptions(BaseModel):
     lora_modules: str | None = Field(
         None,
         min_length=1,
-        description="LoRA adapters to load at the start, as NAME=FOLDER, separated by spaces or commas, or as JSON objects with "
-        "name and path. Requests name one as their model. Needs max_loras.",
+        description="LoRA adapters to load at the start, as NAME=FOLDER, or as JSON objects with name and path, "
+        "separated by spaces or commas. Requests name one as their model. Needs max_loras.",
     )
     allow_runtime_lora_updating: bool = Field(
         False,
@@ -213,27 +214,38 @@ def bad_api_key() -> OptionError:
     return OptionError("the api_key is not valid", why="it must be a string of at least one character")
 
 
+_BETWEEN = ", \t\r\n"
 _MODULE_FIELDS = {"name", "path", "base_model_name"}
 
 
 def _modules(text: str | None) -> dict[str, str]:
     """Name -> folder. Raises ValueError."""
     pairs: list[tuple[str, str]] = []
-    if (text or "").lstrip().startswith(("{", "[")):
-        parsed = json.loads(f"[{text}]")
-        for entry in parsed[0] if isinstance(parsed[0], list) else parsed:
-            if not isinstance(entry, dict) or not {"name", "path"} <= entry.keys() <= _MODULE_FIELDS:
-                raise ValueError(f"{entry!r} must be an object with name and path")
-            pairs.append((str(entry["name"]), str(entry["path"])))
-    else:
-        for part in re.split(r"[\s,]+", (text or "").strip()) if text else []:
-            name, _, folder = part.partition("=")
+    rest = text or ""
+    while rest := rest.lstrip(_BETWEEN):
+        if rest.startswith(("{", "[")):
+            value, end = json.JSONDecoder().raw_decode(rest)
+            pairs += [_module(entry) for entry in (value if isinstance(value, list) else [value])]
+        else:
+            end = len(re.split(r"[\s,]", rest, maxsplit=1)[0])
+            name, _, folder = rest[:end].partition("=")
             if not name or not folder:
-                raise ValueError(f"{part!r} must be NAME=FOLDER")
+                raise ValueError(f'{rest[:end]!r} must be NAME=FOLDER; with spaces or commas, {{"name": NAME, "path": FOLDER}}')
             pairs.append((name, folder))
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("two adapters have one name")
+        rest = rest[end:]
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"two adapters have the name {twice[0]!r}")
     return dict(pairs)
+
+
+def _module(entry: object) -> tuple[str, str]:
+    if not isinstance(entry, dict) or not {"name", "path"} <= entry.keys() <= _MODULE_FIELDS:
+        raise ValueError(f"{entry!r} must be an object with name and path")
+    name, folder = entry["name"], entry["path"]
+    if not all(isinstance(each, str) and each for each in (name, folder)):
+        raise ValueError(f"{entry!r} must have texts as name and path")
+    return name, folder
 
 
 def _split(text: str | None) -> list[str]:

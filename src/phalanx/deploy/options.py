@@ -110,8 +110,7 @@ class _ManifestOptions(BaseModel):
                 advice = f"give --{name}: {cls.model_fields[name].description}"
                 raise OptionError(f"option {name} is missing", why="it has no default", next=advice) from None
             problem = option_error(error)
-            why = problem.why.removeprefix("Value error, ")
-            raise OptionError(problem.failure.replace("with_=", "with="), why=why) from None
+            raise OptionError(problem.failure.replace("with_=", "with="), why=problem.why) from None
 
 
 class K8sOptions(_ManifestOptions):
