@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from phalanx.errors import (
@@ -72,6 +73,12 @@ class MessagesError(ApiError):
 _ANTHROPIC_TYPES = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
+
+
+def require_enabled(request: Request, enabled: bool, option: str, why: str) -> None:
+    """Raise ApiError 403 for a route that the server's option does not open. why: it is closed without it."""
+    if not enabled:
+        raise ApiError(403, f"{request.url.path} is not enabled; start the server with {option}: {why}", code="not_enabled")
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:

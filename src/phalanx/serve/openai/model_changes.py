@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from phalanx.engine.messages import ModelChange, ModelState, RequestMode, Sleep, UpdateWeights, WakeUp
 from phalanx.errors import PhalanxError
-from phalanx.serve.openai.api_errors import ApiError, bad_request, clip
+from phalanx.serve.openai.api_errors import ApiError, bad_request, clip, require_enabled
 from phalanx.serve.openai.body import read_small_request
-from phalanx.serve.openai.schema.model_changes import UpdateWeightsRequest
+from phalanx.serve.openai.schema.model_changes import NoFields, UpdateWeightsRequest
 from phalanx.serve.openai.schema.openapi import query_parameter, request_body, responses_of
 from phalanx.serve.openai.schema.responses import ModelStateResponse
 from phalanx.serve.openai.service import Service, service_of
@@ -24,7 +24,7 @@ router = APIRouter()
 
 TAGS = ("weights", "kv_cache")
 _MODES = get_args(RequestMode)
-_STATE = responses_of(ModelStateResponse, body=False, refuses=True, enabled=True)
+_STATE = responses_of(ModelStateResponse, enabled=True)
 _LEVEL = query_parameter("level", {"type": "integer", "enum": [1, 2], "default": 1})
 _MODE = query_parameter("mode", {"type": "string", "enum": list(_MODES), "default": "wait"})
 _TAGS = query_parameter("tags", {"type": "array", "items": {"type": "string", "enum": list(TAGS)}})
@@ -37,6 +37,7 @@ async def sleep(request: Request) -> Response:
     query = _query(request, level=("1", "2"), mode=_MODES)
     message = Sleep(int(_one(query, "level", "1")), cast(RequestMode, _one(query, "mode", "wait")))
     service = _permitted(request)
+    await _require_no_body(request)
     service.admission.sleep()
     return await _changed(service, message)
 
@@ -45,7 +46,9 @@ async def sleep(request: Request) -> Response:
 async def wake_up(request: Request) -> Response:
     """Take the memory again. tags: weights or kv_cache, or both, as without tags; requests are accepted once both are there."""
     tags = _query(request, tags=TAGS).get("tags", TAGS)
-    return await _changed(_permitted(request), WakeUp("weights" in tags, "kv_cache" in tags))
+    service = _permitted(request)
+    await _require_no_body(request)
+    return await _changed(service, WakeUp("weights" in tags, "kv_cache" in tags))
 
 
 @router.post(
@@ -54,8 +57,10 @@ async def wake_up(request: Request) -> Response:
 async def update_weights(request: Request) -> Response:
     """Read the weights of another checkpoint of the same model. Requests that run finish on the old ones, or end with an error;
     those that wait, and those that come, run on the new ones. All ranks change, or none."""
+    service = _permitted(request)
+    _query(request)
     body = await read_small_request(request, UpdateWeightsRequest)
-    return await _changed(_permitted(request), UpdateWeights(body.model_path, body.mode or "wait"))
+    return await _changed(service, UpdateWeights(body.model_path, body.mode or "wait"))
 
 
 @router.get("/is_sleeping", responses=responses_of(ModelStateResponse, body=False))
@@ -67,14 +72,22 @@ async def is_sleeping(request: Request) -> Response:
 
 
 def _permitted(request: Request) -> Service:
+    why = "who may send requests can then stop the engine, and have it read any checkpoint of this host"
     service = service_of(request)
     service.require_engine()
-    if not service.sleep_mode:
-        raise ApiError(
-            403, f"{request.url.path} is not enabled; start the server with --enable_sleep_mode: who may send requests can then "
-            "stop the engine, and have it read any checkpoint of this host", code="not_enabled",
-        )  # fmt: skip
+    require_enabled(request, service.sleep_mode, "--enable_sleep_mode", why)
     return service
+
+
+async def _require_no_body(request: Request) -> None:
+    """Raise ApiError for fields in the body of a route whose parameters are in its query. An empty object has none."""
+    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return
+    try:
+        await read_small_request(request, NoFields)
+    except ApiError as error:
+        message = f"{error.message}; parameters of {request.url.path} are in its query: {request.url.path}?NAME=VALUE"
+        raise ApiError(error.status, message, param=error.param, code=error.code, headers=error.headers) from None
 
 
 async def _changed(service: Service, message: ModelChange) -> Response:
@@ -112,7 +125,8 @@ def _query(request: Request, **allowed: Sequence[str]) -> Mapping[str, list[str]
     query: dict[str, list[str]] = {}
     for name, value in request.query_params.multi_items():
         if name not in allowed:
-            message = f"unknown parameter {clip(name)!r}; known: {', '.join(allowed)}"
+            known = f"known: {', '.join(allowed)}" if allowed else "the query has none here: write fields into the body"
+            message = f"unknown parameter {clip(name)!r}; {known}"
             raise bad_request(message, param=clip(name), code="unknown_parameter")
         if value not in allowed[name]:
             raise bad_request(f"{name}={clip(value)!r} must be one of {', '.join(allowed[name])}", param=name, code="invalid_value")

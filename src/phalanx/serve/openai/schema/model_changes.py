@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of `POST /weights/update`."""
+"""The bodies of `POST /weights/update`, `/sleep` and `/wake_up`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Literal
 from pydantic import Field
 
 from phalanx.serve.openai.schema.fields import Body
+
+
+class NoFields(Body):
+    """The body of a route whose parameters are in its query."""
 
 
 class UpdateWeightsRequest(Body):
