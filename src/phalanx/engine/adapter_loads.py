@@ -111,7 +111,7 @@ class AdapterLoads:
             raise AdapterError(f"adapter {name!r} is being loaded", next="wait until it is, or give another name")
         if name in self._adapters and not message.replace:
             raise AdapterError(
-                f"adapter {name!r} is already loaded", next="give another name, unload it first, or ask for its replacement"
+                f"adapter {name!r} is already loaded", next="give another name, unload it first, or set load_inplace"
             )
 
     def _check(self, load: _Load) -> None:

@@ -75,15 +75,7 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int) -> AdapterFi
     Raises ModelError, and WeightError for its tensors: for each that the model has no place for, for one of another shape or dtype,
     for a rank above max_rank, for half a pair, and for an adapter that changes nothing.
     """
-    if not folder.is_dir():
-        raise WeightError(f"{folder} is no folder", next=f"give the folder that holds {CONFIG} and {WEIGHTS}")
-    config, file = AdapterConfig.from_folder(folder), folder / WEIGHTS
-    if not file.is_file():
-        others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".safetensors"))
-        raise WeightError(
-            f"{folder} holds no {WEIGHTS}", held=f"it holds {', '.join(others)}" if others else "",
-            why="weights are read from safetensors only", next="convert the adapter: load it with peft, and save it again",
-        )  # fmt: skip
+    config, file = require_files(folder)
     modules, pairs = _modules(shape), dict[str, dict[str, str]]()
     stored = _stored(file)
     for name in stored:
@@ -104,6 +96,20 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int) -> AdapterFi
             f"{file} has rank {rank}", held=f"max_lora_rank is {max_rank}", next=f"start with max_lora_rank={rank} or more"
         )
     return AdapterFile(str(folder), _digest(file, parts), rank, parts)
+
+
+def require_files(folder: Path) -> tuple[AdapterConfig, Path]:
+    """The config and the file of tensors of the adapter in a folder: what can be known of it without a model. Raises ModelError."""
+    if not folder.is_dir():
+        raise WeightError(f"{folder} is no folder", next=f"give the folder that holds {CONFIG} and {WEIGHTS}")
+    config, file = AdapterConfig.from_folder(folder), folder / WEIGHTS
+    if not file.is_file():
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".safetensors"))
+        raise WeightError(
+            f"{folder} holds no {WEIGHTS}", held=f"it holds {', '.join(others)}" if others else "",
+            why="weights are read from safetensors only", next="convert the adapter: load it with peft, and save it again",
+        )  # fmt: skip
+    return config, file
 
 
 def _modules(shape: ModelShape) -> dict[str, list[WeightTensor]]:

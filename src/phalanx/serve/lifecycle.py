@@ -28,7 +28,7 @@ from phalanx.serve import allocator
 from phalanx.serve.client import EngineClient, MakeVocabulary
 from phalanx.serve.connections.accept import Acceptor
 from phalanx.serve.connections.timed_protocol import TimedProtocol, timed_protocol
-from phalanx.serve.openai.adapters import load
+from phalanx.serve.openai.adapters import load, require_loadable
 from phalanx.serve.openai.service import Service, ServingEngine
 from phalanx.serve.output_parsing import OutputFormat
 from phalanx.serve.structured_output.vocabulary import vocabulary_of
@@ -135,6 +135,8 @@ class Lifecycle:
             raise OptionError("skip_tokenizer_init is not possible here", why="a server reads and writes text", next="remove it")
         if self._serving.lora_modules is not None and not options.max_loras:
             raise OptionError("lora_modules needs room for adapters", held="max_loras is 0", next="set max_loras to 1 or more")
+        modules = self._serving.read_lora_modules()
+        require_loadable(service, modules)
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
         output = await asyncio.to_thread(self._detect_output, tokenizer)
         describing = asyncio.create_task(asyncio.to_thread(self._app.openapi))  # it takes 0.3 s: the first who asks would wait
@@ -144,7 +146,7 @@ class Lifecycle:
             await describing
         if not client.eos_token_ids and tokenizer.eos_token_id is not None:
             client.eos_token_ids = list(known_eos_ids([tokenizer.eos_token_id], client.facts.vocab_size, "the tokenizer"))
-        for name, folder in self._serving.read_lora_modules().items():
+        for name, folder in modules.items():
             await load(service, client, name, folder)
         facts, metrics = client.facts, service.metrics
         logger.info("%s", defaults_line(facts.sampling_defaults))

@@ -18,6 +18,8 @@ from phalanx.serve.openai.schema.responses import ErrorResponse, ModelList
 from phalanx.serve.openai.service import ServingEngine
 from phalanx.serve.output_parsing import OutputFormat
 from tests.support.serve_http_app import MODEL, Live, Scripted, live, tokenizer_of
+from tests.support.serve_processes import MODEL as NAME
+from tests.support.serve_processes import fake_server
 
 SQL = {"lora_name": "sql", "lora_path": "/adapters/sql"}
 
@@ -69,7 +71,7 @@ def test_every_endpoint_answers_with_the_adapter_that_its_model_names(server):
     assert server.engine.added[-1].params.adapter is None
     assert client.completions.create(model=f"{MODEL}:sql", prompt="a").model == f"{MODEL}:sql"
     assert server.engine.added[-1].params.adapter == "sql"
-    with pytest.raises(openai.NotFoundError, match=f"'{MODEL}:law' is not served here"):
+    with pytest.raises(openai.NotFoundError, match=f"'{MODEL}:law' is not served here; '{MODEL}', 'sql' are"):
         client.completions.create(model=f"{MODEL}:law", prompt="a")
 
 
@@ -96,7 +98,9 @@ def test_a_large_body_is_read_with_the_names_that_there_are_now():
 
 def test_what_cannot_be_changed_is_refused(server):
     assert "the model has this name" in error_of(post(server, "load", {**SQL, "lora_name": MODEL}))[1]
-    assert error_of(post(server, "unload", {"lora_name": "sql"})) == (404, "adapter 'sql' is not loaded")
+    unknown = post(server, "unload", {"lora_name": "sql"})
+    assert error_of(unknown) == (404, "adapter 'sql' is not loaded")
+    assert unknown.json()["error"]["param"] == "lora_name"
     post(server, "load", SQL)
     assert error_of(post(server, "load", SQL)) == (400, "adapter 'sql' is already loaded")
     assert post(server, "load", {**SQL, "lora_path": "/other", "load_inplace": True}).status_code == 200
@@ -109,8 +113,20 @@ def test_the_routes_are_closed_unless_they_are_allowed():
     with live(Scripted("x")) as server:
         for route in ("load", "unload"):
             status, message = error_of(post(server, route, SQL if route == "load" else {"lora_name": "sql"}))
-            assert (status, "--allow_runtime_lora_updating" in message) == (400, True)
+            assert (status, "--allow_runtime_lora_updating" in message) == (403, True)
         assert server.engine.adapters == {}
+
+
+@pytest.mark.usefixtures("forked_python")
+@pytest.mark.parametrize(("modules", "words"), [
+    ("a=/nowhere", "adapter 'a' is not loaded: /nowhere is no folder; give the folder that holds adapter_config.json"),
+    (f"{NAME}=/nowhere", f"adapter '{NAME}' is not loaded: the model has this name"),
+])  # fmt: skip
+def test_a_faulty_adapter_ends_the_start_before_an_engine_begins(tmp_path, tiny_model, modules, words):
+    with fake_server(tmp_path, tiny_model, engine={"max_loras": 1}, lora_modules=modules) as served:
+        assert served.process.wait(60) == 1
+        assert words in served.log
+        assert "engine:" not in served.log
 
 
 def test_metrics_tell_of_adapters_that_have_requests():

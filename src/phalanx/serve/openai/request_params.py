@@ -38,6 +38,8 @@ COMPLETION_TOKENS = 16
 """Default `max_tokens` of /v1/completions (OpenAI's), where the checkpoint states none."""
 _ANSWER_OR_TOOLS = "response_format and tools"
 _NO_STRUCTURED_OUTPUTS = StructuredOutputs()
+_ADAPTERS_SHOWN = 16
+"""By an error."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,14 @@ class StructuredOutputField:
 
 
 def require_model(model: str | None, names: Collection[str]) -> None:
-    """Raise ApiError 404 for a model that is not served. names: those of the one that is, of which the first is shown."""
+    """Raise ApiError 404 for a model that is not served. names: of `Service.names`; the model's first one and those of adapters are
+    shown."""
     if model is not None and model not in names:
-        message = f"the model {model[:200]!r} is not served here; {next(iter(names))!r} is"
+        own, known = next(iter(names)), set(names)
+        adapters = [name for name in names if f"{own}:{name}" in known]
+        shown = ", ".join(map(repr, [own, *adapters[:_ADAPTERS_SHOWN]]))
+        more = f" and {len(adapters) - _ADAPTERS_SHOWN} more" if len(adapters) > _ADAPTERS_SHOWN else ""
+        message = f"the model {model[:200]!r} is not served here; {shown}{more} {'are' if adapters else 'is'}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
