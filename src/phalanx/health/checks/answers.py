@@ -26,7 +26,7 @@ def same_answers(subject: Subject) -> Finding:
     try:
         lines = self_check_lines(options)
     except PhalanxError as failure:
-        said = "; ".join(part for part in (failure.failure, failure.held, failure.why) if part)
+        reason = "; ".join(part for part in (failure.failure, failure.held, failure.why) if part)
         unchecked = "" if isinstance(failure, SelfCheckFailed) else "no answer was checked, since the engine did not start: "
-        return error(unchecked + said, failure.next or "see the log of the start")
+        return error(unchecked + reason, failure.next or "see the log of the start")
     return note("; ".join(lines))
