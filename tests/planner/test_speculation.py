@@ -11,7 +11,7 @@ import pytest
 from phalanx import cli
 from phalanx.config.model import ModelShape
 from phalanx.errors import OptionError
-from phalanx.layout import Layout
+from phalanx.layout import Layout, draft
 from phalanx.layout.draft import DraftLm
 from phalanx.layout.eagle3 import Eagle3
 from phalanx.layout.families import known
@@ -74,6 +74,16 @@ def test_the_report_has_it(capsys, tmp_path):
     ):
         assert cli.main([*words, *wrong]) == 2
         assert text in capsys.readouterr().err
+
+
+def test_a_draft_model_that_is_known_offline_needs_no_network(capsys, monkeypatch):
+    monkeypatch.setattr(draft, "draft_folder", lambda config: pytest.fail("a whole checkpoint is fetched"))
+    config = json.dumps({"method": "draft_model", "model": "llama-3-8b", "num_speculative_tokens": 3})
+    words = ["plan", "llama-3-70b", "--gpu", "H200", "--gpus_per_node", "2", "--tp_size", "2", "--concurrency", "1"]
+    assert cli.main([*words, "--speculative_config", config, "--acceptance_length", "3"]) == 0
+    page = capsys.readouterr().out
+    assert "drafts pay from" in page
+    assert '"model": "meta-llama/Meta-Llama-3-8B"' in page, "a server takes no short name"
 
 
 def test_lengths_that_no_row_has_are_refused():

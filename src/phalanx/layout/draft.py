@@ -4,7 +4,7 @@ prediction. What it is made of, and whether it suits the target."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -43,6 +43,8 @@ class DraftLm:
 
 
 DraftNetwork = DraftLm | Eagle3 | Mtp
+ShapeOf = Callable[[str, str | None], ModelShape]
+"""(model, revision) -> shape."""
 
 
 def draft_folder(config: SpeculativeConfig) -> Path:
@@ -62,8 +64,10 @@ def draft_network(options: EngineOptions, target: ModelShape, *, quiet: bool = T
     return network
 
 
-def network_for(config: SpeculativeConfig, target: ModelShape, *, quiet: bool = True) -> DraftNetwork | None:
-    """As `draft_network`, for any layout."""
+def network_for(
+    config: SpeculativeConfig, target: ModelShape, *, quiet: bool = True, shape_of: ShapeOf | None = None
+) -> DraftNetwork | None:
+    """As `draft_network`, for any layout. shape_of: reads the shape of a draft model without its weights; None: they are fetched."""
     if not config.keeps_kv:
         return None
     network: DraftNetwork
@@ -72,7 +76,9 @@ def network_for(config: SpeculativeConfig, target: ModelShape, *, quiet: bool = 
     elif config.method == "eagle3":
         network = Eagle3.from_folder(draft_folder(config), target, quiet=quiet)
     else:
-        network = DraftLm(ModelShape.from_folder(draft_folder(config), quiet=quiet))
+        assert config.model is not None
+        read = shape_of or (lambda _model, _revision: ModelShape.from_folder(draft_folder(config), quiet=quiet))
+        network = DraftLm(read(config.model, config.revision))
     shape = network.shape
     if shape.vocab_size != target.vocab_size:
         raise OptionError(

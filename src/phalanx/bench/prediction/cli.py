@@ -214,7 +214,9 @@ def request_of(
     from phalanx.config.speculation import SpeculativeConfig
     from phalanx.layout.draft import network_for
     from phalanx.planner import speculation as gains
+    from phalanx.planner.explain import checkpoint_of
     from phalanx.planner.search import PlanRequest
+    from phalanx.planner.subject import shape_for
 
     dtypes = {"auto": "auto", "fp8": "fp8", "int4": "int4", **DTYPE_SPELLINGS}
     if (spelling := dtype.removeprefix("torch.")) not in dtypes:
@@ -229,7 +231,9 @@ def request_of(
     speculation = None if speculative_config is None else SpeculativeConfig.of(speculative_config)
     if speculation is None and acceptance_length is not None:
         raise OptionError("acceptance_length has no effect without speculative_config", next="give both, or none")
-    draft = None if speculation is None else network_for(speculation, shape)
+    draft = None if speculation is None else network_for(speculation, shape, shape_of=shape_for)
+    if speculation is not None and speculation.model is not None:
+        speculation = speculation.model_copy(update={"model": checkpoint_of(speculation.model)})
     stated = None
     if speculation is not None and acceptance_length is not None:
         stated = gains.Speculation(speculation.num_speculative_tokens, draft, acceptance_length)
