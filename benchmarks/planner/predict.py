@@ -91,7 +91,7 @@ def predicted(case: Case) -> dict[str, Any]:
     kv = kv_dtype(case.kv, case.dtype)
     longest = max(parse(name).seq_len for name in case.workloads)
     request = PlanRequest(dtype=case.dtype, kv_cache_dtype=case.kv, max_seq_len=max(4096, longest))
-    _, kv_tokens, *_ = search.memory(shape, machine, request, case.layout, case.max_batch_size, kv)
+    kv_tokens = search.memory(shape, machine, request, case.layout, case.max_batch_size, kv)[1].kv_tokens
     costs = Costs(shape, case.dtype, kv, case.layout, machine)
     figures = {}
     for name in case.workloads:

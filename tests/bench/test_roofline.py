@@ -10,6 +10,7 @@ from phalanx.bench import roofline, shapes, workloads
 from phalanx.config.model import ModelShape
 from phalanx.engine.messages import EngineFacts, RankFacts
 from phalanx.layout import Layout
+from phalanx.layout.families import known
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -127,6 +128,13 @@ def test_a_batch_is_bounded_by_the_cache():
     roomy, tight = facts_of(token_bytes=1000, tokens=16_000_000), facts_of(token_bytes=1000, tokens=192_000)
     assert roofline.batch_seconds(shape, roomy, workload, 1e12) == pytest.approx(1000 * (weights + 512 * 1500 * 1000) / 1e12)
     assert roofline.batch_seconds(shape, tight, workload, 1e12) == pytest.approx(4000 * (weights + 128 * 1500 * 1000) / 1e12)
+
+
+def test_short_requests_take_blocks_for_windows():
+    """Gemma's six groups with a window of 1,024 take 66 blocks of 16 tokens each, beside the 75 of a request of 1,200 tokens."""
+    shape = ModelShape.from_config(known("gemma-3-27b"))
+    assert roofline.kv_tokens(shape, facts_of(tokens=16 * 9420), 1200) == 20 * 1200
+    assert roofline.kv_tokens(shape_of("llama-3-8b"), facts_of(tokens=16 * 9420), 1200) == 16 * 9420
 
 
 def test_fraction():

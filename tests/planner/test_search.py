@@ -164,14 +164,27 @@ def test_where_nothing_fits_the_nearest_changes_do_fit():
         search.require(result)
 
 
-def test_the_longest_length_that_fits_is_one_that_fits():
-    shape, alone = subject.shape_for("llama-3.1-8b"), machine("RTX-4090", gpus_per_node=1)
-    plan_request = request(dtype="bf16", kv_cache_dtype="model", isl=100_000, osl=1000, concurrency=1)
+@pytest.mark.parametrize(("model", "gpu", "fraction"), [("llama-3.1-8b", "RTX-4090", 0.9), ("gemma-3-27b", "H100", 0.2)])
+def test_the_longest_length_that_fits_is_one_that_fits(model, gpu, fraction):
+    shape, alone = subject.shape_for(model), machine(gpu, gpus_per_node=1)
+    plan_request = request(dtype="bf16", kv_cache_dtype="model", isl=100_000, osl=1000, concurrency=1, fraction=fraction)
     result = search.search(shape, alone, plan_request)
     assert not result.plans
     length = int(next(c for c in result.changes if c.startswith("requests of at most")).split()[4].replace(",", ""))
     assert search.search(shape, alone, replace(plan_request, isl=length - 128, osl=128)).plans
     assert not search.search(shape, alone, replace(plan_request, isl=length, osl=128)).plans
+
+
+def test_layers_with_a_window_take_most_of_short_requests():
+    """6 of 7 blocks of a short request to Gemma are of windows: how many run at once does not depend on how long others may be."""
+    shape, layout = subject.shape_for("gemma-3-27b"), Layout()
+    plain, longer = (
+        search.examine(shape, machine(), request(isl=1000, osl=200, concurrency=256, dtype="bf16", max_seq_len=length), layout)
+        for length in (None, 131_072)
+    )
+    assert longer.kv_tokens > 5 * plain.kv_tokens
+    assert longer.output_tokens_per_second.value == plain.output_tokens_per_second.value
+    assert longer.steady == plain.steady
 
 
 def test_a_length_beyond_the_model_is_an_error():

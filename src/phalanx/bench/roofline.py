@@ -27,6 +27,7 @@ from phalanx.hardware import probe
 from phalanx.layout.cache import group_windows
 from phalanx.layout.families import model_cache
 from phalanx.layout.layout import Layout
+from phalanx.layout.memory import tokens_kept
 from phalanx.layout.weights import expert_bytes, itemsize, kind_of, layer_bytes
 
 _TIMEOUT = 180.0  # seconds for the process that measures a GPU: importing torch is most of it
@@ -63,6 +64,12 @@ def weight_bytes(shape: ModelShape, dtype: str, tokens: float = 1) -> float:
     if shape.experts is None:
         return total
     return total - (1 - shape.experts.touched(tokens) / shape.experts.count) * expert_bytes(shape, dtype)
+
+
+def kv_tokens(shape: ModelShape, facts: EngineFacts, length: float) -> int:
+    """KV tokens of the engine in requests of this length: where layers have windows, short requests take more blocks a token."""
+    parts, windows = facts.layout.replicas * facts.layout.dp, group_windows(model_cache(shape))
+    return parts * tokens_kept(windows, facts.num_blocks // parts, facts.block_size, max(round(length), 1))
 
 
 def kv_token_bytes(shape: ModelShape, facts: EngineFacts) -> float:
@@ -107,7 +114,7 @@ def decode_seconds(shape: ModelShape, facts: EngineFacts, workload: Workload, ba
 def batch_seconds(shape: ModelShape, facts: EngineFacts, workload: Workload, bandwidth: float) -> float:
     """The fewest seconds for a batch workload: as many rounds as its tokens take with as many requests as can run at once (by
     max_batch_size and by the KV cache). Prefill is bound by arithmetic rather than by bytes, and is not counted."""
-    capacity = facts.kv_tokens / workload.mean_context
+    capacity = kv_tokens(shape, facts, workload.mean_context) / workload.mean_context
     running = max(min(workload.requests, facts.max_batch_size, capacity), 1)
     rounds = workload.requests * workload.output_len / running
     return rounds * round_bytes(shape, facts, running, workload.mean_context) / bandwidth

@@ -20,7 +20,7 @@ from phalanx.planner.footprint import requests_held
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the engine: requests at once, tokens of a step, KV tokens of one replica."""
+    """Of the engine: requests at once, tokens of a step, KV tokens of one replica in requests of the load's length."""
 
     max_batch_size: int
     max_num_tokens: int

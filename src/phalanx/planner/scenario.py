@@ -66,7 +66,7 @@ class ReplicaSpec:
             raise CapacityError(f"{layout.name} does not fit", why=fits.reason, next="; ".join(changes))
         caches = model_cache(shape)
         options = SchedulerOptions(
-            num_blocks=fits.num_blocks,
+            num_blocks=fits.rank.blocks,
             block_size=search.BLOCK,
             max_batch_size=fits.slots,
             max_num_tokens=request.max_num_tokens,

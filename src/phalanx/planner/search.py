@@ -18,7 +18,7 @@ from phalanx.layout import Layout
 from phalanx.layout.cache import kv_dtype
 from phalanx.layout.draft import DraftNetwork
 from phalanx.layout.families import layer_tensors
-from phalanx.layout.memory import blocks_of_request
+from phalanx.layout.memory import blocks_of_request, most_positions, tokens_kept
 from phalanx.layout.weights import kind_of, local_shape
 from phalanx.planner import burst, coefficients, collectives, footprint, steady
 from phalanx.planner.burst import Limits, Outcome
@@ -233,14 +233,12 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A layout that starts. costs: of its steps; slots: requests at once in one replica; bytes, kv_tokens: as `Plan`'s; num_blocks:
-    that these tokens are in."""
+    """A layout that starts. costs: of its steps; slots: requests at once in one replica; bytes: as `Plan`'s; rank: the fullest."""
 
     costs: Costs
     slots: int
     bytes: dict[str, int]
-    kv_tokens: int
-    num_blocks: int
+    rank: footprint.RankMemory
 
 
 def fitting(shape: ModelShape, machine: MachineModel, request: PlanRequest, layout: Layout) -> Fitting | Rejected:
@@ -253,13 +251,11 @@ def fitting(shape: ModelShape, machine: MachineModel, request: PlanRequest, layo
     slots = min(max(BATCH_SIZE, -(-share // 8) * 8), 512) if request.max_batch_size is None else request.max_batch_size
     if slots < layout.dp:
         return Rejected(layout, f"ep {layout.dp} runs requests of its own in each group, and max_batch_size is {slots}")
-    rank_bytes, kv_tokens, num_blocks, short = memory(shape, machine, request, layout, slots, kv)
-    if not footprint.requests_held(kv_tokens, layout.dp, request.seq_len):
-        return Rejected(layout, _too_small(rank_bytes, kv_tokens // layout.dp, short, request), short)
-    return Fitting(
-        Costs(shape, request.dtype, kv, layout, machine, request.strategy, request.exchange), slots, rank_bytes, kv_tokens,
-        num_blocks,
-    )  # fmt: skip
+    rank_bytes, rank, short = memory(shape, machine, request, layout, slots, kv)
+    if not footprint.requests_held(rank.kv_tokens, layout.dp, request.seq_len):
+        return Rejected(layout, _too_small(rank_bytes, rank.kv_tokens // layout.dp, short, request), short)
+    costs = Costs(shape, request.dtype, kv, layout, machine, request.strategy, request.exchange)
+    return Fitting(costs, slots, rank_bytes, rank)
 
 
 def examine(shape: ModelShape, machine: MachineModel, request: PlanRequest, layout: Layout) -> Plan | Rejected:
@@ -268,7 +264,8 @@ def examine(shape: ModelShape, machine: MachineModel, request: PlanRequest, layo
     if isinstance(fits, Rejected):
         return fits
     share = -(-request.concurrency // layout.replicas)
-    limits = Limits(fits.slots, request.max_num_tokens, fits.kv_tokens)
+    kv_tokens = tokens_kept(fits.rank.windows, fits.rank.blocks // layout.dp, BLOCK, request.isl + request.osl) * layout.dp
+    limits = Limits(fits.slots, request.max_num_tokens, kv_tokens)
     outcome = burst.run(fits.costs, share, request.isl, request.osl, limits)
     load = steady.run(fits.costs, share, request.isl, request.osl, limits)
     for name, value, at_once, bound in (
@@ -339,9 +336,8 @@ def _no_copies(experts: Experts | None, layout: Layout) -> str:
 
 def memory(
     shape: ModelShape, machine: MachineModel, request: PlanRequest, layout: Layout, slots: int, kv: str
-) -> tuple[dict[str, int], int, int, int]:  # fmt: skip
-    """Bytes of the fullest rank by kind, KV tokens and KV blocks of a replica, and the bytes that are missing for one request of
-    the asked length."""
+) -> tuple[dict[str, int], footprint.RankMemory, int]:  # fmt: skip
+    """Bytes of the fullest rank by kind, that rank, and the bytes that are missing for one request of the asked length."""
     total = machine.gpu.memory_bytes
     sizes = footprint.Sizes(
         request.dtype,
@@ -362,7 +358,7 @@ def memory(
         "unused": max(total - rank.weights - rank.state - rank.beside - rank.graphs - rank.kv, 0), "capacity": total,
         **({"request_state": rank.state} if rank.state else {}),
     }  # fmt: skip
-    return rank_bytes, rank.kv_tokens, rank.blocks, short
+    return rank_bytes, rank, short
 
 
 def _too_small(rank_bytes: dict[str, int], kv_tokens: int, short: int, request: PlanRequest) -> str:
@@ -387,12 +383,12 @@ def _plan(request: PlanRequest, fits: Fitting, outcome: Outcome, load: SteadyLoa
         notes.append(f"{machine.gpu.name} has no FP8 arithmetic: weights are stored in FP8 and GEMMs run in 16 bit")
     if layout.world > machine.gpus_per_node and layout.pp == 1:
         notes.append("expert parallelism over nodes")
-    requests = footprint.requests_held(fits.kv_tokens, layout.dp, request.seq_len) * layout.replicas
+    requests = footprint.requests_held(fits.rank.kv_tokens, layout.dp, request.seq_len) * layout.replicas
     gained = None
     if request.speculation is not None:
         gained = gain(costs, request.speculation, outcome.running, request.isl + request.osl / 2, fits.slots)
     return Plan(
-        layout, fits.bytes, fits.kv_tokens, requests, fits.slots,
+        layout, fits.bytes, fits.rank.kv_tokens, requests, fits.slots,
         Figure.of(outcome.ms_per_token, interval.half, label), Figure.of(outcome.ttft_s * 1e3, interval.half * TTFT_WIDER, label),
         Figure.of(rate, interval.half, label), load, tuple(notes), interval.checked, gained,
     )  # fmt: skip
@@ -522,7 +518,8 @@ def _longest(shape: ModelShape, machine: MachineModel, request: PlanRequest) -> 
     for layout in asked_layouts(shape, machine, request):
         if not _illegal(shape, machine, layout):
             slots = BATCH_SIZE if request.max_batch_size is None else request.max_batch_size
-            longest = max(longest, memory(shape, machine, request, layout, slots, kv)[1] // layout.dp)
+            _, rank, _ = memory(shape, machine, request, layout, slots, kv)
+            longest = max(longest, most_positions(rank.windows, rank.blocks // layout.dp, BLOCK))
     return longest if 0 < longest < request.seq_len else 0
 
 

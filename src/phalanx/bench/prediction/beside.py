@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from phalanx.bench.roofline import kv_tokens
 from phalanx.bench.workloads import Workload
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
@@ -30,7 +31,7 @@ def predicted(model: ModelShape, facts: EngineFacts, workload: Workload, options
         return None
     layout = facts.layout
     requests, slots = -(-workload.requests // layout.replicas), facts.max_batch_size // layout.replicas
-    tokens = facts.kv_tokens // layout.replicas
+    tokens = kv_tokens(model, facts, workload.input_len + workload.output_len) // layout.replicas
     kv = kv_dtype(concrete_kv_cache_dtype(options.kv_cache_dtype, model), facts.dtype)
     strategy = "NCCL" if options.allreduce_strategy == "NCCL" else "AUTO"
     costs = Costs(model, facts.dtype, kv, layout, machine, strategy, options.expert_exchange)
