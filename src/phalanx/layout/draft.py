@@ -67,7 +67,7 @@ def draft_network(options: EngineOptions, target: ModelShape, *, quiet: bool = T
 def network_for(
     config: SpeculativeConfig, target: ModelShape, *, quiet: bool = True, shape_of: ShapeOf | None = None
 ) -> DraftNetwork | None:
-    """As `draft_network`, for any layout. shape_of: reads the shape of a draft model without its weights; None: they are fetched."""
+    """As `draft_network`, for any layout. shape_of: reads the shape of a draft model; None: of its folder, which is fetched."""
     if not config.keeps_kv:
         return None
     network: DraftNetwork
