@@ -118,8 +118,21 @@ class ScriptedReplica:
         finally:
             self.left += 1
 
+    def latest_by_replica(self):
+        return [self.latest]
+
     async def close(self, timeout=10.0):
         self.failure = EngineClosed("the engine was shut down")
+
+
+def test_a_replica_that_has_failed_has_no_adapters():
+    both = [ScriptedReplica(), ScriptedReplica()]
+    for each in both:
+        each.latest = Stats(running=2, adapters_running={"a": 1}, adapters_waiting={"a": 1}, adapters_in_slots=["a"])
+    both[0].failure = EngineClosed("it has ended")
+    failed, alive = ReplicatedEngineClient(both).latest_by_replica()
+    assert (failed.adapters_running, failed.adapters_waiting, failed.adapters_in_slots) == ({}, {}, [])
+    assert alive.adapters_in_slots == ["a"]
 
 
 def test_leaving_a_stream_early_aborts_at_once():

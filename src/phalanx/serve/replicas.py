@@ -253,7 +253,10 @@ class ReplicatedEngineClient:
     def _stats_of(self, number: int, stats: Stats) -> Stats:
         if self._engines[number].failure is None:
             return stats
-        return msgspec.structs.replace(stats, running=0, waiting=0, blocks_referenced=0, rank_gauges={})
+        return msgspec.structs.replace(
+            stats, running=0, waiting=0, blocks_referenced=0, rank_gauges={}, adapters_running={}, adapters_waiting={},
+            adapters_in_slots=[],
+        )  # fmt: skip
 
     def _replica_failed(self, number: int, error: PhalanxError) -> None:
         alive = self.alive
