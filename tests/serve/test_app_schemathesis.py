@@ -23,7 +23,7 @@ SEED, SECONDS = os.environ.get("PHALANX_FUZZ_SEED", "7"), 240 + 10 * EXAMPLES
 
 CONFIG = """
 [checks.negative_data_rejection]
-expected-statuses = [400, 404, 405, 413, 429]
+expected-statuses = [400, 403, 404, 405, 413, 429]
 """
 """A misfit may be so large that its size is what is refused."""
 NOT_CHECKED = "positive_data_acceptance"
