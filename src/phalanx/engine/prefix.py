@@ -30,12 +30,8 @@ def root_key(salt: str = "", adapter: bytes = b"") -> bytes:
     return _key(_SALTED, salt.encode()) if salt else _ROOT
 
 
-def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """16 bytes (BLAKE2b) over the parent's key and the block's token ids: no prompt can be crafted to hit the block of another."""
-    return _key(parent, array("q", token_ids).tobytes())
-
-
 def _key(parent: bytes, content: bytes) -> bytes:
+    """16 bytes (BLAKE2b) over the parent's key and the block's token ids: no prompt can be crafted to hit the block of another."""
     return hashlib.blake2b(parent + content, digest_size=16).digest()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.health.check import Finding, Need, check, error, ok, size, warning
+from phalanx.health.servers import Scrape, Server
 from phalanx.health.subject import Subject
 
 
@@ -42,6 +43,11 @@ FULL_CACHE = 0.95
 FULL_QUEUE = 0.8
 
 
+def _scraped(subject: Subject) -> Iterator[tuple[Server, Scrape]]:
+    """The servers whose metrics were read, each with its latest ones."""
+    return ((server, server.latest) for server in subject.servers if server.latest is not None)
+
+
 @check(
     why="a full KV cache puts sequences back, which computes them twice; a full queue answers 429",
     cure="add memory or replicas",
@@ -51,10 +57,7 @@ FULL_QUEUE = 0.8
 )
 def server_load(subject: Subject) -> Iterator[Finding]:
     """queue, KV cache and preemptions of each server"""
-    for server in subject.servers:
-        scrape = server.latest
-        if scrape is None:
-            continue
+    for server, scrape in _scraped(subject):
         used, waiting = scrape.value("kv_cache_usage_perc") or 0.0, scrape.value("num_requests_waiting") or 0.0
         preempted, refused = (
             server.rise("num_preemptions_total") or 0.0,
@@ -102,10 +105,7 @@ BUSY_SERVER = 8
 def server_balance(subject: Subject) -> Iterator[Finding]:
     """memory of ranks, and load of servers, against each other"""
     loads = {}
-    for server in subject.servers:
-        scrape = server.latest
-        if scrape is None:
-            continue
+    for server, scrape in _scraped(subject):
         loads[server.url] = scrape.value("num_requests_running") or 0.0
         used = _used_memory(scrape.by("rank_memory_bytes", "rank", "kind"))
         if len(used) > 1 and max(used.values()) - min(used.values()) > MEMORY_SPREAD * max(used.values()):
@@ -146,10 +146,7 @@ ENOUGH_STEPS = 50
 )
 def server_graphs(subject: Subject) -> Iterator[Finding]:
     """how the steps of a server ran"""
-    for server in subject.servers:
-        scrape = server.latest
-        if scrape is None:
-            continue
+    for server, scrape in _scraped(subject):
         steps = {labels[0]: count for labels, count in scrape.by("steps_total", "kind").items()}
         total, eager = sum(steps.values()), steps.get("eager", 0.0)
         has_graphs = any(kind == "graphs" and count for (kind,), count in scrape.by("rank_memory_bytes", "kind").items())
@@ -170,9 +167,8 @@ def server_graphs(subject: Subject) -> Iterator[Finding]:
 )
 def server_drafts(subject: Subject) -> Iterator[Finding]:
     """how often the first draft of a draft model or head is accepted"""
-    for server in subject.servers:
-        scrape = server.latest
-        if scrape is None or not scrape.value("spec_decode_wrong_head"):
+    for server, scrape in _scraped(subject):
+        if not scrape.value("spec_decode_wrong_head"):
             continue
         rows = scrape.value("spec_decode_num_drafts_total") or 0.0
         first = scrape.by("spec_decode_num_accepted_tokens_per_pos_total", "position").get(("0",), 0.0)
