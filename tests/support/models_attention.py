@@ -24,13 +24,12 @@ def made_batch(
     rows: list[tuple[int, int]], window: int | None, padding: int = 0
 ) -> tuple[Batch, LayerCache, list[Tensor], list[Tensor]]:
     """rows: (tokens in the cache before, tokens now). Also the cache, and each row's keys and values [length, 2, 8];
-    the cache holds NaN in blocks that the window hides from the row."""
+    the cache has NaN where no row has stored anything, and in blocks that the window hides from the row."""
     generator = torch.Generator().manual_seed(3)
     lengths = [before + now for before, now in rows]
     needed = sum(-(-length // BLOCK) for length in lengths)
     shape = (needed + 1, BLOCK, 2, 8)
-    cache = LayerCache({"key": torch.zeros(shape), "value": torch.zeros(shape)})
-    cache.key[0], cache.value[0] = float("nan"), float("nan")
+    cache = LayerCache({"key": torch.full(shape, float("nan")), "value": torch.full(shape, float("nan"))})
     free = list(range(1, needed + 1))
     random.Random(5).shuffle(free)
     tables, keys, values = [], [], []

@@ -87,37 +87,35 @@ class Scratch:
     """The buffers into which keys and values are gathered, one layer after the other."""
 
     def __init__(self) -> None:
-        self.key, self.value, self.token_scales = GrowingBuffer(), GrowingBuffer(), GrowingBuffer()
+        self.key, self.value = GrowingBuffer(), GrowingBuffer()
 
 
 class Bundle:
     """R chunks padded to Q queries and L keys: one call.
 
-    tokens [R * Q] int64: query tokens, a chunk's last repeated as padding. blocks [R * L / block_size] int64. mask [R, 1, Q, L].
-    stale: (rows, keys) behind the end of a row. Their memory may hold NaN of another request, which no mask removes.
+    tokens [R * Q] int64: query tokens, a chunk's last repeated as padding. slots [R * L] int64: of the keys, block * block_size +
+    offset, a chunk's last repeated as padding: what is behind it may be NaN of another request, which no mask removes. mask
+    [R, 1, Q, L].
     """
 
     def __init__(
         self, members: Sequence[QueryChunk], batch: Batch, window: int | None, block_size: int, tables: Tensor
     ) -> None:  # fmt: skip
         device = tables.device
-        fields = [(c.row, c.first_token, c.first_position, c.count, c.first_block, c.blocks) for c in members]
-        table = torch.tensor(fields, dtype=torch.int64)
-        max_blocks = max(c.blocks for c in members)
-        ends = table[:, 2] + table[:, 3] - table[:, 4] * block_size
-        self.stale = (torch.arange(max_blocks * block_size) >= ends.unsqueeze(1)).nonzero(as_tuple=True)
+        table = torch.tensor([(c.row, c.first_token, c.first_position, c.count, c.first_block) for c in members], dtype=torch.int64)
         if device.type == "cuda":
             table = table.pin_memory()
-            self.stale = tuple(index.pin_memory().to(device, non_blocking=True) for index in self.stale)
-        row, token, position, count, first, blocks = table.to(device, non_blocking=True).unsqueeze(-1).unbind(1)
+        row, token, position, count, first = table.to(device, non_blocking=True).unsqueeze(-1).unbind(1)
         self.rows, self.queries = len(members), max(c.count for c in members)
+        keys = torch.arange(max(c.first_position + c.count - c.first_block * block_size for c in members), device=device)
         query = torch.minimum(torch.arange(self.queries, device=device), count - 1)
         self.tokens = (token + query).view(-1)
-        # A padding column repeats the row's last block, which is the row's own, and whose keys are masked.
-        column = first + torch.minimum(torch.arange(max_blocks, device=device), blocks - 1)
         table_row = row if batch.table_rows is None else batch.table_rows[row]
-        self.blocks = tables[table_row, column].long().view(-1)
-        key = first * block_size + torch.arange(max_blocks * block_size, device=device)
+        begin = first * block_size
+        own = torch.minimum(keys, position + count - 1 - begin)
+        blocks = tables[table_row, first + own // block_size].long()
+        self.slots = (blocks * block_size + own % block_size).view(-1)
+        key = begin + keys
         query_at, key_at = (position + query).unsqueeze(-1), key.unsqueeze(-2)
         mask = key_at <= query_at
         if window is not None:
@@ -133,7 +131,7 @@ class Bundle:
         q = query[self.tokens].view(self.rows, self.queries, heads, head_dim).transpose(1, 2)
         k, v = self.gather(cache.key, scratch.key), self.gather(cache.value, scratch.value)
         if cache.token_scales is not None:
-            scales = self.gather_scales(cache.token_scales, scratch.token_scales)
+            scales = self.gather_scales(cache.token_scales)
             k, v = k * scales[..., :1], v * scales[..., 1:]
         if k.dtype != q.dtype:
             k, v = k.to(q.dtype), v.to(q.dtype)
@@ -148,20 +146,17 @@ class Bundle:
         return out.transpose(1, 2).reshape(self.rows * self.queries, heads, head_dim)
 
     def gather(self, cache: Tensor, buffer: GrowingBuffer) -> Tensor:
-        """[num_blocks, block_size, kv_heads, head_dim] -> [R, kv_heads, L, head_dim], 0 where it is stale."""
+        """[num_blocks, block_size, kv_heads, head_dim] -> [R, kv_heads, L, head_dim]."""
         stored = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache  # which torch gathers on every device
-        blocks = stored.view(cache.shape[0], -1)
-        into = buffer.take(self.blocks.shape[0], blocks)
-        gathered = torch.index_select(blocks, 0, self.blocks, out=into).view(self.rows, -1, *cache.shape[2:])
-        gathered[self.stale] = 0
-        return gathered.view(cache.dtype).transpose(1, 2)
+        slots = stored.view(cache.shape[0] * cache.shape[1], -1)
+        gathered = torch.index_select(slots, 0, self.slots, out=buffer.take(self.slots.shape[0], slots)).view(cache.dtype)
+        return gathered.view(self.rows, -1, *cache.shape[2:]).transpose(1, 2)
 
-    def gather_scales(self, token_scales: Tensor, buffer: GrowingBuffer) -> Tensor:
+    def gather_scales(self, token_scales: Tensor) -> Tensor:
         """[num_blocks, kv_heads, block_size, 2] bf16 -> [R, kv_heads, L, 2] fp32."""
-        blocks = token_scales.view(token_scales.shape[0], -1)
-        gathered = torch.index_select(blocks, 0, self.blocks, out=buffer.take(self.blocks.shape[0], blocks))
-        by_head = gathered.view(self.rows, -1, *token_scales.shape[1:]).transpose(1, 2)
-        return by_head.float().flatten(2, 3)
+        block_size = token_scales.shape[2]
+        gathered = token_scales[self.slots // block_size, :, self.slots % block_size]
+        return gathered.view(self.rows, -1, *gathered.shape[1:]).transpose(1, 2).float()
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
