@@ -85,7 +85,9 @@ def test_tokens_behind_the_one_that_ends_are_dropped(
     sampled: list[int], tokens: list[int], reason: str | None, accepted: int
 ) -> None:
     pending = request(limit=7)
-    update = pending.take_tokens(RowResult(sampled, [TokenLogprobs(token, -1.0, 1) for token in sampled]))
+    logprobs = [TokenLogprobs(token, -1.0, 1) for token in sampled]
+    update = pending.take_tokens(RowResult(sampled, logprobs, drafted=len(sampled) - 1))
+    assert update.rejected == len(sampled) - 1 - accepted
     assert (update.tokens, update.finish_reason, update.accepted) == (tokens, reason, accepted)
     assert [entry.token for entry in update.logprobs] == tokens
     assert pending.tokens == [1, 2, 3, *tokens]

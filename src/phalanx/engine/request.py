@@ -139,25 +139,25 @@ class Request:
     def take_tokens(self, result: RowResult, *, complete_at: int | None = None) -> RequestUpdate:
         """Append sampled tokens, up to the first that ends the request, and return the update for the client; `ended` is set then.
         complete_at: see `Followed`."""
-        tokens = self.tokens
-        update = RequestUpdate(self.id, [], cached_tokens=self.cached_tokens)
+        tokens, taken = self.tokens, result.tokens[: self.limit - len(self.tokens)]
+        update = RequestUpdate(self.id, taken, cached_tokens=self.cached_tokens)
         if len(tokens) == self.prompt_length:
             update.prompt_logprobs, update.scheduled = self.prompt_logprobs, self.scheduled
             update.pooled = result.pooled
-        for number, token in enumerate(result.tokens):
-            stopping = self.stops_at(token) or number == complete_at
-            tokens.append(token)
-            update.tokens.append(token)
-            if stopping:
+        for number, token in enumerate(taken):
+            if number == complete_at or self.stops_at(token, number):
                 update.finish_reason = "stop"
                 if token in self.stop_ids and token not in self.eos_ids:
                     update.stop_reason = token
+                del taken[number + 1 :]
                 break
-            if len(tokens) >= self.limit:
-                update.finish_reason = "length"
-                break
-        update.logprobs = result.logprobs[: len(update.tokens)]
-        update.accepted = min(len(update.tokens), len(result.tokens) - 1)  # the last of the row is none
-        update.rejected = result.drafted - update.accepted
+        tokens += taken
+        if update.finish_reason is None and len(tokens) >= self.limit:
+            update.finish_reason = "length"
+        if result.logprobs:
+            update.logprobs = result.logprobs[: len(taken)]
+        if result.drafted:
+            update.accepted = min(len(taken), len(result.tokens) - 1)  # the last of the row is none
+            update.rejected = result.drafted - update.accepted
         self.ended = update.finish_reason is not None
         return update

@@ -462,7 +462,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             if min(tokens) < 0:
                 messages.append(self._end_without_token(request, ended))
                 continue
-            self._count_drafts(row, row_result)
+            if row.drafts or row_result.drafted:
+                self._count_drafts(row, row_result)
             if request.slot >= 0:  # else it was preempted
                 request.drafted -= row.drafts
                 request.submitted += len(tokens) - 1
