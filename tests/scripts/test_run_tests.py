@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make test` that is told to end stops what it runs in order, and leaves no process."""
+"""`make test`: told to end it stops what it runs in order, and leaves no process; few failures are tried again, alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
+from scripts import run_tests
 from tests.support.serve_processes import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,3 +43,47 @@ def test_sigterm_leaves_no_orphans(tmp_path):
     assert process.wait(20) == 143
     _, alive = psutil.wait_procs(tree, timeout=5)
     assert alive == []
+
+
+FAILS_ONCE = """
+import pathlib, pytest
+@pytest.mark.parametrize("number", range({count}))
+def test_once(number):
+    file = pathlib.Path(__file__).with_name(f"ran-{{number}}")
+    ran_before = file.exists()
+    file.touch()
+    assert ran_before
+def test_right():
+    pass
+"""
+FAILS = """
+def test_wrong():
+    assert False
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "more", "status", "runs"),
+    [(2, "", 0, 2), (1, FAILS, 1, 1), (run_tests.MOST_AGAIN + 1, "", 1, 0)],
+)
+def test_few_failures_run_again(count, more, status, runs, tmp_path, capfd):
+    (tmp_path / "pytest.ini").touch()
+    file = tmp_path / "test_it.py"
+    file.write_text(FAILS_ONCE.format(count=count) + more)
+    lane = run_tests.Lane(["-n", "0", "-c", str(tmp_path / "pytest.ini"), str(file)], tmp_path / "cache")
+    lane.status = run_tests.run(lane.command)
+    assert lane.status == run_tests.FAILED
+    run_tests.run_failed_again([lane])
+    assert lane.status == status
+    assert capfd.readouterr().out.count("PASSES ALONE") == runs
+
+
+def test_a_run_that_ended_in_error_is_not_tried_again(tmp_path, capfd):
+    (tmp_path / "pytest.ini").touch()
+    (tmp_path / "test_it.py").write_text("import nothing_of_this_name")
+    lane = run_tests.Lane(["-n", "0", "-c", str(tmp_path / "pytest.ini"), str(tmp_path)], tmp_path / "cache")
+    lane.status = run_tests.run(lane.command)
+    assert lane.status not in (0, run_tests.FAILED)
+    run_tests.run_failed_again([lane])
+    assert lane.status
+    assert "== again" not in capfd.readouterr().out
