@@ -151,13 +151,15 @@ def group_of(cache: Cache) -> int:
 
 def sharing(caches: Sequence[Cache]) -> list[int]:
     """Of each layer that one rank has, the layer in whose tensors its blocks are: itself, or an earlier one of another group."""
+    groups = len(group_windows(caches))
+    if groups == 1:
+        return list(range(len(caches)))
     owners: list[int] = []
     free: dict[tuple[int, Cache], list[int]] = {}  # owners of this content that the group has not used
-    groups = len(group_windows(caches))
     for layer, cache in enumerate(caches):
         group, content = group_of(cache), _content(cache)
         unused = free.setdefault((group, content), [])
-        if groups > 1 and content and unused:
+        if content and unused:
             owners.append(unused.pop(0))
             continue
         owners.append(layer)
