@@ -90,10 +90,22 @@ def draw_value(random: Random, schema: dict[str, Any]) -> Any:
     }  # fmt: skip
 
 
-def written(arguments: dict[str, Any], parameter: str) -> str:
+def choices(schema: dict[str, Any]) -> list[Any]:
+    return [
+        each for part in schema.get("anyOf", [schema]) for each in part.get("enum", [None] if part.get("type") == "null" else [])
+    ]
+
+
+def text_of(value: Any, schema: dict[str, Any]) -> str:
+    """A choice that looks like another one has quotation marks."""
+    alike = isinstance(value, str) and value in [json.dumps(each) for each in choices(schema) if not isinstance(each, str)]
+    return value if isinstance(value, str) and not alike else json.dumps(value, ensure_ascii=False)
+
+
+def written(arguments: dict[str, Any], parameter: str, properties: dict[str, Any]) -> str:
     if not parameter:
         return json.dumps(arguments, ensure_ascii=False)
-    texts = {name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for name, value in arguments.items()}
+    texts = {name: text_of(value, properties[name]) for name, value in arguments.items()}
     before, between, after = re.split("KEY|VALUE", parameter)
     return "".join(before + name + between + text + after for name, text in texts.items())
 
@@ -133,8 +145,29 @@ def require_inverse(output, parser, syntax, functions, matcher, random):
             assert jsonschema_rs.Draft202012Validator(functions[function]).is_valid(json.loads(arguments)), text
     function = random.choice(list(functions))
     arguments = draw_value(random, functions[function])
-    call = syntax.begin.replace("NAME", function).replace("INDEX", "0") + written(arguments, syntax.parameter) + syntax.end
+    call = (
+        syntax.begin.replace("NAME", function).replace("INDEX", "0")
+        + written(arguments, syntax.parameter, functions[function]["properties"])
+        + syntax.end
+    )
     text = syntax.before + call + syntax.after
     assert accepts(matcher, text), text
     [(function_read, arguments_read)] = read_all_ways(make, text).calls
     assert (function_read, json.loads(arguments_read)) == (function, arguments), text
+
+
+TOKENIZER = SimpleNamespace(chat_template_source="", backend=SimpleNamespace(token_to_id=lambda _: None))
+OUTPUTS = {name: OutputFormat(TOKENIZER, None, name, Markers({})) for name in CALLS}
+
+
+@pytest.mark.parametrize("name", [name for name, output in OUTPUTS.items() if output.syntax(name).parameter])
+def test_a_choice_that_looks_like_another_comes_back(name):
+    output, schema = OUTPUTS[name], {"anyOf": [{"enum": ["null", "2", 2, "b"]}, {"type": "null"}]}
+    functions = {"f": {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}}
+    syntax, tag = output.syntax(name), structural_tag(forced_calls(output, name, functions, {"f"}, parallel=False))
+    for value in ("null", None, "2", 2, "b"):
+        call = syntax.begin.replace("NAME", "f").replace("INDEX", "0") + written({"x": value}, syntax.parameter, {"x": schema})
+        text = syntax.before + call + syntax.end + syntax.after
+        assert accepts(opened("structural_tag", tag), text), text
+        [(_, arguments)] = read_all_ways(lambda: output.parser(Begin.AFTER, functions, tools=forced_format(name)), text).calls
+        assert json.loads(arguments) == {"x": value}, text

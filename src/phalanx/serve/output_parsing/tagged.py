@@ -21,8 +21,8 @@ from typing import Any
 from phalanx.serve.output_parsing.events import BLANK, Events, Functions, first_of, overlap
 from phalanx.serve.output_parsing.json_call import CallParser
 from phalanx.serve.output_parsing.markers import Markers
-from phalanx.serve.output_parsing.schema_values import is_text, property_names, property_schema, value_of
 from phalanx.serve.output_parsing.syntax import CallSyntax
+from phalanx.serve.structured_output.schema_values import is_text, property_names, property_schema, value_of
 
 MAX_HEAD = 160
 """Characters of a call up to the end of its name."""

@@ -2,7 +2,9 @@
 """The arguments of a call between tags as Lark: `<parameter=KEY>`, a value without quotes, `</parameter>` (Qwen3-Coder), and the
 like of other families; what their parser (`output_parsing.tagged`) reads back.
 
-A string is its text; another value is JSON. Text cannot hold the tag that ends a value. Parameters come in the order of the schema.
+A string is its text; another value is JSON, and so is a choice whose text is the JSON of another value that the schema allows: of
+`{"enum": ["null", null]}` the first is `"null"`. Text cannot hold the tag that ends a value. Parameters come in the order of the
+schema.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 from phalanx.errors import OptionError
 from phalanx.serve.structured_output.json_schema import KEYWORDS
+from phalanx.serve.structured_output.schema_values import value_of
 
 QWEN_PARAMETER = "<parameter=KEY>\nVALUE\n</parameter>\n"
 """How Qwen3-Coder writes a parameter."""
@@ -101,7 +104,8 @@ class ParameterWriter:
         end, beside = self.text(parts.wrap + parts.end_value + parts.separator), any(map(self.is_json, alternatives))
         literal = re.match(r'"(?:[^"\\]|\\.)*"', end)
         begun = literal[0] if literal else ""
-        return f"({' | '.join(value for each in alternatives for value in self.values(each, begun, beside))}){end[len(begun) :]}"
+        values = [value for each in alternatives for value in self.values(each, begun, beside, schema)]
+        return f"({' | '.join(values)}){end[len(begun) :]}"
 
     def alternatives(self, schema: Any) -> list[Any]:
         node = self.resolved(schema)
@@ -133,8 +137,8 @@ class ParameterWriter:
         """Whether the library writes its JSON: it has lexemes of its own."""
         return self.choices(node) is None and not (isinstance(node, dict) and node.get("type") == "string")
 
-    def values(self, node: Any, end: str, beside: bool) -> list[str]:
-        """The expressions of an alternative. end: the literal text behind it, or "". beside: others are written in JSON.
+    def values(self, node: Any, end: str, beside: bool, schema: Any) -> list[str]:
+        """The expressions of an alternative of a schema. end: the literal text behind it, or "". beside: others are in JSON.
 
         The lexer takes the longest lexeme. So the end belongs to the lexeme of a text, which would swallow it; and beside JSON a
         text has no end of line, with which it would live on where a number ends.
@@ -143,7 +147,11 @@ class ParameterWriter:
         if choices is not None:
             if node.keys() - _ANNOTATIONS - {"enum", "const", "type"}:
                 raise self.refused("'enum' beside other keywords")
-            texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in choices]
+            texts = [
+                each if isinstance(each, str) and isinstance(value_of(each, schema, self.root), str)
+                else json.dumps(each, ensure_ascii=False)
+                for each in choices
+            ]  # fmt: skip
             return [self.rule(f"{self.literal(each)} {end}", terminal=True) if each + end else '""' for each in texts]
         if self.is_json(node):
             if isinstance(node, dict) and not isinstance(node.get("type"), str):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.serve.output_parsing.schema_values import property_names, property_schema, value_of
+from phalanx.serve.structured_output.schema_values import property_names, property_schema, value_of
 
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 ROOT = {
