@@ -51,6 +51,7 @@ EIGHT_EXPERTS: dict[str, tuple[str, ...]] = {
     "DeepseekV2": ("n_routed_experts", "num_experts"),
     "DeepseekV3": ("n_routed_experts", "num_local_experts"),
     "Glm4Moe": ("n_routed_experts", "num_local_experts"),
+    "GraniteMoeHybrid": ("num_local_experts",),
     "MiniMaxM2": ("num_local_experts", "num_experts"),
     "HYV3": ("num_experts", "num_local_experts"),
     "Qwen3Next": ("num_experts",),
@@ -122,6 +123,14 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "Granite": {
         "head_dim": (16,), "attention_bias": (True, False), "mlp_bias": (True,), "embedding_multiplier": (12.0,),
         "residual_multiplier": (0.22,), "attention_multiplier": (0.015625,), "logits_scaling": (8,),
+    },
+    "GraniteMoeHybrid": {
+        "head_dim": (16,), "attention_bias": (True, False), "embedding_multiplier": (12.0,), "residual_multiplier": (0.22,),
+        "attention_multiplier": (0.015625,), "logits_scaling": (8,), "position_embedding_type": (None, "nope", "rope"),
+        "layer_types": (None, ["mamba", "attention"] * 2, ["linear_attention", "full_attention"] * 2, ["attention"] * 4),
+        "layers_block_type": (None,), "num_experts_per_tok": (2,), "shared_intermediate_size": (64,), "mamba_n_heads": (16, 32),
+        "mamba_n_groups": (1, 4), "mamba_d_head": ("auto",), "mamba_d_state": (64,), "mamba_d_conv": (3,), "mamba_expand": (2, 4),
+        "mamba_conv_bias": (True,), "mamba_proj_bias": (False,),
     },
     "Glm4Moe": {
         "head_dim": (16, 32), "attention_bias": (True, False), "use_qk_norm": (True, False), "n_group": (2,), "topk_group": (1, 2),
@@ -258,7 +267,8 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
             dense = [layer for layer, kind in enumerate(read.mlp_layer_types) if kind == "dense"]
             facts["shared"] = read.num_shared_experts * read.moe_intermediate_size
             facts["scale"] = read.router_scaling_factor
-        facts["dense"] = tuple(dense) if stem not in ("Mixtral", "GptOss", "MiniMaxM2", "Qwen3_5Moe") else ()
+        every = ("Mixtral", "GptOss", "MiniMaxM2", "Qwen3_5Moe", "GraniteMoeHybrid")
+        facts["dense"] = tuple(dense) if stem not in every else ()
         if hasattr(read, "norm_topk_prob"):
             facts["renormalize"] = read.norm_topk_prob
         if stem == "GptOss":
@@ -283,7 +293,14 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
     if stem.startswith("Gemma"):
         facts["caps"] = read.attn_logit_softcapping, read.final_logit_softcapping
         facts["softmax_scale"] = read.query_pre_attn_scalar**-0.5
-    if stem == "Granite":
+    if stem == "GraniteMoeHybrid":
+        facts["nope_layers"] = tuple(range(layers)) if read.position_embedding_type != "rope" else ()
+        of_state = tuple(layer for layer, kind in enumerate(read.layer_types) if kind == "linear_attention")
+        facts["shared"] = read.shared_intermediate_size
+        facts["mamba"] = of_state and (
+            of_state, read.mamba_n_heads, read.mamba_d_head, read.mamba_n_groups, read.mamba_d_state, read.mamba_d_conv,
+        )  # fmt: skip
+    if stem.startswith("Granite"):
         facts["multipliers"] = [read.embedding_multiplier, read.residual_multiplier, read.logits_scaling, read.attention_multiplier]
     return facts
 
@@ -330,6 +347,7 @@ def ours(stem: str, shape: ModelShape, stated: dict[str, Any], reference: dict[s
     facts["softmax_scale"] = shape.multipliers.attention
     if shape.gated_delta is not None:
         facts["gated_delta"] = dataclasses.astuple(shape.gated_delta)
+    facts["mamba"] = () if shape.mamba is None else dataclasses.astuple(shape.mamba)
     if shape.latent is not None:
         latent = shape.latent
         facts["ranks"] = latent.q_rank, latent.kv_rank, latent.nope, latent.rope, latent.v

@@ -25,10 +25,12 @@ from tests.support.models_formation import Formation
 IDS = torch.tensor([5, 17, 200, 8, 99, 41, 7])
 PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+MAMBA = ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear")
 DELTA = ("in_proj_qkvz", "in_proj_ba", "out_proj", *SEVEN)
 FAMILIES = {
     "llama": SEVEN, "qwen2": SEVEN, "qwen3": SEVEN, "granite": SEVEN, "cohere": SEVEN, "olmo2": SEVEN, "phi3": PHI3,
     "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"), "deepseek_v3": LATENT, "qwen3_next": DELTA,
+    "granite_hybrid": MAMBA,
 }  # fmt: skip
 """Each with what layers of the others do not have: biases, norms of heads and behind blocks, multipliers, parallel blocks, rows in
 another order, fused tensors, experts beside shared ones, latents, gates."""

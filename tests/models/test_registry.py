@@ -55,6 +55,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 6, "no_rope_layers": [0, 1, 0]}),
     "granite": ("granite", {}),
     "granite-tied-biases": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "granite-hybrid": ("granite_hybrid", {}),
+    "granite-hybrid-dense-groups-rope": ("granite_hybrid", {
+        "num_local_experts": 0, "mamba_n_groups": 2, "tie_word_embeddings": True, "position_embedding_type": "rope",
+    }),
+    "granite-hybrid-stacked": ("granite_hybrid", {
+        "layer_types": ["mamba", "mamba", "attention"], "stacked": True, "mamba_n_groups": 8,
+    }),
     "glm4-moe": ("glm4_moe", {"num_attention_heads": 8}),
     "glm4-moe-quarter-no-norm-yarn": ("glm4_moe", {
         "use_qk_norm": False, "attention_bias": False, "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
@@ -157,7 +164,7 @@ def test_projections_of_one_input_may_be_apart(root: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("case", [
     "llama-12q-3kv-biases-llama3", "mistral-window", "qwen2-window-above", "qwen3-12q-6kv-biases", "granite", "minimax-m2",
-    "phi3-window", "olmo3", "gemma2", "gemma3", "qwen3-next",
+    "phi3-window", "olmo3", "gemma2", "gemma3", "qwen3-next", "granite-hybrid",
 ])  # fmt: skip
 def test_every_weight_changes_the_outcome(case: str, root: Path) -> None:
     """The checkpoints of these tests leave no part of the arithmetic neutral."""

@@ -81,6 +81,12 @@ _FAMILIES |= {
     "granite": ("Granite", {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
     }),
+    "granite_hybrid": ("GraniteMoeHybrid", {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
+        "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 8, "num_experts_per_tok": 3,
+        "intermediate_size": 32, "shared_intermediate_size": 48, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 16,
+        "mamba_n_groups": 1, "mamba_chunk_size": 16, "position_embedding_type": "nope",
+    }),
     "glm4_moe": ("Glm4Moe", {
         "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "moe_intermediate_size": 32, "n_routed_experts": 8,
         "n_shared_experts": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
@@ -180,7 +186,10 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
         config = getattr(transformers, f"{stem}Config")(text_config=text, vision_config=tower, tie_word_embeddings=tied)
     else:
         (stem, traits), end = _FAMILIES[family], "ForCausalLM"
-        config = getattr(transformers, f"{_CONFIGS.get(stem, stem)}Config")(**{**_SIZES, **traits, **overrides})
+        fields = {**_SIZES, **traits, **overrides}
+        if "layer_types" in traits and "layer_types" not in overrides:
+            fields["layer_types"] = fields["layer_types"][: fields["num_hidden_layers"]]
+        config = getattr(transformers, f"{_CONFIGS.get(stem, stem)}Config")(**fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{stem}{end}")(config)

@@ -48,7 +48,8 @@ def references_of(root: Path, checkpoints: Mapping[str, tuple[str, dict[str, Any
     for name, (family, overrides) in checkpoints.items():
         folder = plain = write_checkpoint(root / name, family, num_hidden_layers=layers, **overrides)
         if name.endswith("-fp8"):
-            folder, plain = rewrite_by_128(plain, root, *ignored)
+            (root / f"{name}-rewritten").mkdir()
+            folder, plain = rewrite_by_128(plain, root / f"{name}-rewritten", *ignored)
         expected[name] = folder, reference_tokens(plain, prompts_of_all_lengths(), NEW_TOKENS)
     return expected
 

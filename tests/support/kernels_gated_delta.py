@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,33 +31,25 @@ def inputs(tokens: int, heads: GatedDelta = HEADS, dtype: torch.dtype = torch.fl
     return torch.randn(tokens, width).to(dtype), torch.randn(tokens, 2 * heads.value_heads).to(dtype)
 
 
-class Requests:
-    """The states of slots. They hold NaN before a request begins there."""
+class Slots:
+    """Requests in slots, and how long each is."""
 
-    def __init__(self, slots: int, heads: GatedDelta = HEADS, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self.heads, self.weights, self.device = heads, weights(heads, dtype), torch.device(device)
-        self.weights = DeltaWeights(*(part.to(device) for part in self.weights[:4]), self.weights.eps)
-        self.conv = torch.full((slots, TAPS - 1, sum(heads.sections)), float("nan"), device=device)
-        self.state = torch.full((slots, heads.value_heads, heads.key_dim, heads.value_dim), float("nan"), device=device)
-        self.lengths = [0] * slots
+    def __init__(self, slots: int, device: str) -> None:
+        self.device, self.lengths = torch.device(device), [0] * slots
 
     def begin(self, slot: int) -> None:
         """Another request takes the slot, which keeps what is there."""
         self.lengths[slot] = 0
 
-    def step(
-        self, gated_delta: Callable[..., Tensor], rows: Sequence[tuple[int, Tensor, Tensor]], *, padding: int = 0,
-        absent: tuple[int, int] | None = None,
-    ) -> list[Tensor]:  # fmt: skip
-        """rows: (slot, mixed, ba) of their next tokens, those with one token first. padding: tokens of no row behind them. absent:
-        the batch is fixed, as a graph's, with so many decode rows and prefill rows that are none, of slot 0: see `Batch.fixed`.
-        Returns the rows' outputs."""
-        counts = [len(mixed) for _, mixed, _ in rows]
+    def batch(self, rows: Mapping[int, int], *, padding: int = 0, absent: tuple[int, int] | None = None) -> StateRows:
+        """rows: slot -> number of its next tokens, those with one token first. padding: tokens of no row behind them. absent: the
+        batch is fixed, as a graph's, with so many decode rows and prefill rows that are none, of slot 0: see `Batch.fixed`."""
+        counts, slots = list(rows.values()), list(rows)
         decodes = next((number for number, count in enumerate(counts) if count > 1), len(counts))
         total = sum(counts)
-        for slot, mixed, _ in rows:
-            self.lengths[slot] += len(mixed)
-        slots, lengths = [slot for slot, _, _ in rows], [self.lengths[slot] for slot, _, _ in rows]
+        for slot, count in rows.items():
+            self.lengths[slot] += count
+        lengths = [self.lengths[slot] for slot in slots]
         starts = [sum(counts[:number]) for number in range(len(counts) + 1)]
         if absent is not None:
             more, behind = absent
@@ -65,16 +57,37 @@ class Requests:
             lengths = lengths[:decodes] + [0] * more + lengths[decodes:] + [0] * behind
             starts = starts[:decodes] + [decodes] * more + starts[decodes:] + [total] * behind
             decodes += more
-        mixed, ba = (torch.cat([row[part] for row in rows]) for part in (1, 2))
-        mixed, ba = (torch.cat((each, each.new_full((padding, each.shape[1]), float("nan")))) for each in (mixed, ba))
         prefills = len(slots) - decodes
         chunks = count_chunks(starts, decodes) if absent is None else max_chunks(total + padding, prefills)
-        state_rows = StateRows(
+        return StateRows(
             torch.tensor(slots, device=self.device), torch.tensor(starts, dtype=torch.int32, device=self.device),
             torch.tensor(lengths, dtype=torch.int32, device=self.device),
             torch.tensor([1] * total + [-1] * padding, device=self.device), decodes, chunks, starts, lengths,
         )  # fmt: skip
-        out = gated_delta(
-            mixed.to(self.device), ba.to(self.device), self.heads, self.weights, self.conv, self.state, state_rows
-        )  # fmt: skip
-        return list(torch.split(out[:total], counts))
+
+    def padded(self, inputs: Sequence[Tensor], padding: int) -> Tensor:
+        """The rows' inputs, then NaN."""
+        each = torch.cat(list(inputs))
+        return torch.cat((each, each.new_full((padding, each.shape[1]), float("nan")))).to(self.device)
+
+
+class Requests(Slots):
+    """The states of slots. They hold NaN before a request begins there."""
+
+    def __init__(self, slots: int, heads: GatedDelta = HEADS, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        super().__init__(slots, device)
+        self.heads, self.weights = heads, weights(heads, dtype)
+        self.weights = DeltaWeights(*(part.to(device) for part in self.weights[:4]), self.weights.eps)
+        self.conv = torch.full((slots, TAPS - 1, sum(heads.sections)), float("nan"), device=device)
+        self.state = torch.full((slots, heads.value_heads, heads.key_dim, heads.value_dim), float("nan"), device=device)
+
+    def step(
+        self, gated_delta: Callable[..., Tensor], rows: Sequence[tuple[int, Tensor, Tensor]], *, padding: int = 0,
+        absent: tuple[int, int] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """rows: (slot, mixed, ba) of their next tokens. padding, absent: see `batch`. Returns the rows' outputs."""
+        counts = {slot: len(mixed) for slot, mixed, _ in rows}
+        state_rows = self.batch(counts, padding=padding, absent=absent)
+        mixed, ba = (self.padded([row[part] for row in rows], padding) for part in (1, 2))
+        out = gated_delta(mixed, ba, self.heads, self.weights, self.conv, self.state, state_rows)
+        return list(torch.split(out[: sum(counts.values())], list(counts.values())))

@@ -50,7 +50,8 @@ def config_of(name: str) -> dict[str, Any] | None:
     most = _text(config)["num_hidden_layers"]
     if not layers.isdecimal() or not 1 <= int(layers) <= most:
         raise OptionError(f"{name!r}: {layers!r} is no number of layers of {base}", next=f"use {base}:1 to {base}:{most}")
-    cut = {**_text(config), "num_hidden_layers": int(layers)}
+    by_layer = {name: value[: int(layers)] for name, value in _text(config).items() if name == "layer_types"}
+    cut = {**_text(config), **by_layer, "num_hidden_layers": int(layers)}
     return {**config, "text_config": cut} if "text_config" in config else cut
 
 

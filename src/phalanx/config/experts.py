@@ -124,6 +124,19 @@ def _passed_over(fields: JsonFields) -> tuple[int, ...]:
     return tuple(layer for layer in range(fields.count("num_hidden_layers")) if layer in named or (layer + 1) % step)
 
 
+SHARED_WIDTH = 1024
+"""shared_intermediate_size by default (Granite 4)."""
+
+
+def read_granite_hybrid(fields: JsonFields) -> Experts | None:
+    """Granite 4's fields; None without experts. A token's softmax is over its chosen experts, which is that over all, renormalized;
+    what all tokens reach has no gate."""
+    if fields.value("num_local_experts") == 0:
+        return None
+    shared = fields.count("shared_intermediate_size", SHARED_WIDTH)
+    return _experts(fields, 8, 2, fields.count("intermediate_size", 11008), names=("num_local_experts",), shared=shared)
+
+
 def read_gpt_oss(fields: JsonFields) -> Experts:
     """gpt-oss's fields. The softmax is over a token's chosen experts, which is that over all of them, renormalized."""
     swiglu = ClampedSwiGlu(fields.positive("swiglu_alpha", 1.702), fields.positive("swiglu_limit", 7.0))

@@ -17,6 +17,7 @@ from phalanx.config.experts import (
     read_deepseek_v3,
     read_glm4_moe,
     read_gpt_oss,
+    read_granite_hybrid,
     read_hy_v3,
     read_minimax_m2,
     read_mixtral,
@@ -27,6 +28,8 @@ from phalanx.config.experts import (
 from phalanx.config.gated_delta import GatedDelta, read_gated_delta
 from phalanx.config.json_fields import JsonFields
 from phalanx.config.latent import Latent, read_latent
+from phalanx.config.mamba import Mamba2
+from phalanx.config.mamba import read_granite_hybrid as read_granite_mamba
 from phalanx.config.rope import ROPE_TYPES, Rope
 
 Norms = Literal["before", "behind", "around", "parallel"]
@@ -99,7 +102,7 @@ class Family:
     the field of their epsilon.
     activation: of the gated MLP, as transformers names it. activation_field: the field that says so.
     sinks: each head's softmax has one more logit, without a value.
-    experts, latent, multipliers, gated_delta: how their fields are read, in families that have them.
+    experts, latent, multipliers, gated_delta, mamba: how their fields are read, in families that have them.
     interleaved: see `Rope`. original_positions: original_max_position_embeddings by default. rope_types: that the family has.
     yarn: the rope_parameters of a file that has none. rotary_portion: where partial_rotary_factor is read, its default.
     window_theta: where layers with a window have a RoPE of their own, the default of its theta. nope_full: layers without a window
@@ -132,10 +135,11 @@ class Family:
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     activation_field: str = "hidden_act"
     sinks: bool = False
-    experts: Callable[[JsonFields], Experts] | None = None
+    experts: Callable[[JsonFields], Experts | None] | None = None
     latent: Callable[[JsonFields, Rope], Latent] | None = None
     multipliers: Callable[[JsonFields], Multipliers] | None = None
     gated_delta: Callable[[JsonFields], GatedDelta] | None = None
+    mamba: Callable[[JsonFields], Mamba2 | None] | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     interleaved: bool = False
@@ -182,6 +186,10 @@ _QWEN3_NEXT = Family(
     "mtp_num_hidden_layers mtp_use_dedicated_embeddings", _GATED_DELTA_IS, kv_heads=2, head_dim=256, qk_norm=True, norm_offset=True,
     rotary_portion=0.25, gated_delta=read_gated_delta, experts=read_qwen3_next,
 )  # fmt: skip
+
+_NO_LIMIT: tuple[Any, ...] = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+"""In JSON as Python reads it, and as transformers 5 writes it."""
+_MAMBA_IS = {"mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "time_step_limit": _NO_LIMIT}
 
 FAMILIES = {
     "LlamaForCausalLM": Family(2048, "head_dim attention_bias mlp_bias"),
@@ -233,6 +241,14 @@ FAMILIES = {
         2048, """
         head_dim attention_bias mlp_bias embedding_multiplier residual_multiplier attention_multiplier logits_scaling
         """, multipliers=granite_multipliers,
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        2048, """
+        head_dim attention_bias embedding_multiplier residual_multiplier attention_multiplier logits_scaling position_embedding_type
+        layer_types layers_block_type num_local_experts num_experts_per_tok shared_intermediate_size mamba_n_heads mamba_n_groups
+        mamba_d_head mamba_d_state mamba_d_conv mamba_expand
+        """, "mamba_chunk_size init_method", {**_MAMBA_IS, "normalization_function": ("rmsnorm",)}, model_type="granitemoehybrid",
+        mlp_bias=None, multipliers=granite_multipliers, mamba=read_granite_mamba, experts=read_granite_hybrid,
     ),
     "Glm4MoeForCausalLM": Family(
         131072, """

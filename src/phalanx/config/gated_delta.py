@@ -54,6 +54,11 @@ class GatedDelta:
         of_chunk = 2.0 * CHUNK * (3 * self.key_dim + 2 * self.value_dim)
         return self.value_heads * (of_chunk + 6.0 * self.key_dim * self.value_dim)
 
+    @property
+    def split(self) -> tuple[str, int]:
+        """What ranks split, by its name in messages."""
+        return "linear_num_key_heads", self.key_heads
+
 
 def read_gated_delta(fields: JsonFields) -> GatedDelta:
     """Raises ModelError for layers of unknown types, and impossible sizes."""

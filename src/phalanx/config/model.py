@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.dtypes import DTYPE_SPELLINGS
-from phalanx.config.experts import Experts
+from phalanx.config.experts import SHARED_WIDTH, Experts
 from phalanx.config.families import FAMILIES, NO_MULTIPLIERS, Family, Multipliers, Norms, model_type
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.config.generation import FIELDS as GENERATION_FIELDS
 from phalanx.config.generation import GENERATION, read_sampling_defaults
 from phalanx.config.json_fields import JsonFields
 from phalanx.config.latent import Latent
+from phalanx.config.mamba import Mamba2
 from phalanx.config.model_fields import MODEL
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
 from phalanx.config.rope import FULL, NOPE, SLIDING, Rope, RopeDefaults, read_rope, read_ropes_by_type
@@ -31,6 +32,8 @@ CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 
 _FIXED = ("sinks", "qk_norm_whole", "norms", "norm_offset", "layer_norm", "activation")
 """Traits that no file states, by their names in `Family` and `ModelShape`."""
+_STATES = ("gated_delta", "mamba")
+"""Layers that keep a state, likewise; in `Family` is what reads their fields."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class ModelShape:
     the text tower (`text_tower.WRAPPERS`). layer_ropes: of each layer, where they differ from `rope`. multipliers: see
     `Multipliers`. qk_norm: queries and keys are normed before RoPE, each head alone or, with qk_norm_whole, all heads of a token as
     one vector. norms, norm_offset, layer_norm, activation: see `Family`. gated_delta: of models with layers of the gated delta
-    rule, whose attention has a gate of its output.
+    rule, whose attention has a gate of its output. mamba: of models with layers of Mamba-2.
     """
 
     architecture: str
@@ -81,6 +84,12 @@ class ModelShape:
     layer_norm: bool = False
     activation: str = "silu"
     gated_delta: GatedDelta | None = None
+    mamba: Mamba2 | None = None
+
+    @property
+    def recurrent(self) -> GatedDelta | Mamba2 | None:
+        """The layers that keep a state of one size for each request."""
+        return self.gated_delta or self.mamba
 
     def rope_in(self, layer: int) -> Rope:
         """RoPE of a layer."""
@@ -164,7 +173,7 @@ class ModelShape:
             wrapper=wrapper,
             layer_ropes=layer_ropes,
             multipliers=NO_MULTIPLIERS if family.multipliers is None else family.multipliers(fields),
-            gated_delta=None if family.gated_delta is None else family.gated_delta(fields),
+            **{name: getattr(family, name)(fields) for name in _STATES if getattr(family, name) is not None},
             **{name: getattr(family, name) for name in _FIXED},
         )
         if not quiet:
@@ -239,7 +248,9 @@ def _quantization(fields: JsonFields, wrapper: str | None, *, stacked_experts: b
 
 
 def _intermediate_size(fields: JsonFields, experts: Experts | None) -> int:
-    """Of the dense layers. A file of a family without any need not state it."""
+    """Of the dense layers. A file of a family without any need not state it. Granite 4's MLP is what its experts share, or all."""
+    if experts is None and fields.reads("shared_intermediate_size"):
+        return fields.count("shared_intermediate_size", SHARED_WIDTH)
     if experts is None or experts.dense_layers or fields.value("intermediate_size") is not None:
         return fields.count("intermediate_size")
     return experts.intermediate
@@ -343,9 +354,19 @@ def _ropes(
         portion = fields.count("rotary_dim", head_dim) / head_dim
     defaults = RopeDefaults(family.rope_theta, portion, family.yarn, family.original_positions, family.rope_types)
     rope = replace(read_rope(fields, max_positions, defaults, head_dim), interleaved=family.interleaved)
-    if family.nope_full:
+    if family.nope_full or not _has_rope(fields):
         nope_layers = tuple(layer for layer, window in enumerate(windows) if window is None)
     return rope, tuple(NOPE if layer in nope_layers else rope for layer in range(len(windows))) if nope_layers else ()
+
+
+def _has_rope(fields: JsonFields) -> bool:
+    """Whether any layer has RoPE, by position_embedding_type where the family reads that."""
+    if not fields.reads("position_embedding_type"):
+        return True
+    kind = fields.text("position_embedding_type", "nope")
+    if kind not in ("nope", "rope"):
+        raise ModelError(f"{fields.file} has position_embedding_type={kind!r}", held="supported are: nope, rope")
+    return kind == "rope"
 
 
 def _dtype(fields: JsonFields, default: str) -> str:

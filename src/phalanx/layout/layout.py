@@ -128,10 +128,11 @@ def require_suits(layout: Layout, shape: ModelShape) -> None:
     for unit in units - {0}:
         in_runs("intermediate_size", shape.intermediate_size, unit, layout.tp, 0)
     inner = shape.intermediate_size if 0 in units else shape.num_heads
-    key_heads = shape.num_heads if shape.gated_delta is None else shape.gated_delta.key_heads
-    for name, size in (("num_attention_heads", shape.num_heads), ("intermediate_size", inner), ("linear_num_key_heads", key_heads)):
+    split = [("num_attention_heads", shape.num_heads), ("intermediate_size", inner)]
+    split += [] if shape.recurrent is None else [shape.recurrent.split]
+    for name, size in split:
         if size % layout.tp:
-            both = math.gcd(shape.num_heads, inner, key_heads)
+            both = math.gcd(*(each for _, each in split))
             fits = [str(tp) for tp in range(1, min(both, _MAX_LISTED) + 1) if both % tp == 0]
             raise LayoutError(
                 f"tensor_parallel_size={layout.tp} does not divide {name}={size}", next=f"use one of {', '.join(fits)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,6 +135,18 @@ def text_tensors(located: Located, wrapper: str) -> Located:
     if skipped:
         counts = ", ".join(f"{count} of {tower.rstrip('.')}" for tower, count in skipped.items())
         logger.info("tensors of other towers than the text model are not loaded: %s", counts)
+    return renamed
+
+
+def respelled(located: Located, spellings: Mapping[str, str]) -> Located:
+    """The tensors by the names that their family declares. spellings: see `LayerDeclaration`; the first that a name has counts."""
+    renamed: Located = {}
+    for name, stored in located.items():
+        own = next((part for part in spellings if part in name), "")
+        full = name.replace(own, spellings[own]) if own else name
+        if full in renamed:
+            raise WeightError(f"{name} and {renamed[full].name} are two names of one tensor", held=f"file {stored.file}")
+        renamed[full] = stored
     return renamed
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 2, 3 and 3.1 (arXiv 2302.13971, 2407.21783), and the families that differ from it in traits of their shape: multi-head
-latent attention (DeepSeek-V2, arXiv 2405.04434), layers of the gated delta rule (Qwen3-Next, arXiv 2412.06464), experts."""
+latent attention (DeepSeek-V2, arXiv 2405.04434), layers of the gated delta rule (Qwen3-Next, arXiv 2412.06464) and of Mamba-2
+(Granite 4, arXiv 2405.21060), experts."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from phalanx.models.layers.activation import NormAndQuantized, NormOutput
 from phalanx.models.layers.gated_delta_net import GatedDeltaNet
 from phalanx.models.layers.grouped_query_attention import GroupedQueryAttention
 from phalanx.models.layers.latent_attention import LatentAttention
+from phalanx.models.layers.mamba2 import MambaMixer
 from phalanx.models.layers.mlp import GatedMlp
 from phalanx.models.layers.moe import SparseMoe
 from phalanx.models.layers.norm import RmsNorm, all_reduce_norm
 from phalanx.models.layers.rope import CosSin
 
-Attention = GroupedQueryAttention | LatentAttention | GatedDeltaNet
+Attention = GroupedQueryAttention | LatentAttention | GatedDeltaNet | MambaMixer
 
 
 class LayerNorms(NamedTuple):
@@ -86,6 +88,8 @@ class Llama(Decoder):
         shape = self.shape
         if shape.gated_delta is not None and layer in shape.gated_delta.layers:
             return GatedDeltaNet(f"{name.removesuffix('self_attn')}linear_attn", shape, context=self.context)
+        if shape.mamba is not None and layer in shape.mamba.layers:
+            return MambaMixer(f"{name.removesuffix('self_attn')}mamba", shape, context=self.context)
         if shape.latent is not None:
             return LatentAttention(name, shape, shape.latent, context=self.context)
         return GroupedQueryAttention(name, shape, layer, context=self.context)
@@ -94,7 +98,8 @@ class Llama(Decoder):
         """The feed-forward block of layer `layer`: experts where the shape has them."""
         experts = self.shape.experts_in(layer)
         if experts is not None:
-            return SparseMoe(prefix, experts, layer, context=self.context)
+            return SparseMoe(prefix, experts, layer, multiplier=self.shape.multipliers.residual, context=self.context)
+        name = self.context.of_gemm(prefix, "mlp_gate_up")[0].name.removesuffix(".gate_proj.weight")
         return GatedMlp(
-            f"{prefix}.mlp", multiplier=self.shape.multipliers.residual, activation=self.shape.activation, context=self.context
+            name, multiplier=self.shape.multipliers.residual, activation=self.shape.activation, context=self.context
         )  # fmt: skip

@@ -18,6 +18,7 @@ from phalanx.config.model import ModelShape
 from phalanx.config.quantization import GROUP_UNIT
 from phalanx.errors import WeightError
 from phalanx.layout import weight_tensors as catalog
+from phalanx.layout.families.registry import declaration
 from phalanx.log import get_logger
 from phalanx.models import kv_scales
 from phalanx.models.checkpoint import (
@@ -30,6 +31,7 @@ from phalanx.models.checkpoint import (
     read,
     read_scale,
     require_known,
+    respelled,
     text_tensors,
 )
 from phalanx.models.decoder import Decoder
@@ -82,6 +84,7 @@ def files_of(model: Decoder, folder: Path) -> Located:
     located = locate_tensors(folder)
     if shape.wrapper is not None:
         located = text_tensors(located, shape.wrapper)
+    located = respelled(located, declaration(shape).spellings)
     files = _without_mtp(by_model_names(located, known, tied=tied), shape)
     files = _without_zero_biases(files, known, shape)
     require_known(files, known | {HEAD} if tied else known, shape.num_layers)

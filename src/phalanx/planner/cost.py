@@ -164,7 +164,7 @@ class Costs:
             labels.append(self._all_reduce().label)
         gemms, *_ = _stage_gemms(self.shape, self.dtype, self.layout, 0)
         measured_once = any(gemm.stored not in ("16 bit", "FP8") for gemm in gemms)
-        if self.shape.latent is not None or measured_once or self.layout.dp > 1 or self.shape.gated_delta is not None:
+        if self.shape.latent is not None or measured_once or self.layout.dp > 1 or self.shape.recurrent is not None:
             labels.append("estimated")  # figures of one model or layout of the kind alone are in the fit, or none
         if self.layout.pp > 1 and self.machine.network is not None and self._spans_nodes(self.layout.world):
             labels.append("estimated")
@@ -274,9 +274,9 @@ class Costs:
                 between_nodes = machine.network if self._spans_nodes(layout.world) else None
                 bandwidth = between_nodes.bandwidth if between_nodes else machine.gpu.link_bandwidth
                 seconds += hidden_bytes / (0.85 * bandwidth)
-        if self.shape.gated_delta is not None:
-            own = set(weights.stage_layers(self.shape, self.dtype, layout.pp)[stage]) & set(self.shape.gated_delta.layers)
-            flops = work.tokens * len(own) * self.shape.gated_delta.flops / layout.tp
+        if (recurrent := self.shape.recurrent) is not None:
+            own = set(weights.stage_layers(self.shape, self.dtype, layout.pp)[stage]) & set(recurrent.layers)
+            flops = work.tokens * len(own) * recurrent.flops / layout.tp
             seconds += flops / (cs.e_prompt * machine.gpu.bf16_flops)
         state = request_bytes(stage_caches(self.shape, self.kv, self.dtype, layout)[stage])
         seconds += 2.0 * max(work.rows, 1) * state / machine.bandwidth  # read, and written
@@ -527,6 +527,6 @@ def _stage_gemms(shape: ModelShape, dtype: str, layout: Layout, stage: int) -> t
         inner = shape.intermediate_size if experts is None else experts.shared
         moe += count if experts is not None else 0
         between += count * 2.0 * (4 * shape.hidden_size + 3 * inner / layout.tp)
-        if shape.gated_delta is not None and first in shape.gated_delta.layers:
-            between += count * 2.0 * 2 * sum(shape.gated_delta.widths) / layout.tp
+        if shape.recurrent is not None and first in shape.recurrent.layers:
+            between += count * 2.0 * 2 * sum(shape.recurrent.widths) / layout.tp
     return tuple(gemms), len(layers), moe, between

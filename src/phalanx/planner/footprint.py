@@ -53,9 +53,10 @@ def activation_bytes(
         sum(memory[name] * feature for name, feature in zip(names, features, strict=True))
         for names, features in ((SAMPLED, sampled), (PROMPT, prompt))
     )
-    delta, size = shape.gated_delta, itemsize(dtype)
+    recurrent, size = shape.recurrent, itemsize(dtype)
     # Of one layer, beside its input, its norm and its output.
-    states = 0.0 if delta is None else size * max_num_tokens / layout.dp * (3 * shape.hidden_size + sum(delta.widths) / layout.tp)
+    widths = () if recurrent is None else recurrent.widths
+    states = size * max_num_tokens / layout.dp * (3 * shape.hidden_size + sum(widths) / layout.tp) if widths else 0.0
     return int(max(*peaks, states))
 
 

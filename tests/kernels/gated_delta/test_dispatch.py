@@ -116,7 +116,7 @@ ROWS = {"slots": "*i64", "starts": "*i32", "lengths": "*i32", "kv_slots": "*i64"
 _SIZES = {
     "HEADS": REAL.value_heads, "RATIO": REAL.ratio, "KEYS": 128, "VALUES": 128, "WIDE_KEYS": 128, "WIDE_VALUES": 128, "EPS": 1e-6,
     "CHUNK": CHUNK, "NEAR": 16, "MOST": max_chunk_rows(1), "SCANNED": 32, "TAPS": TAPS, "BLOCK": 256, "TOKENS": 16, "ONE": False,
-    "MOST_HEADS": REAL.value_heads,
+    "MOST_HEADS": REAL.value_heads, "BIAS": True,
 }  # fmt: skip
 FP32 = {"tails", "state", "a_log", "dt_bias", "decays"}
 KERNELS = {

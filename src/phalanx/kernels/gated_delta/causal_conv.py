@@ -3,7 +3,7 @@
 # Kernels are written in Triton's language: its types are not Python's.
 """The causal convolution before the gated delta rule: each channel over the last tokens of its row, then SiLU.
 
-    out[t] = silu(sum over taps j of weight[j] * x[t - taps + 1 + j])        see `reference.causal_conv`
+    out[t] = silu(bias + sum over taps j of weight[j] * x[t - taps + 1 + j])        see `reference.causal_conv`
 
 A decode row's program reads what the convolution covers of earlier steps and moves it by one token. Of prefill rows, programs for
 chunks of tokens read it, and a second kernel behind them writes what the next step needs. Their slots, starts and lengths begin
@@ -29,8 +29,8 @@ BLOCK, TOKENS = 256, 16
 
 @triton.jit
 def _conv_decode(
-    x, weight, tails, out, slots, starts, lengths, kv_slots, channels, pitch,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
+    x, weight, bias, tails, out, slots, starts, lengths, kv_slots, channels, pitch,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -49,6 +49,8 @@ def _conv_decode(
             total += old * tl.load(weight + channel * TAPS + tap, inside, 0.0).to(tl.float32)
             if tap > 0:
                 tl.store(tail + (tap - 1) * channels, old, inside)
+        if BIAS:
+            total += tl.load(bias + channel, inside, 0.0).to(tl.float32)
         tl.store(tail + (TAPS - 2) * channels, new.to(tl.float32), inside)
         tl.store(out + token * channels + channel, nearest(total * sigmoid(total), new, SM), inside)
 
@@ -63,8 +65,8 @@ def _before(x, tails, place, j, channel, channels, pitch, begin, going, mask, TA
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "starts", "lengths"])
 def _conv_prefill(
-    x, weight, tails, out, slots, starts, lengths, rows, channels, pitch,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, SM: tl.constexpr,
+    x, weight, bias, tails, out, slots, starts, lengths, rows, channels, pitch,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """The arguments of rows are those of prefill rows."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -80,6 +82,8 @@ def _conv_prefill(
         for tap in tl.static_range(TAPS):
             taken = _before(x, tails, place, i - (TAPS - 1) + tap, channel, channels, pitch, start, going, mask, TAPS)
             total += taken * tl.load(weight + channel * TAPS + tap, channel < channels, 0.0).to(tl.float32)
+        if BIAS:
+            total += tl.load(bias + channel, channel < channels, 0.0).to(tl.float32)
         like = tl.load(x + channel, channel < channels, 0.0)
         tl.store(out + (start + i) * channels + channel, nearest(total * sigmoid(total), like, SM), mask)
 
@@ -103,23 +107,25 @@ def _keep_tails(
             tl.store(tails + place + tap * channels + channel, taken, inside)
 
 
-def causal_conv(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows, bias: Tensor | None = None) -> Tensor:
     """The kernels of `reference.causal_conv`, for x whose rows are contiguous. Tokens of no row have no output."""
     tokens, channels = x.shape
     taps, decodes = weight.shape[2], rows.decodes
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     blocks, sm = triton.cdiv(channels, BLOCK), sm_arch(x.device)
     common = {"TAPS": taps, "BLOCK": BLOCK, "SM": sm, "num_warps": 4, "launch_pdl": sm >= 90}
+    weights = weight, weight if bias is None else bias
     if decodes:
         _conv_decode[(decodes, blocks)](
-            x, weight, tails, out, rows.slots, rows.starts, rows.lengths, rows.kv_slots, channels, x.stride(0), **common
-        )
+            x, *weights, tails, out, rows.slots, rows.starts, rows.lengths, rows.kv_slots, channels, x.stride(0),
+            BIAS=bias is not None, **common,
+        )  # fmt: skip
     prefills = len(rows.lengths) - decodes
     if prefills and rows.chunks:
         slots, starts, lengths = (each[decodes:] for each in (rows.slots, rows.starts, rows.lengths))
         _conv_prefill[(rows.chunks * (CHUNK // TOKENS), blocks)](
-            x, weight, tails, out, slots, starts, lengths, prefills, channels, x.stride(0),
-            TOKENS=TOKENS, MOST=max_chunk_rows(prefills), **common,
+            x, *weights, tails, out, slots, starts, lengths, prefills, channels, x.stride(0),
+            TOKENS=TOKENS, MOST=max_chunk_rows(prefills), BIAS=bias is not None, **common,
         )  # fmt: skip
         _keep_tails[(prefills, blocks)](x, tails, slots, starts, lengths, channels, x.stride(0), **common)
     return out

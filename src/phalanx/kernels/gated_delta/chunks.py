@@ -33,10 +33,14 @@ def sigmoid(x):
 
 
 @triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
 def log_decay(a, a_log, dt_bias):
     """-exp(a_log) * softplus(a + dt_bias), in fp32."""
-    x = a + dt_bias
-    return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return -tl.exp(a_log) * softplus(a + dt_bias)
 
 
 @triton.jit

@@ -71,7 +71,7 @@ def gated_delta(
     b, a = torch.split(ba.float(), heads.value_heads, dim=1)
     beta, decay = b.sigmoid(), -weights.a_log.exp() * F.softplus(a + weights.dt_bias)
     query, out = query * heads.key_dim**-0.5, torch.empty_like(value)
-    for begin, end, index, fresh in _runs(rows):
+    for begin, end, index, fresh in runs_of(rows):
         states = state[rows.slots[index]]
         states[fresh] = 0.0
         q, k, v, g, b = (each[begin:end] for each in (query, key, value, decay, beta))
@@ -90,7 +90,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
 
-def _runs(rows: StateRows) -> list[tuple[int, int, slice, Tensor]]:
+def runs_of(rows: StateRows) -> list[tuple[int, int, slice, Tensor]]:
     """(first token, behind the last, the rows, which of them begin): the decode rows together, and each other row."""
     starts, runs = rows.starts_cpu, []
     fresh = torch.tensor([end - begin == n for begin, end, n in zip(starts[:-1], starts[1:], rows.lengths_cpu, strict=True)])
@@ -101,16 +101,17 @@ def _runs(rows: StateRows) -> list[tuple[int, int, slice, Tensor]]:
     return runs
 
 
-def causal_conv(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows) -> Tensor:
-    """silu of x [T, channels] convolved over each row's tokens, in x's dtype; in fp32 but for that. tails [slots, taps - 1,
-    channels]: the inputs before a row's first token; those before its next one are left there."""
+def causal_conv(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows, bias: Tensor | None = None) -> Tensor:
+    """silu of x [T, channels] convolved over each row's tokens, plus bias [channels], in x's dtype; in fp32 but for that. tails
+    [slots, taps - 1, channels]: the inputs before a row's first token; those before its next one are left there."""
     taps, out = weight.shape[2], torch.empty_like(x, memory_format=torch.contiguous_format)
-    for begin, end, index, fresh in _runs(rows):
+    for begin, end, index, fresh in runs_of(rows):
         before = tails[rows.slots[index]]
         before[fresh] = 0.0
         count = (end - begin) // (index.stop - index.start)
         inputs = torch.cat((before, x[begin:end].float().reshape(-1, count, x.shape[1])), dim=1)
-        sums = F.conv1d(inputs.transpose(1, 2), weight.float(), groups=x.shape[1]).transpose(1, 2)
+        added = None if bias is None else bias.float()
+        sums = F.conv1d(inputs.transpose(1, 2), weight.float(), added, groups=x.shape[1]).transpose(1, 2)
         out[begin:end] = F.silu(sums).flatten(0, 1).to(x.dtype)
         tails[rows.slots[index]] = inputs[:, inputs.shape[1] - taps + 1 :]
     return out

@@ -40,7 +40,8 @@ class WeightTensor:
     kept: the dtype in which a rank holds it: by the quantization where there is one, never in fewer than "16 bit", or in "fp32".
     fused: where a checkpoint has it that does not have `name`.
     sections: of dim 0, split by heads: the sizes of its sections, of each of which a rank has its heads' part. by_head: each head
-    has all of these sections, and a rank has them one below the other.
+    has all of these sections, and a rank has them one below the other. kv_sections: the numbers of those that KV heads have, with
+    copies where tp exceeds them.
     """
 
     name: str
@@ -57,6 +58,7 @@ class WeightTensor:
     fused: Fused | None = None
     sections: tuple[int, ...] = ()
     by_head: bool = False
+    kv_sections: tuple[int, ...] = ()
 
     def expand(self) -> Iterator[str]:
         """The names on disk: one for each expert where the name says {expert}, else one tensor [experts, ...]."""
@@ -98,7 +100,7 @@ class WeightTensor:
         if self.unit:
             return [shard.in_runs(self.name, size, self.unit, tp, index)]
         if self.sections:
-            return list(self._of_sections(shard.heads(self.heads, self.heads, tp, index).q))
+            return list(self._of_sections(shard.heads(self.heads, self.kv_heads or self.heads, tp, index)))
         if self.split in ("heads", "kv_heads"):
             count = self.kv_heads if self.split == "kv_heads" else self.heads
             heads = shard.heads(self.heads, self.kv_heads or self.heads, tp, index)
@@ -106,15 +108,18 @@ class WeightTensor:
             return [range(run.start * size // count, run.stop * size // count) for run in runs]
         return [shard.even(f"{'columns' if dim else 'rows'} of {self.name}", size, tp, index)]
 
-    def _of_sections(self, heads: range) -> Iterator[range]:
+    def _of_sections(self, heads: shard.HeadShard) -> Iterator[range]:
         """The rows of these heads in each section."""
         begin = 0
-        for size in self.sections:
+        for number, size in enumerate(self.sections):
             if self.by_head:
-                starts = (head * sum(self.sections) + begin for head in heads)
+                starts = (head * sum(self.sections) + begin for head in heads.q)
                 yield from (range(start, start + size) for start in starts)
             else:
-                yield range(begin + heads.start * size // self.heads, begin + heads.stop * size // self.heads)
+                in_kv = number in self.kv_sections
+                each = size // (self.kv_heads if in_kv else self.heads)
+                for run in shard.runs(heads.kv) if in_kv else [heads.q]:
+                    yield range(begin + run.start * each, begin + run.stop * each)
             begin += size
 
     def local(self, tp: int) -> tuple[int, ...]:

@@ -7,15 +7,17 @@ A family whose tensors or cache are not those of `dense` has a file beside this 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import phalanx.layout.families.deepseek as deepseek
 import phalanx.layout.families.dense as dense
 import phalanx.layout.families.gpt_oss as gpt_oss
+import phalanx.layout.families.mamba2 as mamba2
 import phalanx.layout.families.mixtral as mixtral
 import phalanx.layout.families.qwen3_next as qwen3_next
 from phalanx.config.model import ModelShape
@@ -31,10 +33,12 @@ class LayerDeclaration(NamedTuple):
 
     tensors (shape, index): of the checkpoint.
     cache (shape, index, dtype of keys and values): what the layer keeps between steps.
+    spellings: parts of names in further checkpoints -> what they are in the declared names.
     """
 
     tensors: Callable[[ModelShape, int], Iterable[WeightTensor]]
     cache: Callable[[ModelShape, int, str], Iterable[CacheTensor]] = dense.cache
+    spellings: Mapping[str, str] = MappingProxyType({})
 
 
 DENSE = LayerDeclaration(dense.layer)
@@ -46,6 +50,7 @@ DECLARATIONS = {
     "DeepseekV3ForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
     "Glm4MoeForCausalLM": LayerDeclaration(deepseek.glm4_moe),
     "HYV3ForCausalLM": LayerDeclaration(deepseek.hy_v3),
+    "GraniteMoeHybridForCausalLM": LayerDeclaration(mamba2.granite_hybrid, mamba2.cache, mamba2.GRANITE_SPELLINGS),
     "GptOssForCausalLM": LayerDeclaration(gpt_oss.layer),
     "Qwen3NextForCausalLM": LayerDeclaration(qwen3_next.layer, qwen3_next.cache),
     "Qwen3_5ForCausalLM": LayerDeclaration(qwen3_next.qwen3_5, qwen3_next.cache),

@@ -44,10 +44,12 @@ class SparseMoe(nn.Module):
     """sum over a token's experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x)), or another activation; and, where a family has
     shared experts, their MLP of x, which all ranks of the group split by its features, times the sigmoid of a gate or not."""
 
-    def __init__(self, prefix: str, experts: Experts, layer: int, *, context: LayerContext) -> None:
-        """prefix: the checkpoint's name of the layer."""
+    def __init__(
+        self, prefix: str, experts: Experts, layer: int, *, multiplier: float = 1.0, context: LayerContext
+    ) -> None:  # fmt: skip
+        """prefix: the checkpoint's name of the layer. multiplier: of what the block adds to the residual stream (Granite)."""
         super().__init__()
-        self.config, self.context = experts, context
+        self.config, self.context, self.multiplier = experts, context, multiplier
         self.own_experts = shard.even("the number of experts", experts.count, context.expert_runs, context.expert_run)
         self._begin_placement()
         self.router = Router(prefix, experts, layer, context=context)
@@ -109,6 +111,8 @@ class SparseMoe(nn.Module):
         else:
             out = group.empty(*x.shape, dtype=x.dtype, device=x.device) if group.size > 1 else None
             total = self.partial_sum(x, out, quantized, batch.kv_slots, shared)
+        if self.multiplier != 1.0:
+            total.mul_(self.multiplier)
         return all_reduce_norm(total, residual, norm, group)
 
     def exchanged(self, x: Tensor, dp_tokens: DpTokens, quantized: Quantized | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy tokens of Qwen3-Next and Qwen3.5 equal transformers': real rank processes, chunked prompts and preemptions in their
-middle, slots that others have left, over tensor, expert, data-parallel and pipeline ranks; in FP8; and as a text tower."""
+"""Greedy tokens of models whose layers keep a state (Qwen3-Next, Qwen3.5, Granite 4) equal transformers': real rank processes,
+chunked prompts and preemptions in their middle, slots that others have left, over tensor, expert, data-parallel and pipeline ranks;
+in FP8; and as a text tower."""
 
 from __future__ import annotations
 
@@ -38,9 +39,12 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "3.5": ("qwen3_5", {"tie_word_embeddings": True}),
     "3.5-moe": ("qwen3_5_moe", {"stacked": True}),
     "3.5-tower": ("qwen3_5_vl", {}),
+    "granite": ("granite_hybrid", {}),
+    "granite-fp8": ("granite_hybrid", {"hidden_size": 128, "mamba_d_head": 32, "num_local_experts": 0, "std": 0.1}),
 }
 LAYOUTS = {
     "next": [(1, 1, 1), (2, 2, 2)], "next-fp8": [(2, 1, 1)], "3.5": [(2, 1, 2)], "3.5-moe": [(2, 2, 1)], "3.5-tower": [(1, 1, 2)],
+    "granite": [(1, 1, 1), (2, 2, 2)], "granite-fp8": [(2, 1, 1)],
 }  # fmt: skip
 """(tp, moe_ep, pp)"""
 SLOTS = 6
@@ -49,7 +53,7 @@ STATES = SLOTS + default_snapshots(SLOTS)
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return references_of(tmp_path_factory.mktemp("gated_delta"), CHECKPOINTS, 4, "in_proj_ba")
+    return references_of(tmp_path_factory.mktemp("recurrent"), CHECKPOINTS, 4, "in_proj_ba")
 
 
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts])
@@ -69,11 +73,13 @@ def test_tokens_over_data_parallel_indices_equal_transformers(references):
         assert generated(llm) == expected
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2, 1), (2, 2, 1, 2)])
-def test_a_prefix_hit_goes_on_from_the_state_of_the_prefix(tmp_path, layout):
+@pytest.mark.parametrize(("family", "layout"), [
+    ("qwen3_next", (1, 1, 2, 1)), ("qwen3_next", (2, 2, 1, 2)), ("granite_hybrid", (2, 1, 1, 1)),
+])  # fmt: skip
+def test_a_prefix_hit_goes_on_from_the_state_of_the_prefix(tmp_path, family, layout):
     """Turns of a conversation, and prompts that begin alike, of which the second shows where they part. layout: (tp, moe_ep, dp,
     pp)"""
-    folder = write_checkpoint(tmp_path / "next", "qwen3_next", num_hidden_layers=4, max_position_embeddings=1024)
+    folder = write_checkpoint(tmp_path / family, family, num_hidden_layers=4, max_position_embeddings=1024)
     tp, moe_ep, dp, pp = layout
     generator = torch.Generator().manual_seed(5)
     system, *messages = (torch.randint(3, 380, (length,), generator=generator).tolist() for length in (600, 30, 37, 41, 45))
@@ -106,7 +112,7 @@ def test_a_context_of_5000_tokens_equals_transformers(tmp_path):
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("name", ["next", "3.5", "3.5-moe"])
+@pytest.mark.parametrize("name", ["next", "3.5", "3.5-moe", "granite"])
 def test_tokens_on_a_gpu_equal_transformers(references, name):
     """In fp32, by the kernels that a GPU runs, in captured steps."""
     folder, expected = references[name]
@@ -122,13 +128,18 @@ def test_what_cannot_run_is_refused_by_name(references):
         LLM(folder, device="cpu", tensor_parallel_size=3)
 
 
-def test_it_is_planned():
-    """Qwen3-Next: a request takes 79 MB of state, of which each of tp ranks has its heads' part."""
-    shape = subject.shape_for("qwen3-next-80b-a3b")
+@pytest.mark.parametrize(("name", "state"), [
+    ("qwen3-next-80b-a3b", 79_036_416 // 2),
+    # 36 layers: of 128 heads, a matrix of 128 x 64 and 3 inputs of 64 before; of a group, which both ranks have, 3 of B and C
+    ("granite-4.0-h-small", 36 * (64 * (128 * 64 + 3 * 64) + 3 * 2 * 128) * 4),
+])  # fmt: skip
+def test_it_is_planned(name, state):
+    """Of a request, each of tp ranks has the state of its heads."""
+    shape = subject.shape_for(name)
     machine, _ = subject.machine_for("H200", gpus_per_node=2)
     plans = search.search(shape, machine, search.PlanRequest(dtype="bf16", isl=1024, osl=256)).plans
     (plan,) = (plan for plan in plans if plan.layout.name == "tp 2 pp 1")
-    assert plan.bytes["request_state"] == (plan.max_batch_size * 3 // 2) * 79_036_416 // 2
+    assert plan.bytes["request_state"] == (plan.max_batch_size * 3 // 2) * state
     assert plan.ms_per_token.label == "estimated"
 
 
