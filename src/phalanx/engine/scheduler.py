@@ -456,8 +456,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             if not row.samples:
                 request.in_flight -= 1
                 continue
-            tokens = row_result.tokens
-            if not tokens:
+            if not (tokens := row_result.tokens):
                 raise StepDiverged(f"step {number} sampled no token for request {request.id}", held="its row was to sample one")
             if min(tokens) < 0:
                 messages.append(self._end_without_token(request, ended))
