@@ -261,6 +261,14 @@ def test_completions_share_the_scores_of_their_prompt(server, client, monkeypatc
     assert len(encoded) == 1
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_scores_come_with_a_first_token_whose_text_comes_later(client, n):
+    fields = {"n": n, "stop": TEXT[:20] + "never", "extra_body": {"prompt_logprobs": 1}}  # all text may be the stop's beginning
+    answer = client.completions.create(model=MODEL, prompt=[5] * 8, max_tokens=4, **fields)
+    assert [len(choice.to_dict()["prompt_logprobs"]) for choice in answer.choices] == [8] * n
+    assert [choice.text for choice in answer.choices] == [tokenizer_of().decode(TOKENS[:4])] * n
+
+
 def test_an_echo_with_scores_in_a_stream_with_the_usage_so_far(client):
     """Its first event is long: it comes in parts, and is the same event."""
     fields = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}

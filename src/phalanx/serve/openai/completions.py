@@ -203,13 +203,14 @@ class ChoiceWriter:
             if self._logprobs is not None:
                 new = self._logprobs.push(delta.logprobs, delta.token_ids)
                 logprobs = new if logprobs is None else {name: _extend(logprobs[name], new[name]) for name in new}
-        if not text and logprobs is None and finish is None:
+        scores = self._scores and delta.prompt_logprobs is not None
+        if not text and logprobs is None and finish is None and not scores:
             return None
         choice = {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
-        if self._scores and delta.prompt_logprobs is not None:
+        if scores:
             self._scores = False
             if self._prompt.scores is None:
-                self._prompt.scores = prompt_logprobs(delta.prompt_logprobs, self._tokenizer.token_text)
+                self._prompt.scores = prompt_logprobs(delta.prompt_logprobs or [], self._tokenizer.token_text)
             choice["prompt_logprobs"] = self._prompt.scores
         return choice
 
