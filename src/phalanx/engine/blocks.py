@@ -7,6 +7,8 @@ A block is in exactly one of three states:
     cached      no request references it, but its content has a key; the least recently used is evicted when none is free
     referenced  by one or more requests, with or without a key
 
+What is evicted goes to host memory, where there is some for it (`host_blocks`), and is found there.
+
 Every operation is O(1) per block.
 """
 
@@ -15,14 +17,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from phalanx.engine.host_blocks import HostBlocks, entry_of
 from phalanx.errors import EngineError
 
 
 class BlockPool:
-    """Block ids 0 .. count-1 of one dp index."""
+    """Block ids 0 .. count-1 of one dp index, and host_blocks slots of host memory."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, host_blocks: int = 0) -> None:
+        self.count, self.host = count, HostBlocks(host_blocks)
         self._free = list(range(count - 1, -1, -1))  # a stack: block 0 goes first
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._references = [0] * count
@@ -52,9 +55,21 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
-                self._forget(block)
+                self._evict(block)
+            self.host.taken(block)
             self._references[block] = 1
             blocks.append(block)
+        return blocks
+
+    def take_loaded(self, entries: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+        """As `take`: blocks that get the contents of these slots of host memory before the next step, and are found by these
+        keys. entries: as `find` returned them for the keys."""
+        slots = [entry_of(entry) for entry in entries]
+        self.host.reserve(slots, keys)
+        blocks = self.take(len(slots))
+        for block, slot, key in zip(blocks, slots, keys, strict=True):
+            self.host.load(slot, block)
+            self.register(block, key)
         return blocks
 
     def share(self, block: int) -> None:
@@ -84,11 +99,15 @@ class BlockPool:
             self._keys[block] = key
 
     def find(self, key: bytes) -> int | None:
-        """The block with this content; None where there is none."""
-        return self._blocks.get(key)
+        """The block with this content, or the entry of a slot of host memory (`entry_of`); None where there is none."""
+        block = self._blocks.get(key)
+        if block is None and (slot := self.host.find(key)) is not None:
+            return entry_of(slot)
+        return block
 
     def forget(self) -> None:
         """No content is found any more: cached blocks are free, and those that requests reference have no key."""
+        self.host.forget()
         self._free += reversed(self._cached)
         self._cached.clear()
         self._keys = [None] * self.count
@@ -98,9 +117,10 @@ class BlockPool:
         """Whether no request references the block."""
         return self._references[block] == 0
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         key = self._keys[block]
         if key is not None:
+            self.host.save(block, key)
             del self._blocks[key]
             self._keys[block] = None
 
@@ -109,6 +129,7 @@ class BlockPool:
 
         Raises EngineError naming the first contradiction. O(count): some milliseconds for 100,000 blocks without a reference.
         """
+        self.host.check()
         expected = Counter(block for blocks in request_blocks for block in blocks if block >= 0)
         if not expected and self._all_idle():
             return

@@ -27,6 +27,7 @@ from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.limits import depth_of, token_lag
 from phalanx.engine.messages import (
     NO_DRAFT,
+    BlockCopy,
     PlaceAdapter,
     RankFacts,
     RankStats,
@@ -124,13 +125,13 @@ class StepChecker:
 
     Sizes and windows as in SchedulerOptions. `run` returns the result that the ranks would give. `thorough` checks every position
     that a row looks back to, otherwise the last one only. token_lag: as in SchedulerOptions. propose: the drafts; none
-    without it. state_snapshots: as in SchedulerOptions; with some, each slot has a state as well.
+    without it. state_snapshots: as in SchedulerOptions; with some, each slot has a state as well. host_blocks: as there.
     """
 
     def __init__(
         self, *, vocab_size: int, num_blocks: int, block_size: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int,
         windows: Sequence[int | None] = (None,), thorough: bool = True, token_lag: int | None = 1,
-        propose: FakeProposer | None = None, state_snapshots: int = 0,
+        propose: FakeProposer | None = None, state_snapshots: int = 0, host_blocks: int = 0,
     ) -> None:  # fmt: skip
         self._token_lag, self._propose = token_lag, propose
         self._states: list[tuple[int, int] | None] | None = None  # (position, number), as in a cell, of slots and of prefixes
@@ -144,6 +145,8 @@ class StepChecker:
         """The digest of the adapter in each slot for adapters."""
         self._holders: list[set[tuple[int, int]]] = [set() for _ in range(num_blocks)]  # (slot, group)
         self._cells: list[tuple[int, int, int] | None] = [None] * (num_blocks * block_size)  # (group, position, number)
+        self.host: list[tuple[int, list[tuple[int, int, int] | None]]] = [(0, [])] * host_blocks
+        """Of each slot of host memory: the generation, and the cells of a block."""
         self._number = 0
 
     def run(self, step: Step) -> StepResult:
@@ -152,12 +155,16 @@ class StepChecker:
         self._require(step.number == self._number, f"it is number {step.number}, and {self._number} is due")
         self._require(len(step.batches) == 1, f"it has {len(step.batches)} batches for 1 dp index")
         batch = step.batches[0]
+        for copy in batch.saved:
+            self._copy_block(copy, saves=True)
         for source, target in batch.state_copies:
             self._copy_state(source, target)
         for slot in batch.released:
             self._require(slot in self.slots, f"it releases slot {slot}, which is free")
             state = self.slots.pop(slot)
             self._drop(slot, state, [len(table) for table in state.tables])
+        for copy in batch.loaded:
+            self._copy_block(copy, saves=False)
         for assignment in batch.admitted:
             self._admit(assignment)
         self._check_rows(batch.rows)
@@ -166,6 +173,19 @@ class StepChecker:
             state = self.slots[row.slot]
             self._drop(row.slot, state, self._live(state.computed))
         return StepResult(step.number, [results])
+
+    def _copy_block(self, copy: BlockCopy, *, saves: bool) -> None:
+        """To a slot of host memory, or back. The request that gets the block has not begun to read it, and nobody else has it."""
+        exists = 0 <= copy.block < len(self._holders) and 0 <= copy.slot < len(self.host)
+        self._require(exists, f"it copies block {copy.block} and slot {copy.slot} of host memory")
+        first, size = copy.block * self.block_size, self.block_size
+        if saves:
+            self.host[copy.slot] = copy.generation, self._cells[first : first + size]
+            return
+        generation, cells = self.host[copy.slot]
+        self._require(generation == copy.generation, f"it reads write {copy.generation} of slot {copy.slot}, not {generation}")
+        self._require(not self._holders[copy.block], f"it copies to block {copy.block} of slots {self._holders[copy.block]}")
+        self._cells[first : first + size] = cells
 
     def _copy_state(self, source: int, target: int) -> None:
         states = self._states or []
@@ -387,7 +407,7 @@ class FakeExecutor:
 
     @classmethod
     def from_options(cls, options: EngineOptions, shape: ModelShape, settings: dict[str, Any]) -> FakeExecutor:
-        """settings: "num_blocks", "latency" and "returns_tokens", all optional."""
+        """settings: "num_blocks", "latency", "returns_tokens" and "host_blocks", all optional."""
         assert options.max_seq_len is not None
         assert options.max_num_tokens is not None
         blocks = settings.get("num_blocks", 512 + 8 * options.max_seq_len // options.kv_block_size)
@@ -397,7 +417,7 @@ class FakeExecutor:
             max_seq_len=options.max_seq_len, windows=group_windows(model_cache(shape)),
             pipeline_stages=options.pipeline_parallel_size, latency=settings.get("latency", 0.0),
             indices=options.expert_parallel_size, returns_tokens=settings.get("returns_tokens", False),
-            state_snapshots=options.index_snapshots,
+            state_snapshots=options.index_snapshots, host_blocks=settings.get("host_blocks", 0),
         )  # fmt: skip
 
     @classmethod
@@ -405,7 +425,7 @@ class FakeExecutor:
         cls, *, vocab_size: int, num_blocks: int = 512, block_size: int = 16, max_batch_size: int = 256, max_num_tokens: int = 2048,
         max_seq_len: int = 4096, windows: Sequence[int | None] = (None,), pipeline_stages: int = 1, latency: float = 0.0,
         thorough: bool = False, indices: int = 1, returns_tokens: bool = False, propose: FakeProposer | None = None,
-        state_snapshots: int = 0,
+        state_snapshots: int = 0, host_blocks: int = 0,
     ) -> FakeExecutor:  # fmt: skip
         """From sizes alone, of each of `indices` dp indices."""
         checkers = [
@@ -413,7 +433,7 @@ class FakeExecutor:
                 vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, max_batch_size=max_batch_size,
                 max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, windows=windows, thorough=thorough,
                 token_lag=token_lag(pipeline_stages, returns_tokens=returns_tokens), propose=propose,
-                state_snapshots=state_snapshots,
+                state_snapshots=state_snapshots, host_blocks=host_blocks,
             )
             for _ in range(indices)
         ]  # fmt: skip
@@ -423,9 +443,12 @@ class FakeExecutor:
 
     def start(self) -> tuple[list[RankFacts], int]:
         facts = [
-            RankFacts(rank, 0, "fake", (rank, rank + 1), {"weights": 0, "kv": 0, "total": 0}, attention="fake", allreduce="seed")
+            RankFacts(
+                rank, 0, "fake", (rank, rank + 1), {"weights": 0, "kv": 0, "total": 0}, attention="fake", allreduce="seed",
+                host_blocks=len(self.checkers[0].host),
+            )
             for rank in range(self._stages)
-        ]
+        ]  # fmt: skip
         return facts, self._num_blocks
 
     def submit(self, step: Step) -> None:

@@ -25,7 +25,7 @@ class SchedulerOptions:
     state_snapshots: prefixes whose state is kept, where layers have a state of each request, which a prefix hit needs; 0: no layer
     has one, or prefix_caching is off. least_kept: a state is kept if another request need not compute so many tokens then.
     max_decode_gap: seconds between two tokens of a request, at most, as far as prompts can be cut for it;
-    "auto": see `step_draft.AUTO_FACTOR`; None for no bound.
+    "auto": see `step_draft.AUTO_FACTOR`; None for no bound. host_blocks: slots of host memory for KV blocks that leave the pool.
     """
 
     num_blocks: int
@@ -47,6 +47,7 @@ class SchedulerOptions:
     max_decode_gap: float | Literal["auto"] | None = None
     state_snapshots: int = 0
     least_kept: int = 512
+    host_blocks: int = 0
 
     @property
     def max_rows(self) -> int:

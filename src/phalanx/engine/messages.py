@@ -198,6 +198,7 @@ class RankFacts(msgspec.Struct, array_like=True):
     expert_bytes: int = 0  # of one expert of a layer, on this rank
     moe_layers: list[int] = []  # the layers with experts whose tokens it counts; others may count for it
     self_check: str = ""  # what the self check found, on a rank that compares
+    host_blocks: int = 0  # KV blocks that its part of host memory holds
 
 
 class EngineFacts(msgspec.Struct, array_like=True):
@@ -258,6 +259,11 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     adapters_waiting: dict[str, int] = {}
     adapters_in_slots: list[str] = []
     max_adapters: int = 0  # that run at once
+    host_total: int = 0  # KV blocks that host memory may hold
+    host_used: int = 0
+    host_hits: int = 0  # of prefix_hits, the tokens whose blocks came from host memory
+    host_saved: int = 0  # blocks that were copied there
+    host_loaded: int = 0  # and back
     stalled: str = ""  # why work waits and no step ends; empty while steps do, or there is no work
 
 
@@ -387,6 +393,15 @@ class StepRow(msgspec.Struct, array_like=True, gc=False):
         return self.drafts > 0 or self.late > 0 or not self.tokens
 
 
+class BlockCopy(msgspec.Struct, array_like=True, gc=False):
+    """A KV block is copied from the device to a slot of host memory, or back. generation: of what is in the slot behind or before
+    that: it grows with each write."""
+
+    block: int
+    slot: int
+    generation: int
+
+
 class StepBatch(msgspec.Struct, array_like=True):
     """One dp index's part of a step; the rows are applied last. Of these, decode rows come first, and of them the ones that verify,
     which all have the same number of drafts, wherever one of them has drafts or is late. propose: how many drafts are to be
@@ -398,6 +413,8 @@ class StepBatch(msgspec.Struct, array_like=True):
     propose: int = 0
     state_copies: list[tuple[int, int]] = []  # (from, to): states of slots, and behind those of all slots, of prefixes
     adapted: bool = False
+    saved: list[BlockCopy] = []  # to host memory: before anything else
+    loaded: list[BlockCopy] = []  # from it: behind `saved`
 
 
 class StepExtent(msgspec.Struct, array_like=True):

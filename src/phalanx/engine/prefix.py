@@ -54,7 +54,8 @@ def group_key(key: bytes, group: int) -> bytes:
 
 
 def longest_hit(pool: BlockPool, keys: Sequence[bytes], block_size: int, windows: Sequence[int | None]) -> list[int]:
-    """The blocks of the longest prefix that the pool still has, as `Request.blocks` has them; no reference is added.
+    """The blocks of the longest prefix that the pool still has, as `Request.blocks` has them; no reference is added. What is in
+    host memory has the entry of its slot there.
 
     `keys`: of the full blocks that may be reused. windows: of each group. Where one has a window, a prefix of n blocks is usable if
     the blocks that the next token looks back to are there: positions n * block_size - window and later. The entries before these

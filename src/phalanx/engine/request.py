@@ -41,8 +41,8 @@ class Request:
     __slots__ = (  # noqa: RUF023  grouped by meaning
         "id", "params", "tokens", "prompt_length", "stop_ids", "eos_ids", "min_length", "seed", "limit", "matcher", "constrained",
         "adapter", "steady", "submitted", "drafted", "pending", "sampled_in", "decoding", "proposed", "in_flight", "slot", "blocks",
-        "capacity", "shared", "sent", "first_live", "keys", "root_key", "registered", "kept_at", "chunk_cap", "to_compute",
-        "cached_tokens", "was_admitted", "scheduled", "ended", "prompt_logprobs", "drafts", "masks", "grammar_row",
+        "capacity", "shared", "from_host", "sent", "first_live", "keys", "root_key", "registered", "kept_at", "chunk_cap",
+        "to_compute", "cached_tokens", "was_admitted", "scheduled", "ended", "prompt_logprobs", "drafts", "masks", "grammar_row",
         "grammar_seconds", "grammar_quick",
     )  # fmt: skip
 
@@ -73,6 +73,7 @@ class Request:
         self.blocks: list[int] = []
         self.capacity = 0
         self.shared = 0  # how many of the positions the prefix cache gave
+        self.from_host = 0  # of these, those with blocks that came from host memory
         self.sent = 0  # how many of them the ranks know
         self.first_live: list[int] = []
         self.keys: list[bytes] = []

@@ -18,7 +18,7 @@ class RequestBlocks:
     """Of one dp index."""
 
     def __init__(self, options: SchedulerOptions) -> None:
-        self.pool, self.options, self.groups = BlockPool(options.num_blocks), options, len(options.windows)
+        self.pool, self.options, self.groups = BlockPool(options.num_blocks, options.host_blocks), options, len(options.windows)
         self.states = StateSnapshots(options.max_batch_size, options.state_snapshots)
 
     def blocks_for(self, positions: int) -> int:
@@ -59,11 +59,22 @@ class RequestBlocks:
             for window in self.options.windows
         )
 
+    def unreferenced(self, hit: list[int]) -> int:
+        """How many of the blocks that `available` counts the hit takes: those without a reference, and those for what is in host
+        memory."""
+        return sum(block < -1 or (block >= 0 and self.pool.idle(block)) for block in hit)
+
     def share(self, request: Request, hit: list[int]) -> None:
-        """Give a request that takes a slot the blocks of its prefix hit."""
+        """Give a request that takes a slot the blocks of its prefix hit. Of what is in host memory, it gets blocks that the copies
+        of the next step fill."""
         for block in hit:
             if block >= 0:
                 self.pool.share(block)
+        on_host = [number for number, block in enumerate(hit) if block < -1]
+        keys = [group_key(request.keys[number // self.groups], number % self.groups) for number in on_host]
+        for number, block in zip(on_host, self.pool.take_loaded([hit[n] for n in on_host], keys), strict=True):
+            hit[number] = block
+        request.from_host = len({number // self.groups for number in on_host}) * self.options.block_size
         columns = len(hit) // self.groups
         request.blocks, request.sent, request.registered = hit, 0, columns
         request.capacity = request.shared = columns * self.options.block_size

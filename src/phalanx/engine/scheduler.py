@@ -101,7 +101,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         """As `StepScheduler`."""
         stats = self.counters
         stats.running, stats.waiting = len(self.running), len(self.waiting)
-        stats.blocks_referenced = self.pool.referenced
+        stats.blocks_referenced, host = self.pool.referenced, self.pool.host
+        stats.host_total, stats.host_used, stats.host_saved, stats.host_loaded = host.count, host.used, host.saved, host.loaded
         return stats
 
     def check(self) -> None:
@@ -162,10 +163,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     def empty_step(self) -> Step | None:
         """As `StepScheduler`."""
-        if len(self._in_flight) >= self.options.depth:
-            return None
-        draft, _ = self._draft()
-        return self._close(draft, [])
+        return None if len(self._in_flight) >= self.options.depth else self._close(self._draft()[0], [])
 
     def _draft(self) -> tuple[StepDraft, list[Request]]:
         """The budgets of this step, and the running requests that can go on."""
@@ -330,7 +328,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             if request is None or request.in_flight:  # preempted, and its last tokens are not known yet
                 return
             hit = self.kv.prefix_hit(request)
-            cached = sum(block >= 0 and pool.idle(block) for block in hit)  # blocks of the hit that `available` counts
+            cached = self.kv.unreferenced(hit)
             # One block of each group is kept for each running request, so that the new one does not preempt another at once.
             reserved = draft.reserved_blocks + len(self.running) * self.kv.groups
             shared = self.kv.positions_of(hit)
@@ -363,6 +361,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             request.cached_tokens = request.submitted
             self.counters.prompt_tokens += request.prompt_length
             self.counters.prefix_hits += request.submitted
+            self.counters.host_hits += request.from_host
             self.counters.prefix_queries += request.prompt_length if self.kv.may_hit(request) else 0
 
     def _chunk(self, draft: StepDraft, request: Request, left: int, behind: Iterator[Request]) -> int:
@@ -427,9 +426,9 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
                 request.sampled_in = self.counters.steps
         for request, _ in draft.prefill_rows:
             self.kv.register(request)  # not earlier: a row must not share what another row of its own step computes
-        step_rows, copies = [row for _, row in rows], self.kv.states.take_copies()
+        step_rows, copies, of_blocks = [row for _, row in rows], self.kv.states.take_copies(), self.pool.host.take_copies()
         adapted = bool(self.adapters.slots.occupants) and any(request.adapter is not None for request, _ in rows)
-        batch = StepBatch(self._released, draft.assignments, step_rows, draft.propose, copies, adapted)
+        batch = StepBatch(self._released, draft.assignments, step_rows, draft.propose, copies, adapted, *of_blocks)
         step = Step(self.counters.steps, [batch], before=list(self.adapters.slots.works()))
         self._in_flight.append((step.number, rows))
         self._released = []

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV blocks in host memory: which slot has what, and that every block of a hit has its content, whatever is evicted meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from phalanx.config import SamplingParams
+from phalanx.engine.blocks import BlockPool
+from phalanx.engine.fake import FakeExecutor
+from phalanx.engine.host_blocks import HostBlocks, entry_of
+from phalanx.engine.limits import SchedulerOptions
+from phalanx.engine.messages import AddRequest, BlockCopy
+from phalanx.engine.request import Request
+from phalanx.engine.request_blocks import RequestBlocks
+from phalanx.engine.scheduler import Scheduler
+from phalanx.errors import EngineError, StepDiverged
+from tests.support.fuzz import fuzz_seeds
+
+SIZE = 2
+
+
+def evicted(pool: BlockPool, *keys: bytes) -> None:
+    """These were on the device, and have left."""
+    blocks = pool.take(pool.count)
+    for block, key in zip(blocks, keys, strict=False):
+        pool.register(block, key)
+    pool.release(blocks)
+    pool.release(pool.take(pool.count))
+
+
+def test_what_leaves_the_device_is_found_in_host_memory_and_comes_back() -> None:
+    pool = BlockPool(2, host_blocks=2)
+    evicted(pool, b"a", b"b")
+    assert pool.host.take_copies() == ([BlockCopy(0, 0, 1), BlockCopy(1, 1, 1)], [])
+    entry = pool.find(b"b")
+    assert entry == entry_of(1)
+    assert entry_of(entry) == 1
+    (block,) = pool.take_loaded([entry], [b"b"])
+    assert pool.find(b"b") == block
+    assert pool.host.take_copies() == ([], [BlockCopy(block, 1, 1)])
+    pool.release([block])
+    pool.release(pool.take(2))
+    assert pool.host.take_copies() == ([], []), "its content is there, and is not copied again"
+    assert pool.find(b"b") == entry
+
+
+def test_the_least_recently_used_gives_way_and_a_slot_has_another_generation_then() -> None:
+    pool = BlockPool(3, host_blocks=2)
+    evicted(pool, b"a", b"b")
+    pool.host.take_copies()
+    (block,) = pool.take_loaded([entry_of(0)], [b"a"])
+    pool.host.take_copies()
+    evicted_block = pool.take(1)
+    pool.register(evicted_block[0], b"c")
+    pool.release(evicted_block)
+    pool.release(pool.take(2))
+    assert pool.find(b"b") is None
+    assert pool.host.take_copies() == ([BlockCopy(evicted_block[0], 1, 2)], [])
+    pool.check([[block]])
+
+
+def test_a_slot_that_the_step_reads_is_not_written_in_it() -> None:
+    host = HostBlocks(1)
+    host.save(5, b"a")
+    host.take_copies()
+    host.reserve([0], [b"a"])
+    host.load(0, 7)
+    host.save(6, b"b")
+    assert host.find(b"b") is None
+    assert host.take_copies() == ([], [BlockCopy(7, 0, 1)])
+    host.save(6, b"b")
+    assert host.find(b"a") is None
+    assert host.take_copies() == ([BlockCopy(6, 0, 2)], [])
+
+
+def test_a_block_that_is_taken_again_before_its_copy_is_not_written() -> None:
+    pool = BlockPool(1, host_blocks=1)
+    evicted(pool, b"a")
+    pool.host.take_copies()
+    pool.release(pool.take_loaded([entry_of(0)], [b"a"]))  # its request is preempted in the step that admitted it
+    pool.take(1)
+    assert pool.host.take_copies() == ([], [])
+    assert pool.find(b"a") == entry_of(0)
+    pool.host.check()
+
+
+def test_nothing_is_left_when_prefixes_are_forgotten() -> None:
+    pool = BlockPool(2, host_blocks=2)
+    evicted(pool, b"a", b"b")
+    pool.take_loaded([entry_of(0)], [b"a"])
+    pool.forget()
+    assert (pool.find(b"a"), pool.find(b"b"), pool.host.used) == (None, None, 0)
+    assert pool.host.take_copies() == ([], [])
+    pool.host.check()
+
+
+@pytest.mark.parametrize("damage", ["lost", "read"])
+def test_the_check_sees_damage(damage: str) -> None:
+    host = HostBlocks(2)
+    host.save(0, b"a")
+    if damage == "lost":
+        host._free.pop()
+    else:
+        host._readers[0] = 1
+    with pytest.raises(EngineError, match="in host memory is broken"):
+        host.check()
+
+
+# ---- any order of requests, with less memory than they want ---------------------------------------------------------------------
+
+
+@dataclass
+class Memories:
+    """The contents of device and host, which change as steps say, later than these are made."""
+
+    device: dict[int, bytes] = field(default_factory=dict)
+    slots: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    loads: int = 0
+
+    def run(self, saved: list[BlockCopy], loaded: list[BlockCopy], reads: dict[int, bytes], writes: dict[int, bytes]) -> None:
+        for copy in saved:
+            self.slots[copy.slot] = copy.generation, self.device[copy.block]
+        for copy in loaded:
+            generation, content = self.slots[copy.slot]
+            assert generation == copy.generation
+            self.device[copy.block] = content
+            self.loads += 1
+        for block, digest in reads.items():
+            assert self.device[block] == digest, "a request reads what is not its own past"
+        self.device |= writes
+
+
+def digest_of(tokens: list[int]) -> bytes:
+    return hashlib.sha256(bytes(tokens)).digest()
+
+
+def run_random_requests(seed: int, memories: Memories) -> None:
+    """Prompts with common beginnings come, read and write their blocks, and leave, with a pool that is always full."""
+    chance = random.Random(seed)
+    windows = chance.choice([(None,), (None,), (None, 3), (4, 7)])
+    groups, blocks = len(windows), len(windows) * chance.randrange(8, 14)
+    options = SchedulerOptions(blocks, SIZE, 4, 64, 64, windows=windows, host_blocks=chance.choice([1, 5, 30]))
+    kv = RequestBlocks(options)
+    running: list[Request] = []
+    late: deque[tuple[list[BlockCopy], list[BlockCopy], dict[int, bytes], dict[int, bytes]]] = deque()
+    for number in range(120):
+        while running and (chance.random() < 0.4 or len(running) == 4):
+            kv.release(running.pop(chance.randrange(len(running))))
+        root = chance.randrange(5)
+        tokens = [root] * (SIZE * chance.randrange(1, 7)) + [chance.randrange(3)] * chance.randrange(1, 3)
+        request = Request(AddRequest(str(number), tokens, SamplingParams()), seed=0, limit=99, matcher=None)
+        hit = kv.prefix_hit(request)
+        entries, more = len(hit), kv.blocks_for(len(tokens)) - len(hit) // groups
+        if kv.unreferenced(hit) + more * groups > kv.pool.available:
+            continue
+        kv.share(request, hit)
+        kv.take(request, more)
+        contents = {
+            block: digest_of([place % groups, *tokens[: (place // groups + 1) * SIZE]])
+            for place, block in enumerate(request.blocks) if block >= 0
+        }  # fmt: skip
+        shared = set(request.blocks[:entries])
+        reads = {block: content for block, content in contents.items() if block in shared}
+        late.append((*kv.pool.host.take_copies(), reads, {b: c for b, c in contents.items() if b not in shared}))
+        request.submitted = len(tokens)
+        running.append(request)
+        kv.register(request)
+        kv.pool.check([each.blocks for each in running])
+        while late and chance.random() < 0.5:
+            memories.run(*late.popleft())
+    for step in late:
+        memories.run(*step)
+
+
+def test_each_hit_reads_its_own_past_whatever_is_evicted() -> None:
+    loads = 0
+    with fuzz_seeds(60) as seeds:
+        for seed in seeds:
+            memories = Memories()
+            run_random_requests(seed, memories)
+            loads += memories.loads
+    assert loads > 500
+
+
+class Faulty(Memories):
+    """Its host memory loses what the third copy wrote."""
+
+    def run(self, saved: list[BlockCopy], *rest: object) -> None:
+        super().run(saved, *rest)  # type: ignore[arg-type]
+        for copy in saved:
+            self.slots[copy.slot] = copy.generation, b"other"
+
+
+def test_a_wrong_block_in_host_memory_is_seen_at_the_hit() -> None:
+    with pytest.raises(AssertionError, match="not its own past"):
+        run_random_requests(0, Faulty())
+
+
+# ---- the scheduler --------------------------------------------------------------------------------------------------------------
+
+
+def conversations(turns: int, host_blocks: int, *, corrupt: bool = False) -> Scheduler:
+    """Four conversations take turns on a device that holds the KV cache of two; each prompt is the one before and more."""
+    sizes = {"num_blocks": 24, "block_size": 4, "max_batch_size": 2, "max_num_tokens": 32, "max_seq_len": 64}
+    scheduler = Scheduler(SchedulerOptions(**sizes, host_blocks=host_blocks))  # type: ignore[arg-type]
+    ranks = FakeExecutor.of(vocab_size=97, thorough=True, host_blocks=host_blocks, **sizes)  # type: ignore[arg-type]
+    for turn in range(turns):
+        for user in range(4):
+            prompt = [user, *range(8 * (turn + 1))]
+            scheduler.add(AddRequest(f"{user}.{turn}", prompt, SamplingParams(max_tokens=4, temperature=0.0)))
+            while not scheduler.idle:
+                if (step := scheduler.schedule()) is not None:
+                    ranks.submit(step)
+                    for result in ranks.collect():
+                        scheduler.process_result(result)
+                if corrupt:
+                    checker = ranks.checkers[0]
+                    checker.host = [(generation, [(0, 0, 0)] * 4) for generation, _ in checker.host]
+    ranks.shutdown()
+    scheduler.check()
+    return scheduler
+
+
+def test_conversations_that_the_device_cannot_hold_are_hits_with_host_memory() -> None:
+    without, with_tier = conversations(5, 0).stats(), conversations(5, 100).stats()
+    assert without.prefix_hits < 0.3 * without.prefix_queries
+    assert with_tier.prefix_hits > 0.6 * with_tier.prefix_queries
+    assert with_tier.prefix_queries == without.prefix_queries
+    assert 0 < with_tier.host_hits <= with_tier.prefix_hits
+    assert with_tier.host_loaded * 4 >= with_tier.host_hits
+    assert (with_tier.host_total, without.host_hits, without.host_saved) == (100, 0, 0)
+    assert 0 < with_tier.host_used <= with_tier.host_saved
+
+
+def test_ranks_with_a_wrong_block_in_host_memory_are_seen_by_their_checker() -> None:
+    with pytest.raises(StepDiverged, match="reads"):
+        conversations(5, 100, corrupt=True)
