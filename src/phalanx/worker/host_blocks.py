@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`HostBlockStore`: a rank's part of the KV blocks in host memory, and their way there and back. The engine decides which blocks go
+where (`engine.host_blocks`); here they are copied, in the order of the steps.
+
+    out   blocks -> staging (compute stream) -> slots (copy stream)
+    back  slots -> staging (copy stream) -> blocks (compute stream)
+
+Blocks of the device are read and written in the order of the steps by this alone: a block is in the staging buffer before anything
+that comes later overwrites it, and a row that reads it comes behind the copy back. Host memory is read and written on the copy
+stream only. What the two streams have in common is the staging buffers, and each has an event for either direction. Copies from the
+host wait for no step: they run beside those that are queued.
+
+A block of all layers is one piece of host memory, so that each takes one copy over the bus, and a run of slots takes one, too. On
+CPU the same code runs, in one order. On GPUs this has not met a GPU: `tests/worker/test_host_blocks.py` has the test to run first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from phalanx.engine.messages import BlockCopy, StepBatch
+from phalanx.errors import CapacityError, EngineError
+from phalanx.models.cache import LayerCache
+
+STAGING_BYTES = 32 << 20
+"""Of each of the four staging buffers: two for each direction, which are used in turn."""
+
+Register = Callable[[int, int], int]
+"""Pins memory, of this address and size; returns 0, or the number of an error."""
+
+
+def staging(block_bytes: int, device: torch.device) -> Tensor:
+    """The staging buffers [4, bytes]: allocated before memory is measured, so that the KV cache leaves room for them."""
+    return torch.empty((4, max(STAGING_BYTES // block_bytes, 1) * block_bytes), dtype=torch.uint8, device=device)
+
+
+def host_memory(size: int, rank: int, register: Register | None) -> Tensor:
+    """So many bytes of this host. register: pins them, None for memory that no device reads. Raises CapacityError."""
+    what = f"rank {rank} cannot have {size:,} bytes of host memory for KV blocks"
+    less = "give a smaller kv_host_memory"
+    try:
+        memory = torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise CapacityError(what, why=str(error).splitlines()[0], next=less) from None
+    if register is not None and (code := register(memory.data_ptr(), size)):
+        raise CapacityError(what, why=f"CUDA cannot pin it (error {code})", next=f"{less}, or raise the limit of locked memory")
+    return memory
+
+
+def cuda_register(address: int, size: int) -> int:
+    """Pin memory for the copies of GPUs."""
+    return int(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
+
+
+class _Streams:
+    """The compute stream and that of copies. On CPU there is one order of all work, and nothing to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def copying(self) -> AbstractContextManager[object]:
+        """What is queued inside goes to the stream of copies."""
+        return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
+
+    def event(self) -> torch.cuda.Event | None:
+        return None if self._copies is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _record(event: torch.cuda.Event | None) -> None:
+    """The event is the end of what has been queued on the current stream."""
+    if event is not None:
+        event.record()
+
+
+def _wait(event: torch.cuda.Event | None) -> None:
+    """What is queued on the current stream from now on comes behind the event."""
+    if event is not None:
+        event.wait()
+
+
+class _Buffers:
+    """The staging buffers of one direction, each with the events of its being filled and emptied."""
+
+    def __init__(self, tensors: Sequence[Tensor], streams: _Streams) -> None:
+        self._buffers = [(tensor, streams.event(), streams.event()) for tensor in tensors]
+        self._next = 0
+
+    def take(self) -> tuple[Tensor, torch.cuda.Event | None, torch.cuda.Event | None]:
+        """The next one: [blocks, words], filled, emptied."""
+        buffer, self._next = self._buffers[self._next], (self._next + 1) % len(self._buffers)
+        return buffer
+
+
+class HostBlockStore:
+    """slots: as of `engine.host_blocks.HostBlocks`. caches: of the rank's layers, those that propose drafts included. buffers:
+    `staging`. Used from the rank's main thread, between steps; it makes no call that waits for the device."""
+
+    def __init__(
+        self, caches: Sequence[LayerCache], slots: int, buffers: Tensor, rank: int = 0, *, register: Register | None = None
+    ) -> None:  # fmt: skip
+        """register: what pins memory on GPUs. Raises CapacityError where the memory cannot be had."""
+        tensors = [cache[name] for cache in caches for name in cache.tensors if name not in cache.states]
+        rows = [tensor.flatten(1).view(torch.uint8) for tensor in {each.data_ptr(): each for each in tensors}.values()]
+        word = torch.int64 if all(row.shape[1] % 8 == 0 for row in rows) else torch.uint8
+        self._rows = [row.view(word) for row in rows]
+        self._widths = [row.shape[1] for row in self._rows]
+        words = sum(self._widths)
+        size = slots * words * word.itemsize
+        if buffers.device.type == "cuda":
+            register = register or cuda_register
+        self.slots = host_memory(size, rank, register).view(word).view(slots, words)
+        """[slots, words]: a block of all layers in each."""
+        self._generations = [0] * slots
+        self._device, self._streams = buffers.device, _Streams(buffers.device)
+        staged = buffers.view(word).view(4, -1, words)
+        self._out, self._back = _Buffers(list(staged[:2]), self._streams), _Buffers(list(staged[2:]), self._streams)
+        self._most = staged.shape[1]
+
+    @torch.inference_mode()
+    def copy(self, step: StepBatch) -> None:
+        """Queue the copies of a step, before anything else of it. Raises EngineError for one that no engine would make."""
+        for copies in self._parts(step.saved):
+            self._save(copies)
+        for copies in self._parts(step.loaded):
+            self._load(copies)
+
+    def _parts(self, copies: list[BlockCopy]) -> Iterator[list[BlockCopy]]:
+        for first in range(0, len(copies), self._most):
+            yield copies[first : first + self._most]
+
+    def _save(self, copies: list[BlockCopy]) -> None:
+        buffer, filled, emptied = self._out.take()
+        blocks = self._index(copies)
+        _wait(emptied)
+        for row, part in self._tensors(buffer[: len(copies)]):
+            part.copy_(row.index_select(0, blocks))
+        _record(filled)
+        with self._streams.copying():
+            _wait(filled)
+            for first, slot, count in _runs(copies):
+                self.slots[slot : slot + count].copy_(buffer[first : first + count], non_blocking=True)
+            _record(emptied)
+        for copy in copies:
+            self._generations[copy.slot] = copy.generation
+
+    def _load(self, copies: list[BlockCopy]) -> None:
+        for copy in copies:
+            if self._generations[copy.slot] != copy.generation:
+                raise EngineError(
+                    f"block {copy.block} was to get write {copy.generation} of slot {copy.slot} of host memory",
+                    held=f"the slot has write {self._generations[copy.slot]}", next="report this with the log",
+                )  # fmt: skip
+        buffer, filled, emptied = self._back.take()
+        blocks = self._index(copies)
+        with self._streams.copying():
+            _wait(emptied)
+            for first, slot, count in _runs(copies):
+                buffer[first : first + count].copy_(self.slots[slot : slot + count], non_blocking=True)
+            _record(filled)
+        _wait(filled)
+        for row, part in self._tensors(buffer[: len(copies)]):
+            row.index_copy_(0, blocks, part)
+        _record(emptied)
+
+    def _tensors(self, staged: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each tensor: its blocks [all blocks, its words], and its part of blocks in a staging buffer."""
+        return zip(self._rows, torch.split(staged, self._widths, dim=1), strict=True)
+
+    def _index(self, copies: list[BlockCopy]) -> Tensor:
+        """The blocks, on the device. From pinned memory: else the host would wait for the steps that are queued."""
+        blocks = torch.tensor([copy.block for copy in copies], dtype=torch.int64)
+        return blocks if self._device.type == "cpu" else blocks.pin_memory().to(self._device, non_blocking=True)
+
+
+def _runs(copies: Sequence[BlockCopy]) -> Iterator[tuple[int, int, int]]:
+    """Runs of copies whose slots follow one another: the first copy, its slot, and how many."""
+    first = 0
+    for number in range(1, len(copies) + 1):
+        if number == len(copies) or copies[number].slot != copies[number - 1].slot + 1:
+            yield first, copies[first].slot, number - first
+            first = number
