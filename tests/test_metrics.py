@@ -39,6 +39,7 @@ def filled(prefix: str = "phalanx") -> Metrics:
         },
         ran={"decode graph/steps": 5, "decode graph/tokens": 35, "decode graph/padding": 6, "eager/steps": 0},
         dp_running=[2, 1], dp_blocks_referenced=[20, 5], drafts=9, draft_tokens=25, accepted_tokens=[7, 4],
+        host_total=50, host_used=10, host_hits=15, host_saved=12, host_loaded=4,
     )]  # fmt: skip
     metrics.experts = {0: ExpertCounters({("0", "0"): 30, ("0", "1"): 10}, {"0": 30, "1": 10}, 1.5)}
     metrics.startup_phases = {"weights": 1.5}
@@ -86,6 +87,11 @@ def test_values():
     assert value("prompt_tokens_total") == 60
     assert value("generation_tokens_total") == 70
     assert value("prefix_cache_hits_total") == 20
+    assert value("prefix_cache_tier_hits_total", tier="device") == 5
+    assert value("prefix_cache_tier_hits_total", tier="host") == 15
+    assert value("kv_host_usage_perc") == 0.2
+    assert value("kv_host_block_copies_total", direction="out") == 12
+    assert value("kv_host_block_copies_total", direction="in") == 4
     assert value("spec_decode_num_drafts_total") == 9
     assert value("spec_decode_num_draft_tokens_total") == 25
     assert value("spec_decode_num_accepted_tokens_total") == 11
@@ -186,7 +192,7 @@ def test_gauges_of_gpus():
     assert set(series["phalanx:rank_temperature_celsius"]) == {(("engine", "0"), ("model_name", "demo"), ("rank", "0"))}
     bare = Metrics(prefix="phalanx", model_name="demo", version="1")
     bare.engines = [Stats(rank_bytes={0: {"kv": 1}})]
-    assert not [name for name in samples(bare) if "gpu" in name or "nvlink" in name or "power" in name]
+    assert not [name for name in samples(bare) if "gpu" in name or "nvlink" in name or "power" in name or "host" in name]
 
 
 def test_data_parallel_indices_share_the_blocks():

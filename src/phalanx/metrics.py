@@ -49,8 +49,8 @@ class EngineCounters(Protocol):
     rank_bytes: by rank and kind. allreduce: calls by "strategy/fusion". ran: steps by "kind/steps", "kind/tokens", "kind/padding".
     rank_gauges: of each rank's GPU. drafts: rows of which drafts were verified; accepted_tokens: by position; wrong_head: 1 where
     their rate is that of a draft model or head for another model. dp_*: of each data-parallel index, empty where there is one.
-    adapters_*: requests by the names of adapters, those that have any; max_adapters: slots for them. stalled: why work waits and no
-    step ends; empty while steps do.
+    adapters_*: requests by the names of adapters, those that have any; max_adapters: slots for them. host_*: of KV blocks in host
+    memory. stalled: why work waits and no step ends; empty while steps do.
     """
 
     running: int
@@ -77,6 +77,11 @@ class EngineCounters(Protocol):
     adapters_waiting: dict[str, int]
     adapters_in_slots: list[str]
     max_adapters: int
+    host_total: int
+    host_used: int
+    host_hits: int
+    host_saved: int
+    host_loaded: int
     stalled: str
 
 
@@ -279,6 +284,7 @@ class _EngineCollector(Collector):
             ("nonfinite_requests", "Requests that ended because their logits were NaN or infinite.", counters.nonfinite_requests),
         ):
             yield self._count(stem, help_text, {(): value})
+        yield from self._of_host_memory(counters)
         yield from self._of_drafts(counters)
         rank_bytes = counters.rank_bytes or self._metrics.rank_bytes
         by_rank = {(str(rank), kind): size for rank, kinds in sorted(rank_bytes.items()) for kind, size in kinds.items()}
@@ -293,6 +299,17 @@ class _EngineCollector(Collector):
         ):
             ran = {(key.removesuffix(f"/{what}"),): count for key, count in counters.ran.items() if key.endswith(f"/{what}")}
             yield self._count(stem, help_text, ran, "kind")
+
+    def _of_host_memory(self, counters: EngineCounters) -> Iterable[Metric]:
+        """Of an engine that keeps KV blocks there."""
+        if not counters.host_total:
+            return
+        hits = {("device",): counters.prefix_hits - counters.host_hits, ("host",): counters.host_hits}
+        yield self._count("prefix_cache_tier_hits", "Prompt tokens found in the prefix cache, by where.", hits, "tier")
+        usage = counters.host_used / counters.host_total
+        yield self._gauge("kv_host_usage_perc", "Share of the KV blocks of host memory that have content, 0 to 1.", {(): usage})
+        copies = {("out",): counters.host_saved, ("in",): counters.host_loaded}
+        yield self._count("kv_host_block_copies", "KV blocks copied to host memory and back.", copies, "direction")
 
     def _of_drafts(self, counters: EngineCounters) -> Iterable[Metric]:
         """Of an engine that speculates. The mean acceptance length is 1 + accepted / drafts."""

@@ -77,6 +77,8 @@ def test_models_with_a_state_of_each_request(monkeypatch, tmp_path):
     options = EngineOptions(model=str(tmp_path), device="cpu", max_batch_size=9)
     declaration = registry.LayerDeclaration(dense.layer, cache)
     monkeypatch.setitem(registry.DECLARATIONS, "LlamaForCausalLM", declaration)
+    with pytest.raises(OptionError, match=r"kv_host_memory=99 does nothing with this model; it is a Llama.*a hit needs"):
+        resolve_options(options.model_copy(update={"kv_host_memory": 99}))
     _, chosen = resolve_options(options)
     assert (chosen.options.enable_prefix_caching, chosen.options.state_snapshots) == (True, 5)
     assert chosen.reasons["state_snapshots"] == "5: half of max_batch_size"
@@ -98,3 +100,10 @@ def test_models_with_a_state_of_each_request(monkeypatch, tmp_path):
     assert (without.enable_prefix_caching, without.state_snapshots) == (True, 0)
     with pytest.raises(OptionError, match=r"state_snapshots=1 does nothing with this model.*LlamaForCausalLM"):
         resolve_options(options.model_copy(update={"state_snapshots": 1}))
+
+
+def test_host_memory_without_a_prefix_cache():
+    options = EngineOptions.of(model="demo", device="cpu", kv_host_memory="auto", enable_prefix_caching=False)
+    with pytest.raises(OptionError, match="kv_host_memory=auto does nothing; enable_prefix_caching is off"):
+        resolve_options(options)
+    assert resolve_options(EngineOptions.of(model="demo", device="cpu", kv_host_memory=5))[1].options.kv_host_memory == 5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.engine.messages import RankFacts
-from phalanx.errors import EngineError, NodeLost
+from phalanx.errors import CapacityError, EngineError, NodeLost
 from phalanx.executor.protocol import (
     Allocate,
     Hello,
@@ -19,8 +19,9 @@ from phalanx.executor.protocol import (
 )
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.executor.startup import StartupCoordinator
+from phalanx.layout.memory import HostMemory
 from tests.support.checkpoints import write_checkpoint
-from tests.support.engine_drive import options
+from tests.support.engine_drive import all_gone, options, pids
 
 SLOW_RANK = """
 import time
@@ -80,6 +81,33 @@ def test_ranks_connect_and_share_the_least_offer(tmp_path: Path) -> None:
         startup.receive(ready(rank), 0.0)
     assert startup.complete
     assert [facts.rank for facts in startup.rank_facts()] == [0, 1, 2]
+
+
+def test_the_smallest_host_decides_how_many_blocks_ranks_keep_in_host_memory() -> None:
+    def sizes(memory: HostMemory, *free: int) -> int:
+        startup = StartupCoordinator(3, (), 0.0, memory)
+        for rank, (node, block, available) in enumerate(zip((0, 0, 1), (10, 20, 50), free, strict=True)):
+            startup.rank_connected(Hello(rank, node, 100 + rank))
+            startup.receive(KvCapacity(rank, 7, block, available), 0.0)
+        ((ranks, message),) = startup.next_messages()
+        assert (ranks, message) == ([0, 1, 2], Allocate(7, message.host_blocks))  # type: ignore[union-attr]
+        return message.host_blocks  # type: ignore[union-attr]
+
+    assert sizes(1000, 9000, 9000, 9000) == 20, "node 0 has 30 bytes of each block, node 1 has 50"
+    assert sizes("auto", 1000, 601, 9000) == 10, "half of 601 bytes on node 0"
+    assert sizes(0, 0, 0, 0) == 0
+    with pytest.raises(CapacityError, match="kv_host_memory=1,000 does not fit the memory of node 1; 999 bytes are available"):
+        sizes(1000, 9000, 9000, 999)
+    with pytest.raises(CapacityError, match="kv_host_memory=49 holds not a single KV block; 49 bytes of node 1; a block takes 50"):
+        sizes(49, 9000, 9000, 9000)
+
+
+def test_a_start_that_wants_more_host_memory_than_there_is_leaves_no_process(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=1)
+    executor = RankExecutor(options(folder, kv_host_memory=1 << 50))
+    with pytest.raises(CapacityError, match="does not fit the memory of node 0"):
+        executor.start()
+    assert all_gone(pids(executor))
 
 
 def test_who_is_late_is_named() -> None:

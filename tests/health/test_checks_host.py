@@ -163,6 +163,9 @@ def test_limits_of_a_group_above_this_one(tmp_path):
         f"the control group job_7, above this one, allows {amount}" for amount in ("4.00 GiB", "0.5 cores", "150 tasks")
     ]
     assert only("host_memory", examined).summary.startswith("the control group job_7, above this one, allows 4.00 GiB")
+    need = only("host_memory", subject("demo", root=tmp_path, device="cpu")).facts["need"]
+    kept = only("host_memory", subject("demo", root=tmp_path, device="cpu", kv_host_memory=3 << 30))
+    assert kept.facts["need"] == need + (3 << 30), "what KV blocks have of the host"
     assert only("cpu_cores", examined).level == "warning"
     assert only("task_limit", examined).summary.startswith("the control group (pids.max) allows 150")
     (tmp_path / "sys/fs/cgroup/job_7/rdma.max").write_text("mlx5_0 hca_handle=2\n")

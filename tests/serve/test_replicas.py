@@ -96,6 +96,20 @@ def test_lists_of_all_and_ranks_behind_a_replica_that_has_failed():
     assert (both.dp_running, both.dp_blocks_referenced) == ([3, 2, 3, 2], [7, 8, 7, 8])
 
 
+def test_host_memory_is_of_the_host(monkeypatch):
+    shares = []
+
+    async def start(options, number):
+        shares.append(options.kv_host_memory)
+        return ScriptedReplica()
+
+    monkeypatch.setattr(replicas, "free_host_memory", lambda: 900)
+    for memory in (0, 1000, "auto"):
+        options = EngineOptions(model="demo", device="cpu", replicas=3, kv_host_memory=memory)
+        asyncio.run(ReplicatedEngineClient.start(options, start))
+    assert shares == [0] * 3 + [333] * 3 + [150] * 3
+
+
 class ScriptedReplica:
     """The parts of an `EngineProcessClient` that `ReplicatedEngineClient` uses. Its requests end after one update, or with
     `error`."""

@@ -170,6 +170,12 @@ class EngineOptions(BaseModel):
     )
     kv_block_size: int = Field(16, ge=1, le=256, description="Tokens per KV cache block.")
     enable_prefix_caching: bool = Field(True, description="Share KV cache blocks between requests that begin with the same tokens.")
+    kv_host_memory: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        0,
+        description="Bytes of host memory, for all ranks and replicas of a host together, that keep cached prefixes when they "
+        "leave the device. A later request that begins alike gets them back by copy instead of computing them. auto: half of what "
+        "is free. 0: none. Not for models some of whose layers have a state for each request.",
+    )
     state_snapshots: int | None = Field(
         None,
         ge=0,

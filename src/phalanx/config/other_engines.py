@@ -26,7 +26,8 @@ _EXPERTS = Counterpart("moe_expert_parallel_size", "tensor_parallel_size for who
 _EAGER = Counterpart("no_cuda_graphs")
 _REPLICAS = Counterpart("replicas", "for data-parallel attention over experts: expert_parallel_size")
 _LORA = Counterpart("max_loras", "above 0")
-_OFFLOAD = Counterpart(note="weights and KV cache are not offloaded to host memory")
+_OFFLOAD = Counterpart(note="weights are not offloaded to host memory; for cached prefixes: --kv_host_memory")
+_HOST_MEMORY = Counterpart("kv_host_memory", "in bytes, of a host; or auto")
 _SPLIT_SERVERS = Counterpart(note="prefill and decode run on the same ranks; separate servers are not supported")
 _MULTIMODAL = Counterpart(note="models read and write text only")
 _CONTEXT_PARALLEL = Counterpart(note="context parallelism is not supported")
@@ -84,7 +85,7 @@ VLLM = {
     "enable-lora": _LORA,
     "swap-space": _OFFLOAD,
     "cpu-offload-gb": _OFFLOAD,
-    "kv-offloading-size": _OFFLOAD,
+    "kv-offloading-size": _HOST_MEMORY,
     "kv-transfer-config": _SPLIT_SERVERS,
     "decode-context-parallel-size": _CONTEXT_PARALLEL,
     "prefill-context-parallel-size": _CONTEXT_PARALLEL,
@@ -139,7 +140,7 @@ SGLANG = {
     "enable-lora": _LORA,
     "lora-paths": Counterpart("lora_modules", "NAME=FOLDER"),
     "max-loras-per-batch": Counterpart("max_loras", "those without an adapter do not count"),
-    "enable-hierarchical-cache": _OFFLOAD,
+    "enable-hierarchical-cache": _HOST_MEMORY,
     "cpu-offload-gb": _OFFLOAD,
     "disaggregation-mode": _SPLIT_SERVERS,
     "attention-context-parallel-size": _CONTEXT_PARALLEL,
@@ -168,7 +169,7 @@ TENSORRT_LLM = {
     "trust_remote_code": _NO_CODE,
     "lora_config": _LORA,
     "enable_lora": _LORA,
-    "host_cache_size": _OFFLOAD,
+    "host_cache_size": _HOST_MEMORY,
     "server_role": _SPLIT_SERVERS,
     "metadata_server_config_file": _SPLIT_SERVERS,
     "disagg_cluster_uri": _SPLIT_SERVERS,

@@ -41,7 +41,17 @@ from phalanx.engine.experts import ExpertLoads
 from phalanx.engine.grammar import Grammars
 from phalanx.engine.grammar_threads import GrammarThreads
 from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_client_message
-from phalanx.engine.messages import EngineFacts, EngineToClient, Failed, Heartbeat, Shutdown, Started, Stopped, Vocabulary
+from phalanx.engine.messages import (
+    EngineFacts,
+    EngineToClient,
+    Failed,
+    Heartbeat,
+    RankFacts,
+    Shutdown,
+    Started,
+    Stopped,
+    Vocabulary,
+)
 from phalanx.engine.resolve_options import resolve_options
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.engine.step_scheduler import StepScheduler
@@ -188,7 +198,7 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
         vocab_size=shape.vocab_size, seed=options.seed, length_hint=length_hint, max_drafts=options.max_drafts,
         drafts_keep_kv=options.speculation is not None and options.speculation.keeps_kv,
         max_decode_gap=options.max_decode_gap,
-        state_snapshots=options.index_snapshots,
+        state_snapshots=options.index_snapshots, host_blocks=_host_blocks(ranks, options, reasons),
     )  # fmt: skip
     indices, grammar_calls, adapters = options.expert_parallel_size, GrammarThreads(), Adapters(options.max_loras)
     scheduler: StepScheduler[Any]
@@ -276,6 +286,14 @@ def _resolve(given_options: EngineOptions, config: dict[str, Any]) -> tuple[Mode
         machine = usable_machine(given_options.device)
         resolved = resolve(given_options, shape, len(machine.gpus), machine.unusable)
     return shape, resolved.options, dict(resolved.reasons)
+
+
+def _host_blocks(ranks: list[RankFacts], options: EngineOptions, reasons: dict[str, str]) -> int:
+    """KV blocks that all ranks have host memory for."""
+    blocks = min(rank.host_blocks for rank in ranks)
+    if blocks:
+        reasons["kv_host_memory"] = f"{options.kv_host_memory}: {blocks:,} more blocks of {options.kv_block_size} tokens"
+    return blocks
 
 
 def _fit_length(

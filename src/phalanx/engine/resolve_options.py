@@ -31,7 +31,23 @@ def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions
             "speculative_config does not work with this model", held=f"it is a {shape.architecture}",
             why="some layers keep a state of each request, which a rejected draft would have changed", next="leave it out",
         )  # fmt: skip
+    _require_reusable(options, shape, keeps_state=keeps_state)
     return shape, _with_snapshots(resolved, shape, keeps_state=keeps_state)
+
+
+def _require_reusable(options: EngineOptions, shape: ModelShape, *, keeps_state: bool) -> None:
+    """Raise OptionError where KV blocks in host memory would never be found again."""
+    if not options.kv_host_memory:
+        return
+    what = f"kv_host_memory={options.kv_host_memory} does nothing"
+    if not options.enable_prefix_caching:
+        raise OptionError(what, held="enable_prefix_caching is off", why="no block is found again", next="leave one of them out")
+    if keeps_state:
+        raise OptionError(
+            f"{what} with this model", held=f"it is a {shape.architecture}",
+            why="some layers keep a state of each request, which a hit needs and host memory does not have",
+            next="leave it out, and raise state_snapshots for more hits",
+        )  # fmt: skip
 
 
 def _with_snapshots(resolved: ResolvedOptions, shape: ModelShape, *, keeps_state: bool) -> ResolvedOptions:

@@ -66,10 +66,13 @@ class StartupProgress(msgspec.Struct, tag=True, array_like=True):
 
 
 class KvCapacity(msgspec.Struct, tag=True, array_like=True):
-    """The weights are loaded, and the memory left holds this many KV blocks."""
+    """The weights are loaded, and the memory left holds this many KV blocks. block_bytes: of one on this rank. free_host_memory: in
+    bytes; 0 where none is wanted for blocks."""
 
     rank: int
     blocks: int
+    block_bytes: int = 0
+    free_host_memory: int = 0
 
 
 class RankReady(msgspec.Struct, tag=True, array_like=True):
@@ -189,9 +192,10 @@ class StoreReply(msgspec.Struct, tag=True, array_like=True):
 
 
 class Allocate(msgspec.Struct, tag=True, array_like=True):
-    """Make KV caches of this many blocks."""
+    """Make KV caches of this many blocks, and have host memory for so many."""
 
     blocks: int
+    host_blocks: int = 0
 
 
 class ReadAdapter(msgspec.Struct, tag=True, array_like=True):

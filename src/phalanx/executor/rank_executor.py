@@ -95,7 +95,7 @@ class RankExecutor:
         self._in_flight = InFlightSteps(self._layout)
         self._adapter_reads = AdapterReads(self._layout.world)
         self._heartbeats = HeartbeatMonitor(options.stall_timeout)
-        self._startup = StartupCoordinator(self._layout.world, self._joins, time.monotonic())
+        self._startup = StartupCoordinator(self._layout.world, self._joins, time.monotonic(), options.kv_host_memory)
         self._reports: list[FailureReport] = []
         self._bytes: dict[int, dict[str, int]] = {}
         self._allreduce: dict[str, int] = {}

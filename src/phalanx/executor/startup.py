@@ -23,6 +23,7 @@ from phalanx.executor.protocol import (
     RankToEngine,
     StartupProgress,
 )
+from phalanx.layout.memory import HostMemory, host_blocks
 from phalanx.log import get_logger
 
 log = get_logger(__name__)
@@ -38,15 +39,17 @@ _WAITING_PHASE = "wait for the other ranks"
 
 
 class StartupCoordinator:
-    """One start-up of a world of ranks, which begins `now`. joins: the nodes that must join the engine."""
+    """One start-up of a world of ranks, which begins `now`. joins: the nodes that must join the engine. host_memory: the option
+    kv_host_memory."""
 
-    def __init__(self, world: int, joins: Collection[int], now: float) -> None:
-        self._world = world
+    def __init__(self, world: int, joins: Collection[int], now: float, host_memory: HostMemory = 0) -> None:
+        self._world, self._host_memory = world, host_memory
+        self._nodes: dict[int, int] = {}  # of ranks
         self._missing = set(joins)
         self._connected: set[int] = set()
         self._beating: set[int] = set()  # ranks that have sent a heartbeat
         self._using_store: set[int] = set()
-        self._capacities: dict[int, int] = {}
+        self._capacities: dict[int, KvCapacity] = {}
         self._allocated = False
         self._ready: dict[int, RankFacts] = {}
         self._progress = {rank: StartupProgress(rank, _FIRST_PHASE) for rank in range(world)}
@@ -63,13 +66,27 @@ class StartupCoordinator:
     @property
     def num_blocks(self) -> int:
         """The smallest number of KV blocks that a rank has memory for: block ids mean the same on all ranks."""
-        return min(self._capacities.values())
+        return min(capacity.blocks for capacity in self._capacities.values())
+
+    def _host_blocks(self) -> int:
+        """How many blocks the memory of the smallest host holds for each of its ranks. Raises CapacityError."""
+        by_node: dict[int, list[KvCapacity]] = {}
+        for rank, capacity in self._capacities.items():
+            by_node.setdefault(self._nodes.get(rank, 0), []).append(capacity)
+        return min(
+            host_blocks(
+                self._host_memory, sum(each.block_bytes for each in ranks), min(each.free_host_memory for each in ranks),
+                host=f"node {node}",
+            )
+            for node, ranks in sorted(by_node.items())
+        )  # fmt: skip
 
     def rank_facts(self) -> list[RankFacts]:
         return [self._ready[rank] for rank in range(self._world)]
 
     def rank_connected(self, hello: Hello) -> None:
         self._connected.add(hello.rank)
+        self._nodes[hello.rank] = hello.node
 
     def heartbeat_received(self, rank: int) -> None:
         self._beating.add(rank)
@@ -94,7 +111,7 @@ class StartupCoordinator:
             case StartupProgress():
                 self._enter(message, now)
             case KvCapacity():
-                self._capacities[message.rank] = message.blocks
+                self._capacities[message.rank] = message
                 self._enter(StartupProgress(message.rank, _WAITING_PHASE), now)
             case RankReady():
                 self._ready[message.rank] = message.facts
@@ -113,7 +130,7 @@ class StartupCoordinator:
         messages: list[tuple[list[int], EngineToRank]] = []
         if len(self._capacities) == self._world and not self._allocated:
             self._allocated = True
-            messages.append((list(range(self._world)), Allocate(self.num_blocks)))
+            messages.append((list(range(self._world)), Allocate(self.num_blocks, self._host_blocks())))
         return messages
 
     def timeout_error(self, limit: float, where: Callable[[int], str]) -> EngineError:

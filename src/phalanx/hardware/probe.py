@@ -137,6 +137,12 @@ def address_towards(peer: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def free_host_memory() -> int:
+    """Bytes of this host that processes may still take, within the limits of their control groups."""
+    available, in_groups = _memory()[1], read_limits().free_memory
+    return available if in_groups is None else min(available, in_groups)
+
+
 def _memory() -> tuple[int, int]:
     memory = psutil.virtual_memory()
     return int(memory.total), int(memory.available)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Literal
 
 from phalanx.config.model import ModelShape
 from phalanx.errors import CapacityError
@@ -47,6 +48,30 @@ def blocks_in(budget: int, caches: Sequence[Cache], block_size: int, *, states: 
             f"{'max_batch_size' if state else 'kv_block_size'}",
         )  # fmt: skip
     return count
+
+
+HostMemory = int | Literal["auto"]
+"""The option kv_host_memory: bytes of one host, or half of what is free there."""
+
+
+def host_blocks(memory: HostMemory, one: int, free: int, *, host: str) -> int:
+    """How many KV blocks a host's memory holds for its ranks. one: bytes of a block on all of them. free: bytes of the host. host:
+    its name, for errors. Raises CapacityError where the memory is not there, or holds no block."""
+    if not memory:
+        return 0
+    budget = free // 2 if memory == "auto" else memory
+    if budget > free:
+        raise CapacityError(
+            f"kv_host_memory={budget:,} does not fit the memory of {host}",
+            held=f"{free:,} bytes are available there, by its own count and that of control groups",
+            next=f"give at most {free // 2:,}, or 'auto', which is half of what is available",
+        )  # fmt: skip
+    if budget < one:
+        raise CapacityError(
+            f"kv_host_memory={memory} holds not a single KV block", held=f"{budget:,} bytes of {host}",
+            why=f"a block takes {one:,} bytes on the ranks of a host together", next=f"give at least {one:,}, or 0",
+        )  # fmt: skip
+    return budget // one
 
 
 UNBOUNDED = 1 << 40

@@ -23,7 +23,7 @@ from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.resolve import require_one_host
 from phalanx.engine.messages import AdapterFacts, EngineFacts, ExpertStats, ModelChange, ModelState, RequestUpdate, Stats
 from phalanx.errors import EngineError, LayoutError, PhalanxError
-from phalanx.hardware.probe import usable_machine
+from phalanx.hardware.probe import free_host_memory, usable_machine
 from phalanx.log import get_logger
 from phalanx.serve.client import EngineClient, EngineProcessClient, MakeVocabulary
 
@@ -111,7 +111,8 @@ class ReplicatedEngineClient:
         """Start `options.replicas` engines at once. Raises the error of the first that cannot start, and leaves none then;
         LayoutError where the host has too few GPUs, OptionError for several hosts."""
         environments = gpus_of_replicas(options)
-        one = options.model_copy(update={"replicas": 1})
+        memory = free_host_memory() // 2 if options.kv_host_memory == "auto" else options.kv_host_memory
+        one = options.model_copy(update={"replicas": 1, "kv_host_memory": memory // options.replicas})
 
         async def start_one(number: int) -> EngineProcessClient:
             if start is not None:

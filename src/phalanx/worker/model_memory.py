@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.engine.messages import CheckWeights, EndChange, GiveMemory, ReadWeights, TakeMemory, WorkResult
 from phalanx.errors import CapacityError, ModelError, ModelNotFound, PhalanxError
+from phalanx.hardware.probe import free_host_memory
 from phalanx.layout.expert_placement import default_placement
 from phalanx.log import get_logger
 from phalanx.models import weights
@@ -278,7 +278,7 @@ class ModelMemory:
             del self._bytes_of["weights on host"]
 
     def _require_host_memory(self, size: int) -> None:
-        needed, available = size * self._local_ranks, psutil.virtual_memory().available
+        needed, available = size * self._local_ranks, free_host_memory()
         if needed > available:
             raise CapacityError(
                 f"{needed:,} bytes of weights of {self._local_ranks} ranks do not fit into the host's memory",

@@ -48,7 +48,7 @@ from phalanx.executor.protocol import (
     WorkDone,
 )
 from phalanx.hardware.gauges import GpuSampler
-from phalanx.hardware.probe import address_towards, cores
+from phalanx.hardware.probe import address_towards, cores, free_host_memory
 from phalanx.layout import Layout
 from phalanx.layout.cache import request_bytes
 from phalanx.layout.draft import draft_network
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from phalanx.worker.engine_store import EngineStore
     from phalanx.worker.expert_load import ExpertLoad
     from phalanx.worker.expert_moves import ExpertMover, MoveTime
+    from phalanx.worker.host_blocks import HostBlockStore
     from phalanx.worker.model_memory import ModelMemory
     from phalanx.worker.model_runner import ModelRunner, StepOutput
     from phalanx.worker.speculation.proposer import Proposer
@@ -126,6 +127,7 @@ class Worker:
         self._mover: ExpertMover | None = None
         self._memory: ModelMemory | None = None
         self._adapters: AdapterStore | None = None
+        self._host_blocks: HostBlockStore | None = None
 
     def run(self) -> None:
         """Get ready and run steps. Raises what goes wrong; returns when told to stop."""
@@ -361,13 +363,17 @@ class Worker:
             max_drafts=options.max_drafts, proposer=proposer, inner_layers=self._inner_layers, acceptance=self._acceptance(device),
             adapters=self._make_adapters(model),
         )  # fmt: skip
-        self.channel.send(KvCapacity(self.rank, self._measure(runner, model, declared, max_seq_len, groups.world, device)))
-        blocks = self._await(Allocate).blocks
+        one = block_bytes(declared, options.kv_block_size)
+        buffers = self._staging(one, device)  # before memory is measured
+        allocate = self._size_caches(self._measure(runner, model, declared, max_seq_len, groups.world, device), one)
+        blocks = allocate.blocks
         with self._phase("make the KV cache"):
             runner.take_caches(caches(blocks, states=first))
-            self._bytes["kv"] = blocks * block_bytes(declared, options.kv_block_size)
+            self._bytes["kv"] = blocks * one
             if state := options.index_states * request_bytes(declared):
                 self._bytes["state"] = state
+        if buffers is not None:
+            self._take_host_memory(runner, allocate.host_blocks, buffers)
         self._capture(runner, device)
         checked = self._self_check(runner, model, groups, blocks, max_num_tokens, max_seq_len) if options.self_check else ""
         self._memory = self._memory_of(model, runner, folder, network)
@@ -405,7 +411,29 @@ class Worker:
             layers=(layers.start, layers.stop), bytes=self._bytes_now(), phases=self._phases.seconds, attention=attention,
             allreduce=getattr(self._groups.tp, "digest", ""), expert_bytes=0 if self._mover is None else self._mover.expert_bytes,
             moe_layers=list(model.moe_layers) if self._reports_experts else [],
+            host_blocks=0 if self._host_blocks is None else len(self._host_blocks.slots),
         )  # fmt: skip
+
+    def _size_caches(self, measured: int, block_size: int) -> Allocate:
+        """Report how many KV blocks this rank has memory for, of so many bytes. Returns how many all ranks make."""
+        free = free_host_memory() if self.options.kv_host_memory else 0
+        self.channel.send(KvCapacity(self.rank, measured, block_size, free))
+        allocate: Allocate = self._await(Allocate)
+        return allocate
+
+    def _staging(self, block_size: int, device: torch.device) -> torch.Tensor | None:
+        """What KV blocks of so many bytes go through on their way to host memory; None where they stay."""
+        from phalanx.worker.host_blocks import staging
+
+        return staging(block_size, device) if self.options.kv_host_memory else None
+
+    def _take_host_memory(self, runner: ModelRunner, blocks: int, buffers: torch.Tensor) -> None:
+        """Memory of the host for so many KV blocks. buffers: see `host_blocks.staging`."""
+        from phalanx.worker.host_blocks import HostBlockStore
+
+        with self._phase("take host memory"):
+            self._host_blocks = HostBlockStore(runner.all_caches, blocks, buffers, self.rank)
+        self._bytes["kv on host"] = self._host_blocks.slots.nbytes
 
     def _make_adapters(self, model: Decoder) -> ModelAdapters | None:
         """The layers that can be adapted, and a store for adapters; None where there are no slots."""
@@ -572,7 +600,10 @@ class Worker:
             if isinstance(message, Step):
                 progress.begin(message.number)
                 moves = self._work_before(message)
-                output = runner.run(message.batches[self._place.dp_index], message.extent)
+                batch = message.batches[self._place.dp_index]
+                if self._host_blocks is not None:
+                    self._host_blocks.copy(batch)
+                output = runner.run(batch, message.extent)
                 progress.queued = True
                 queued.append(_QueuedStep(message.number, self.channel.digest, output, moves, progress.packed_calls))
                 if load is not None:

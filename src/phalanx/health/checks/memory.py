@@ -210,12 +210,13 @@ class MemoryLimit(NamedTuple):
 def host_memory(subject: Subject) -> Finding:
     """host memory, the control group's limit and those of a process"""
     limits, available = subject.host.limits(), psutil.virtual_memory().available
+    kept = 0 if subject.options is None or subject.options.kv_host_memory == "auto" else subject.options.kv_host_memory
     group = limits.memory
     total = available if limits.free_memory is None else min(limits.free_memory, available)
     ranks, on_gpu = subject.ranks_here, subject.on_gpu
     need = _cpu_need(subject)
     each = RANK_BYTES[on_gpu] + (need.total if need is not None else 0)
-    server = SERVER_BYTES if need is None else SERVER_BYTES // 2
+    server = kept + (SERVER_BYTES if need is None else SERVER_BYTES // 2)
     facts = {"limit": None if group is None else int(group.amount), "available": available, "need": server + ranks * each}
     bounds = [_host_limit(group, available, (total - server) // ranks, RANK_BYTES[on_gpu], server + ranks * each)]
     bounds += _process_limits(subject) if need is not None else []
