@@ -161,3 +161,28 @@ def test_the_reason_of_a_plan_that_leads_because_it_is_surer():
     assert "of the best tokens per second, which predictions do not tell apart, and surer" in line
     (line,) = (line for line in explain.tree(shape, request, plans[1:2]) if "chosen" in line)
     assert line.endswith("the best tokens per second of all that fit")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "nodes", "sizes", "one"),
+    [
+        ("llama-3.1-70b", 2, 1, {"tp_size": 2}, 163_840),  # 80 layers of 8 heads of keys and values of 128, in 8 bit
+        ("llama-3.1-70b", 4, 1, {"tp_size": 2}, 163_840),  # two replicas of one host share its memory
+        ("llama-3.1-70b", 2, 2, {"tp_size": 2, "pp_size": 2}, 81_920),  # a stage on each host
+        ("gpt-oss-120b", 1, 1, {}, 36_864),  # 36 layers of 8 heads of 64: half of them in a group with a window
+        ("deepseek-v3", 8, 1, {"tp_size": 8, "ep_size": 1}, 8 * 35_136),  # each rank has all latents
+    ],
+)
+def test_host_memory_is_told_in_tokens_and_in_the_command(model, gpus, nodes, sizes, one):
+    shape, machine = subject.shape_for(model), subject.machine_for("H200", gpus_per_node=gpus, nodes=nodes)[0]
+    request = PlanRequest("bf16" if "oss" in model else "fp8", "fp8", kv_host_memory=one << 20, **sizes)
+    result = search.search(shape, machine, request)
+    text = explain.text(model, shape, machine, request, result)
+    assert f"\nnote: {one << 20:,} bytes of each host keep 1,048,576 tokens of prefixes" in text
+    assert f" --kv_host_memory {one << 20}" in text
+    assert "kv_host_memory" not in explain.text(model, shape, machine, replace(request, kv_host_memory=0), result)
+
+
+def test_host_memory_of_a_model_with_states_is_refused(capsys):
+    assert main(["plan", "qwen3-next-80b-a3b", "--gpu", "H200", "--kv_host_memory", "99"]) == 2
+    assert "kv_host_memory=99 does nothing with this model" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from phalanx.layout.cache import default_snapshots, request_bytes
 from phalanx.layout.draft import draft_network
 from phalanx.layout.families import model_cache
 from phalanx.layout.layout import Layout, require_suits
+from phalanx.layout.memory import HostMemory
 
 
 def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions]:
@@ -31,20 +32,20 @@ def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions
             "speculative_config does not work with this model", held=f"it is a {shape.architecture}",
             why="some layers keep a state of each request, which a rejected draft would have changed", next="leave it out",
         )  # fmt: skip
-    _require_reusable(options, shape, keeps_state=keeps_state)
+    if options.kv_host_memory and not options.enable_prefix_caching:
+        raise OptionError(
+            f"kv_host_memory={options.kv_host_memory} does nothing", held="enable_prefix_caching is off",
+            why="no block is found again", next="leave one of them out",
+        )  # fmt: skip
+    require_hits_on_host(options.kv_host_memory, shape)
     return shape, _with_snapshots(resolved, shape, keeps_state=keeps_state)
 
 
-def _require_reusable(options: EngineOptions, shape: ModelShape, *, keeps_state: bool) -> None:
+def require_hits_on_host(memory: HostMemory, shape: ModelShape) -> None:
     """Raise OptionError where KV blocks in host memory would never be found again."""
-    if not options.kv_host_memory:
-        return
-    what = f"kv_host_memory={options.kv_host_memory} does nothing"
-    if not options.enable_prefix_caching:
-        raise OptionError(what, held="enable_prefix_caching is off", why="no block is found again", next="leave one of them out")
-    if keeps_state:
+    if memory and request_bytes(model_cache(shape)):
         raise OptionError(
-            f"{what} with this model", held=f"it is a {shape.architecture}",
+            f"kv_host_memory={memory} does nothing with this model", held=f"it is a {shape.architecture}",
             why="some layers keep a state of each request, which a hit needs and host memory does not have",
             next="leave it out, and raise state_snapshots for more hits",
         )  # fmt: skip

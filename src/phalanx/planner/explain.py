@@ -12,9 +12,11 @@ from phalanx.config.model import ModelShape
 from phalanx.config.quantization import on_load
 from phalanx.config.resolve import GPU_STEP_TOKENS, concrete_dtype, concrete_kv_cache_dtype
 from phalanx.layout import Layout
+from phalanx.layout.cache import kv_dtype
 from phalanx.layout.families.registry import hub_id
 from phalanx.layout.weights import weight_bytes
 from phalanx.planner.cost import MachineModel
+from phalanx.planner.footprint import Sizes, host_tokens
 from phalanx.planner.search import BATCH_SIZE, BLOCK, Figure, Plan, PlanRequest, SearchResult, closest
 
 LABELS = {
@@ -92,6 +94,7 @@ def text(
     if result.plans:
         lines += plans_table(result.plans)
         lines += ["", *(f"note: {note}" for note in result.plans[0].notes)]
+        lines += host_memory(shape, machine, request, result.plans[0])
         lines += [] if result.plans[0].gain is None else result.plans[0].gain.lines()
         label = result.plans[0].output_tokens_per_second.label
         lines.append(f"label {label}: {LABELS[label]}; {RANGES[result.plans[0].checked]}")
@@ -193,7 +196,24 @@ def options(model: str, shape: ModelShape, machine: MachineModel, request: PlanR
     chosen = {name: value for name, (value, default) in values.items() if value != default}
     if request.speculative_config is not None:
         chosen["speculative_config"] = request.speculative_config
+    if request.kv_host_memory:
+        chosen["kv_host_memory"] = request.kv_host_memory
     return {"model": checkpoint_of(model), **layout_options(machine, plan), **chosen}
+
+
+def host_memory(shape: ModelShape, machine: MachineModel, request: PlanRequest, plan: Plan) -> list[str]:
+    """A line with what the host memory of the request is for the plan; none without."""
+    if not request.kv_host_memory:
+        return []
+    sizes = Sizes(
+        request.dtype, kv_dtype(request.kv_cache_dtype, request.dtype), plan.max_batch_size, request.max_num_tokens, BLOCK,
+        draft=request.draft,
+    )  # fmt: skip
+    tokens = host_tokens(shape, plan.layout, machine.gpus_per_node, request.kv_host_memory, sizes)
+    return [
+        f"note: {request.kv_host_memory:,} bytes of each host keep {tokens:,} tokens of prefixes that leave the GPUs, which hold "
+        f"{plan.kv_tokens * plan.layout.replicas:,}"
+    ]
 
 
 def checkpoint_of(model: str) -> str:

@@ -13,7 +13,7 @@ from phalanx.layout.cache import default_snapshots, group_windows, request_bytes
 from phalanx.layout.draft import DraftNetwork, network_bytes, network_caches
 from phalanx.layout.families import model_cache
 from phalanx.layout.graphs import graph_sizes, max_graph_tokens
-from phalanx.layout.memory import GRAPH_BYTES, block_bytes, kv_budget, stage_caches, tokens_kept
+from phalanx.layout.memory import GRAPH_BYTES, block_bytes, host_blocks, kv_budget, stage_caches, tokens_kept
 from phalanx.layout.weights import embedding_bytes, itemsize, weight_bytes
 from phalanx.planner.coefficients import document
 
@@ -174,6 +174,19 @@ class RankMemory:
     def least(self) -> int:
         """What a start needs: everything, and a single KV block."""
         return self.weights + self.state + self.beside + self.graphs + self.block
+
+
+def host_tokens(shape: ModelShape, layout: Layout, gpus_per_node: int, memory: int, sizes: Sizes) -> int:
+    """Tokens of prefixes that so many bytes of each host keep, in all replicas. Raises CapacityError where they hold no block."""
+    caches, draft = stage_caches(shape, sizes.kv, sizes.dtype, layout), sizes.draft
+    if draft is not None:
+        caches = (*caches[:-1], (*caches[-1], *network_caches(draft, sizes.kv, layout.tp)))
+    ranks = [block_bytes(each, sizes.block_size) for each in caches for _ in range(layout.tp * layout.dp)]
+    here = max(sum(ranks[first : first + gpus_per_node]) for first in range(0, len(ranks), gpus_per_node))
+    copies = min(layout.replicas, max(gpus_per_node // len(ranks), 1))  # on one host
+    blocks = host_blocks(memory, copies * here, memory, host="a host")
+    groups = len(group_windows([*model_cache(shape), *([] if draft is None else network_caches(draft, sizes.kv))]))
+    return blocks * sizes.block_size * layout.dp * layout.replicas // groups
 
 
 def rank_memory(shape: ModelShape, layout: Layout, total: int, sizes: Sizes) -> RankMemory:

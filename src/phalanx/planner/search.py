@@ -41,8 +41,8 @@ class PlanRequest:
     """What is asked of a plan. dtype, kv_cache_dtype: as the engine's options, but concrete; isl, osl: tokens in and out of each of
     `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's part.
     redundant_experts, speculative_config: as the engine's options. draft: the network that the latter names, of which plans
-    count the memory. speculation: its drafts and how many are accepted, where this is stated; plans have the gain then. adapters:
-    as of `footprint.Sizes`. *_size: only layouts with this size, None for any."""
+    count the memory. kv_host_memory: of each host, in bytes. speculation: its drafts and how many are accepted, where this is
+    stated; plans have the gain then. adapters: as of `footprint.Sizes`. *_size: only layouts with this size, None for any."""
 
     dtype: str = "bf16"
     kv_cache_dtype: str = "model"
@@ -63,6 +63,7 @@ class PlanRequest:
     draft: DraftNetwork | None = None
     speculation: Speculation | None = None
     adapters: tuple[int, int] = (0, 1)
+    kv_host_memory: int = 0
     tp_size: int | None = None
     pp_size: int | None = None
     ep_size: int | None = None

@@ -42,6 +42,10 @@ SeqLen = Annotated[
     ),
 ]
 Copies = Annotated[int, typer.Option("--redundant_experts", help="Extra copies of experts per layer, as for `phalanx serve`.")]
+HostBytes = Annotated[
+    int,
+    typer.Option("--kv_host_memory", help="Bytes, as for `phalanx serve`: the report says how many tokens of prefixes they keep."),
+]
 Speculation = Annotated[
     str | None,
     typer.Option("--speculative_config", help="As for `phalanx serve`: the memory of a draft model or head is counted."),
@@ -130,6 +134,7 @@ def layouts(
     max_num_tokens: StepTokens = 8192,
     max_seq_len: SeqLen = None,
     redundant_experts: Copies = 0,
+    kv_host_memory: HostBytes = 0,
     speculative_config: Speculation = None,
     acceptance_length: AcceptanceLength = None,
     json: Json = None,
@@ -151,6 +156,7 @@ def layouts(
         gpus_per_node=gpus_per_node, nodes=nodes, isl=isl, osl=osl, concurrency=concurrency, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
         max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len,
         redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, verify_plans=verify_plans,
+        kv_host_memory=kv_host_memory,
     )  # fmt: skip
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
@@ -158,7 +164,7 @@ def layouts(
         shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
         slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len, redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
-        speculative_config=speculative_config, acceptance_length=acceptance_length,
+        speculative_config=speculative_config, acceptance_length=acceptance_length, kv_host_memory=kv_host_memory,
     )  # fmt: skip
     result = search.search(shape, machine, request)
     document = explain.as_json(model, shape, machine, request, result)
@@ -207,11 +213,13 @@ def request_of(
     slo_ttft: float | None = None, slo_tpot: float | None = None, max_batch_size: int | None = None, max_num_tokens: int = 8192,
     max_seq_len: int | None = None, redundant_experts: int = 0, tp_size: int | None = None, pp_size: int | None = None,
     ep_size: int | None = None, speculative_config: str | None = None, acceptance_length: float | None = None,
+    kv_host_memory: int = 0,
 ) -> Any:  # fmt: skip
     """What the flags ask for, with every "auto" replaced as an engine on this device ("cuda" or "cpu") does. Raises OptionError."""
     from phalanx.config.dtypes import DTYPE_SPELLINGS
     from phalanx.config.resolve import concrete_dtype, concrete_kv_cache_dtype
     from phalanx.config.speculation import SpeculativeConfig
+    from phalanx.engine.resolve_options import require_hits_on_host
     from phalanx.layout.draft import network_for
     from phalanx.planner import speculation as gains
     from phalanx.planner.explain import checkpoint_of
@@ -228,6 +236,7 @@ def request_of(
     ):  # fmt: skip
         if value not in known:
             raise OptionError(f"{name} {value!r} is unknown", next=f"known: {', '.join(known)}")
+    require_hits_on_host(kv_host_memory, shape)
     speculation = None if speculative_config is None else SpeculativeConfig.of(speculative_config)
     if speculation is None and acceptance_length is not None:
         raise OptionError("acceptance_length has no effect without speculative_config", next="give both, or none")
@@ -243,7 +252,7 @@ def request_of(
         None if slo_tpot is None else slo_tpot / 1e3, max_batch_size, max_num_tokens, max_seq_len,
         redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
         speculative_config=None if speculation is None else speculation.canonical(),
-        draft=draft, speculation=stated,
+        draft=draft, speculation=stated, kv_host_memory=kv_host_memory,
     )  # fmt: skip
 
 

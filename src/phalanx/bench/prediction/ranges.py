@@ -32,7 +32,8 @@ _GPUS, _TOKENS, _TIME, _POSITIVE = Range(1, MOST_GPUS), Range(1, MOST_TOKENS), R
 RANGES = {
     "gpus_per_node": _GPUS, "nodes": _GPUS, "tp_size": _GPUS, "pp_size": _GPUS, "ep_size": _GPUS, "replicas": Range(1, 1000),
     "isl": _TOKENS, "osl": _TOKENS, "max_num_tokens": Range(1), "max_seq_len": Range(2), "redundant_experts": Range(0),
-    "max_batch_size": Range(1, 1 << 16), "concurrency": Range(1, 100_000), "requests": Range(0, 10_000_000),
+    "kv_host_memory": Range(0), "max_batch_size": Range(1, 1 << 16), "concurrency": Range(1, 100_000),
+    "requests": Range(0, 10_000_000),
     "slo_ttft": _POSITIVE, "slo_tpot": _POSITIVE, "slo_part": Range(0, 1, above=True), "gpu_hour": _TIME, "path_ms": _TIME,
     "event_us": _TIME, "speed": Range(0.001, 1_000_000), "verify_plans": Range(1), "seconds": _POSITIVE,
 }  # fmt: skip
