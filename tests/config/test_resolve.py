@@ -186,3 +186,14 @@ def test_a_bound_on_gaps_is_a_number_or_auto(text: Any, seconds: Any) -> None:
 def test_a_bound_on_gaps_that_is_none_is_refused(wrong: Any) -> None:
     with pytest.raises(OptionError, match="max_decode_gap_ms"):
         EngineOptions.of(model="x", max_decode_gap_ms=wrong)
+
+
+@pytest.mark.parametrize(("text", "memory"), [("auto", "auto"), ("0", 0), ("64000000000", 64_000_000_000), (5, 5)])
+def test_host_memory_is_bytes_or_auto(text, memory):
+    assert EngineOptions.of(model="x", kv_host_memory=text).kv_host_memory == memory
+
+
+@pytest.mark.parametrize("wrong", ["64GiB", "-1", 1.5, "none", True])
+def test_host_memory_of_another_form_is_refused(wrong):
+    with pytest.raises(OptionError, match=r"^kv_host_memory=.* is not valid; it must be a number of bytes, or 'auto'$"):
+        EngineOptions.of(model="x", kv_host_memory=wrong)

@@ -33,6 +33,12 @@ def _above_zero(value: float | str | None) -> float | str | None:
     return value
 
 
+def _bytes_or_auto(value: object) -> object:
+    if value != "auto" and not str(value).isdecimal():
+        raise ValueError("Input should be a number of bytes, or 'auto'")
+    return value
+
+
 class EngineOptions(BaseModel):
     """All options of an engine. `resolve` replaces "auto" and None by concrete values, each with its reason.
 
@@ -170,7 +176,7 @@ class EngineOptions(BaseModel):
     )
     kv_block_size: int = Field(16, ge=1, le=256, description="Tokens per KV cache block.")
     enable_prefix_caching: bool = Field(True, description="Share KV cache blocks between requests that begin with the same tokens.")
-    kv_host_memory: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+    kv_host_memory: Annotated[int | Literal["auto"], BeforeValidator(_bytes_or_auto)] = Field(
         0,
         description="Bytes of host memory, for all ranks and replicas of a host together, that keep cached prefixes when they "
         "leave the device. A later request that begins alike gets them back by copy instead of computing them. auto: half of what "
