@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of `phalanx bench`: all, latency, throughput, scaling, layouts, serve, shape. `phalanx.cli` adds the engine's
-flags."""
+"""The commands of `phalanx bench`: all, latency, throughput, scaling, layouts, serve, evidence, shape. `phalanx.cli` adds the
+engine's flags."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def register(command: typer.Typer, takes: Takes) -> None:
     app.command()(takes(EngineOptions)(scaling))
     app.command()(layouts)
     app.command()(serve)
+    app.command()(takes(EngineOptions)(evidence))
     app.command()(shape)
     command.add_typer(app)
 
@@ -224,6 +225,35 @@ def serve(
     document = load.run(url, api_key, wanted, offline, commit)
     report.publish(document, [load.table(document)], json)
     if document["results"]["failed"]:
+        raise typer.Exit(1)
+
+
+def evidence(
+    raw_options: RawOptions,
+    reference_device: Annotated[
+        str, typer.Option("--reference_device", help="Where transformers computes: cuda, cpu, or none for no comparison.")
+    ] = "cpu",
+    lm_eval: Annotated[
+        str | None, typer.Option("--lm_eval", metavar="TASKS", help="Tasks of lm-eval, such as gsm8k,mmlu; it must be installed.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Samples of each task.")] = 100,
+    json: Json = None,
+    commit: Commit = None,
+) -> None:
+    """Show what a checkpoint does here: a real server beside transformers, its speed, and tasks of lm-eval.
+
+    Log probabilities of fixed texts are compared with those of transformers, which reads the same folder. Exit status 1 where the
+    perplexities differ by more than 2 percent.
+    """
+    from phalanx.bench import evidence as bench
+    from phalanx.bench import report
+
+    wanted = bench.Questions(reference_device, [task for task in (lm_eval or "").split(",") if task], limit)
+    bench.check(wanted)
+    report.json_path(json)
+    document = bench.run(raw_options, wanted, commit)
+    report.publish(document, bench.tables(document), json)
+    if not document["results"]["transformers"].get("agrees", True):
         raise typer.Exit(1)
 
 
