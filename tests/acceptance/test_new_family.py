@@ -33,7 +33,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Checkpoints "stored", with linear layers in int8, and "meant", with the values that these stand for."""
     add(monkeypatch)
     (tmp_path / "sitecustomize.py").write_text(SITE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, ROOT / "src", ROOT))))
     shape = ModelShape.from_config({**CONFIG, **QUANTIZED})
     beside, generator = scales(shape), torch.Generator().manual_seed(5)
     stored, meant = dict[str, torch.Tensor](), dict[str, torch.Tensor]()

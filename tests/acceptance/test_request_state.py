@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sitecustomize.py").write_text(
         "from tests.support import layout_hybrid\nlayout_hybrid.add_family()\nimport tests.support.models_hybrid\n"
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, ROOT / "src", ROOT))))
     return tmp_path / "model"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy tokens of models whose layers keep a state (Qwen3-Next, Qwen3.5, Granite 4) equal transformers': real rank processes,
-chunked prompts and preemptions in their middle, slots that others have left, over tensor, expert, data-parallel and pipeline ranks;
-in FP8; and as a text tower."""
+"""Greedy tokens of models whose layers keep a state (Qwen3-Next, Qwen3.5, Granite 4, Nemotron-H) equal transformers': real rank
+processes, chunked prompts and preemptions in their middle, slots that others have left, over tensor, expert, data-parallel and
+pipeline ranks; in FP8; and as a text tower."""
 
 from __future__ import annotations
 
@@ -41,10 +41,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "3.5-tower": ("qwen3_5_vl", {}),
     "granite": ("granite_hybrid", {}),
     "granite-fp8": ("granite_hybrid", {"hidden_size": 128, "mamba_d_head": 32, "num_local_experts": 0, "std": 0.1}),
+    "nemotron": ("nemotron_h", {}),
+    "nemotron-fp8": ("nemotron_h", {"hidden_size": 144, "moe_intermediate_size": 192, "std": 0.1}),
 }
 LAYOUTS = {
     "next": [(1, 1, 1), (2, 2, 2)], "next-fp8": [(2, 1, 1)], "3.5": [(2, 1, 2)], "3.5-moe": [(2, 2, 1)], "3.5-tower": [(1, 1, 2)],
     "granite": [(1, 1, 1), (2, 2, 2)], "granite-fp8": [(2, 1, 1)],
+    "nemotron": [(1, 1, 1), (2, 2, 2)], "nemotron-fp8": [(2, 1, 1)],
 }  # fmt: skip
 """(tp, moe_ep, pp)"""
 SLOTS = 6
@@ -112,7 +115,7 @@ def test_a_context_of_5000_tokens_equals_transformers(tmp_path):
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("name", ["next", "3.5", "3.5-moe", "granite"])
+@pytest.mark.parametrize("name", ["next", "3.5", "3.5-moe", "granite", "nemotron"])
 def test_tokens_on_a_gpu_equal_transformers(references, name):
     """In fp32, by the kernels that a GPU runs, in captured steps."""
     folder, expected = references[name]
@@ -132,6 +135,7 @@ def test_what_cannot_run_is_refused_by_name(references):
     ("qwen3-next-80b-a3b", 79_036_416 // 2),
     # 36 layers: of 128 heads, a matrix of 128 x 64 and 3 inputs of 64 before; of a group, which both ranks have, 3 of B and C
     ("granite-4.0-h-small", 36 * (64 * (128 * 64 + 3 * 64) + 3 * 2 * 128) * 4),
+    ("nemotron-3-nano-30b-a3b", 23 * (32 * (128 * 64 + 3 * 64) + 4 * 3 * 2 * 128) * 4),  # 64 heads of 8 groups
 ])  # fmt: skip
 def test_it_is_planned(name, state):
     """Of a request, each of tp ranks has the state of its heads."""

@@ -52,6 +52,7 @@ EIGHT_EXPERTS: dict[str, tuple[str, ...]] = {
     "DeepseekV3": ("n_routed_experts", "num_local_experts"),
     "Glm4Moe": ("n_routed_experts", "num_local_experts"),
     "GraniteMoeHybrid": ("num_local_experts",),
+    "NemotronH": ("n_routed_experts", "num_local_experts"),
     "MiniMaxM2": ("num_local_experts", "num_experts"),
     "HYV3": ("num_experts", "num_local_experts"),
     "Qwen3Next": ("num_experts",),
@@ -132,6 +133,15 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "mamba_n_groups": (1, 4), "mamba_d_head": ("auto",), "mamba_d_state": (64,), "mamba_d_conv": (3,), "mamba_expand": (2, 4),
         "mamba_conv_bias": (True,), "mamba_proj_bias": (False,),
     },
+    "NemotronH": {
+        "head_dim": (16, 32), "layers_block_type": (None, ["mamba", "mlp", "attention", "moe"]),
+        "layer_types": (["mamba", "mlp", "attention", "moe"],), "hybrid_override_pattern": ("M-*E",), "n_group": (2,),
+        "topk_group": (1, 2), "norm_topk_prob": (True, False),
+        "routed_scaling_factor": (2.5,), "num_experts_per_tok": (2,), "moe_intermediate_size": (32,),
+        "moe_shared_expert_intermediate_size": (48,), "mamba_num_heads": (16,), "mamba_head_dim": (32,), "n_groups": (4,),
+        "mamba_n_groups": (4,), "ssm_state_size": (64,), "conv_kernel": (3,), "mamba_d_conv": (3,), "use_conv_bias": (True,),
+        "layer_norm_epsilon": (1e-6,), "mlp_hidden_act": ("relu2",),
+    },
     "Glm4Moe": {
         "head_dim": (16, 32), "attention_bias": (True, False), "use_qk_norm": (True, False), "n_group": (2,), "topk_group": (1, 2),
         "first_k_dense_replace": (0, 1), "routed_scaling_factor": (2.5,), "norm_topk_prob": (True, False),
@@ -195,7 +205,7 @@ def generate(seed: int) -> tuple[str, dict[str, Any]]:
     if stem in EIGHT_EXPERTS:
         config[chance.choice(EIGHT_EXPERTS[stem])] = 8
         config.setdefault("num_experts_per_tok", 2)
-    if stem.startswith(("Deepseek", "Glm")):
+    if stem.startswith(("Deepseek", "Glm", "Nemotron")):
         config.setdefault("topk_group", 1)
         config.setdefault("n_group", 2)
     for place in ("rope_parameters", "rope_scaling"):
@@ -228,7 +238,8 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
     read = getattr(transformers, kind).from_dict(copy.deepcopy(config))
     folder = read.model_type.removesuffix("_text")
     modeling = __import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=["x"])
-    rotary = getattr(modeling, f"{stem}{text}RotaryEmbedding")(read)
+    has_rope = stem != "NemotronH" and getattr(read, "position_embedding_type", "rope") == "rope"
+    rotary = getattr(modeling, f"{stem}{text}RotaryEmbedding")(read) if has_rope else None
     layers = read.num_hidden_layers
     windows: tuple[int | None, ...] = (None,) * layers
     if stem in ("Qwen2", "Qwen3", "GptOss", "Olmo3", "Gemma2", "Gemma3", "Cohere2"):
@@ -245,8 +256,10 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
         "tied": read.tie_word_embeddings, "windows": windows,
         "dtype": None if read.dtype is None else str(read.dtype).removeprefix("torch."),
         "eos": [token for token in eos if token not in (None, -1)] if "eos_token_id" in config else None,
-        "max_positions": read.max_position_embeddings if stem in RAW_POSITIONS or rotary.rope_type in AS_STATED else None,
-        **rotary_facts(rotary),
+        "max_positions": (
+            read.max_position_embeddings if rotary is None or stem in RAW_POSITIONS or rotary.rope_type in AS_STATED else None
+        ),
+        **({} if rotary is None else rotary_facts(rotary)),
     }  # fmt: skip
     if not stem.startswith("Deepseek"):
         facts["head_dim"] = getattr(read, "head_dim", None) or read.hidden_size // read.num_attention_heads
@@ -258,7 +271,7 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
         dense = range(read.first_k_dense_replace)
         facts["shared"] = read.n_shared_experts * read.moe_intermediate_size
         facts["scale"] = read.routed_scaling_factor
-    if stem in EIGHT_EXPERTS:
+    if stem in EIGHT_EXPERTS and "moe" in getattr(read, "layers_block_type", ["moe"]):
         facts["experts"] = getattr(read, EIGHT_EXPERTS[stem][0]), read.num_experts_per_tok
         if stem in ("Qwen3Moe", "Qwen3Next"):
             sparse = [i not in read.mlp_only_layers and (i + 1) % read.decoder_sparse_step == 0 for i in range(layers)]
@@ -267,6 +280,9 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
             dense = [layer for layer, kind in enumerate(read.mlp_layer_types) if kind == "dense"]
             facts["shared"] = read.num_shared_experts * read.moe_intermediate_size
             facts["scale"] = read.router_scaling_factor
+        if stem == "NemotronH":
+            dense = [layer for layer, kind in enumerate(read.layer_types) if kind != "moe"]
+            facts["shared"], facts["scale"] = read.moe_shared_expert_intermediate_size, read.routed_scaling_factor
         every = ("Mixtral", "GptOss", "MiniMaxM2", "Qwen3_5Moe", "GraniteMoeHybrid")
         facts["dense"] = tuple(dense) if stem not in every else ()
         if hasattr(read, "norm_topk_prob"):
@@ -293,6 +309,14 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
     if stem.startswith("Gemma"):
         facts["caps"] = read.attn_logit_softcapping, read.final_logit_softcapping
         facts["softmax_scale"] = read.query_pre_attn_scalar**-0.5
+    if stem == "NemotronH":
+        facts["nope_layers"] = tuple(range(layers))
+        names = {"linear_attention": "mamba", "full_attention": "attention", "moe": "experts"}
+        facts["blocks"] = tuple(names.get(kind, kind) for kind in read.layer_types)
+        facts["mamba"] = (
+            tuple(layer for layer, kind in enumerate(read.layer_types) if kind == "linear_attention"), read.mamba_num_heads,
+            read.mamba_head_dim, read.n_groups, read.ssm_state_size, read.conv_kernel,
+        )  # fmt: skip
     if stem == "GraniteMoeHybrid":
         facts["nope_layers"] = tuple(range(layers)) if read.position_embedding_type != "rope" else ()
         of_state = tuple(layer for layer, kind in enumerate(read.layer_types) if kind == "linear_attention")
@@ -347,6 +371,7 @@ def ours(stem: str, shape: ModelShape, stated: dict[str, Any], reference: dict[s
     facts["softmax_scale"] = shape.multipliers.attention
     if shape.gated_delta is not None:
         facts["gated_delta"] = dataclasses.astuple(shape.gated_delta)
+    facts["blocks"] = shape.blocks
     facts["mamba"] = () if shape.mamba is None else dataclasses.astuple(shape.mamba)
     if shape.latent is not None:
         latent = shape.latent

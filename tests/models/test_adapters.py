@@ -25,6 +25,7 @@ from tests.support.models_formation import Formation
 IDS = torch.tensor([5, 17, 200, 8, 99, 41, 7])
 PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+NEMOTRON = ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 MAMBA = ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear")
 DELTA = ("in_proj_qkvz", "in_proj_ba", "out_proj", *SEVEN)
 FAMILIES = {

@@ -62,6 +62,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-hybrid-stacked": ("granite_hybrid", {
         "layer_types": ["mamba", "mamba", "attention"], "stacked": True, "mamba_n_groups": 8,
     }),
+    "nemotron-h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba"], "seed": 1}),
+    "nemotron-h-stacked": ("nemotron_h", {"layers_block_type": ["moe", "attention", "mamba"], "stacked": True, "n_groups": 8}),
     "glm4-moe": ("glm4_moe", {"num_attention_heads": 8}),
     "glm4-moe-quarter-no-norm-yarn": ("glm4_moe", {
         "use_qk_norm": False, "attention_bias": False, "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
@@ -165,6 +167,7 @@ def test_projections_of_one_input_may_be_apart(root: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("case", [
     "llama-12q-3kv-biases-llama3", "mistral-window", "qwen2-window-above", "qwen3-12q-6kv-biases", "granite", "minimax-m2",
     "phi3-window", "olmo3", "gemma2", "gemma3", "qwen3-next", "granite-hybrid",
+    "nemotron-h",
 ])  # fmt: skip
 def test_every_weight_changes_the_outcome(case: str, root: Path) -> None:
     """The checkpoints of these tests leave no part of the arithmetic neutral."""

@@ -87,6 +87,14 @@ _FAMILIES |= {
         "intermediate_size": 32, "shared_intermediate_size": 48, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 16,
         "mamba_n_groups": 1, "mamba_chunk_size": 16, "position_embedding_type": "nope",
     }),
+    "nemotron_h": ("NemotronH", {
+        "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba", "attention", "moe"], "head_dim": 16,
+        "mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16,
+        "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+        # transformers 5.24 has no time steps below it in prompts, but in single tokens
+        "time_step_min": 1e-9,
+    }),
     "glm4_moe": ("Glm4Moe", {
         "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "moe_intermediate_size": 32, "n_routed_experts": 8,
         "n_shared_experts": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
@@ -187,8 +195,9 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
     else:
         (stem, traits), end = _FAMILIES[family], "ForCausalLM"
         fields = {**_SIZES, **traits, **overrides}
-        if "layer_types" in traits and "layer_types" not in overrides:
-            fields["layer_types"] = fields["layer_types"][: fields["num_hidden_layers"]]
+        for name in ("layer_types", "layers_block_type"):
+            if name in traits and name not in overrides:
+                fields[name] = fields[name][: fields["num_hidden_layers"]]
         config = getattr(transformers, f"{_CONFIGS.get(stem, stem)}Config")(**fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

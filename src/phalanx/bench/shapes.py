@@ -37,6 +37,10 @@ SHAPES: dict[str, dict[str, Any]] = {name: _config(name) for name in short_names
 """Name -> config.json, of every model that is known without a network."""
 
 
+_BY_LAYER = ("layer_types", "hybrid_override_pattern")
+"""Fields with an entry for each layer."""
+
+
 def config_of(name: str) -> dict[str, Any] | None:
     """config.json of a shape, or None where the name is of none. NAME:LAYERS is the shape cut to its first layers: what a layer
     costs of a model that is too large for the GPUs at hand.
@@ -50,7 +54,7 @@ def config_of(name: str) -> dict[str, Any] | None:
     most = _text(config)["num_hidden_layers"]
     if not layers.isdecimal() or not 1 <= int(layers) <= most:
         raise OptionError(f"{name!r}: {layers!r} is no number of layers of {base}", next=f"use {base}:1 to {base}:{most}")
-    by_layer = {name: value[: int(layers)] for name, value in _text(config).items() if name == "layer_types"}
+    by_layer = {name: value[: int(layers)] for name, value in _text(config).items() if name in _BY_LAYER}
     cut = {**_text(config), **by_layer, "num_hidden_layers": int(layers)}
     return {**config, "text_config": cut} if "text_config" in config else cut
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from phalanx.config.json_fields import JsonFields
+from phalanx.config.mamba import read_blocks
 from phalanx.errors import LayoutError, ModelError
 
 
@@ -37,7 +38,7 @@ class Experts:
     that every token reaches, all together; 0 for none. renormalize: a token's weights are divided by their sum. scoring_bias: a
     bias of the router's scores (V3); biases: of router and GEMMs (gpt-oss). swiglu: their activation where it is not
     silu(gate) * up. scoring: of routers in fp32; None: the logits are in the model's dtype, and their softmax chooses. shared_gate:
-    what the shared experts give is multiplied by the sigmoid of a gate.
+    what the shared experts give is multiplied by the sigmoid of a gate. gated: all have a gate; else they are relu(up)^2.
     """
 
     count: int
@@ -51,6 +52,7 @@ class Experts:
     swiglu: ClampedSwiGlu | None = None
     scoring: Scoring | None = None
     shared_gate: bool = False
+    gated: bool = True
 
     def touched(self, tokens: float) -> float:
         """Distinct experts that so many tokens reach, on average, each routed uniformly: E (1 - (1 - k/E)^T)."""
@@ -137,6 +139,19 @@ def read_granite_hybrid(fields: JsonFields) -> Experts | None:
     return _experts(fields, 8, 2, fields.count("intermediate_size", 11008), names=("num_local_experts",), shared=shared)
 
 
+def read_nemotron_h(fields: JsonFields) -> Experts | None:
+    """Nemotron-H's fields: as DeepSeek-V3 chooses; of shared experts the width of all is stated. None without experts."""
+    blocks = read_blocks(fields)
+    if "experts" not in blocks:
+        return None
+    shared = fields.count("moe_shared_expert_intermediate_size", 7688)
+    return _require_groups(fields, _experts(
+        fields, 8, 2, fields.count("moe_intermediate_size", 7688), names=("n_routed_experts", "num_local_experts"), shared=shared,
+        scoring_bias=True, renormalize=fields.flag("norm_topk_prob", True), scoring=_sigmoids(fields, 1, 1, 1.0), gated=False,
+        dense_layers=tuple(layer for layer, block in enumerate(blocks) if block != "experts"),
+    ))  # fmt: skip
+
+
 def read_gpt_oss(fields: JsonFields) -> Experts:
     """gpt-oss's fields. The softmax is over a token's chosen experts, which is that over all of them, renormalized."""
     swiglu = ClampedSwiGlu(fields.positive("swiglu_alpha", 1.702), fields.positive("swiglu_limit", 7.0))
@@ -191,6 +206,13 @@ def _deepseek(
         shared=width * shared, scoring_bias=bias, renormalize=bias and fields.flag("norm_topk_prob", True), scoring=scoring,
         dense_layers=tuple(i for i in range(fields.count("num_hidden_layers")) if i < first or i % frequency),
     )  # fmt: skip
+    return _require_groups(fields, result)
+
+
+def _require_groups(fields: JsonFields, result: Experts) -> Experts:
+    """Raise ModelError where the groups of experts cannot be chosen from."""
+    scoring, bias = result.scoring, result.scoring_bias
+    assert scoring is not None
     size = result.count // scoring.groups
     if result.count % scoring.groups or scoring.top_groups > scoring.groups or (bias and size < 2):
         raise ModelError(

@@ -21,6 +21,7 @@ from phalanx.config.experts import (
     read_hy_v3,
     read_minimax_m2,
     read_mixtral,
+    read_nemotron_h,
     read_qwen3_5_moe,
     read_qwen3_moe,
     read_qwen3_next,
@@ -28,13 +29,14 @@ from phalanx.config.experts import (
 from phalanx.config.gated_delta import GatedDelta, read_gated_delta
 from phalanx.config.json_fields import JsonFields
 from phalanx.config.latent import Latent, read_latent
-from phalanx.config.mamba import Mamba2
+from phalanx.config.mamba import Block, Mamba2, read_blocks
 from phalanx.config.mamba import read_granite_hybrid as read_granite_mamba
+from phalanx.config.mamba import read_nemotron_h as read_nemotron_mamba
 from phalanx.config.rope import ROPE_TYPES, Rope
 
-Norms = Literal["before", "behind", "around", "parallel"]
-"""Where a layer has norms: before its blocks; behind them, before the residual is added (OLMo-2); both (Gemma-2); or one before
-both blocks, which run in parallel (Cohere)."""
+Norms = Literal["before", "behind", "around", "parallel", "single"]
+"""Where a layer has norms: before its blocks; behind them, before the residual is added (OLMo-2); both (Gemma-2); one before both
+blocks, which run in parallel (Cohere); or one before its only block (Nemotron-H)."""
 
 
 class Multipliers(NamedTuple):
@@ -100,9 +102,9 @@ class Family:
     qk_norm, qk_norm_whole: see `ModelShape`. Where it has none, the field use_qk_norm may say that there is one.
     norms: see `Norms`. norm_offset: norms multiply by 1 + weight (Gemma). layer_norm: norms are LayerNorm, without bias. eps_field:
     the field of their epsilon.
-    activation: of the gated MLP, as transformers names it. activation_field: the field that says so.
+    activation: of the MLP, as transformers names it; all but relu2 are of a gate. activation_field: the field that says so.
     sinks: each head's softmax has one more logit, without a value.
-    experts, latent, multipliers, gated_delta, mamba: how their fields are read, in families that have them.
+    experts, latent, multipliers, gated_delta, mamba, blocks: how their fields are read, in families that have them.
     interleaved: see `Rope`. original_positions: original_max_position_embeddings by default. rope_types: that the family has.
     yarn: the rope_parameters of a file that has none. rotary_portion: where partial_rotary_factor is read, its default.
     window_theta: where layers with a window have a RoPE of their own, the default of its theta. nope_full: layers without a window
@@ -132,7 +134,7 @@ class Family:
     norm_offset: bool = False
     layer_norm: bool = False
     eps_field: str = "rms_norm_eps"
-    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    activation: Literal["silu", "gelu_pytorch_tanh", "relu2"] = "silu"
     activation_field: str = "hidden_act"
     sinks: bool = False
     experts: Callable[[JsonFields], Experts | None] | None = None
@@ -140,6 +142,7 @@ class Family:
     multipliers: Callable[[JsonFields], Multipliers] | None = None
     gated_delta: Callable[[JsonFields], GatedDelta] | None = None
     mamba: Callable[[JsonFields], Mamba2 | None] | None = None
+    blocks: Callable[[JsonFields], tuple[Block, ...]] | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     interleaved: bool = False
@@ -249,6 +252,22 @@ FAMILIES = {
         mamba_d_head mamba_d_state mamba_d_conv mamba_expand
         """, "mamba_chunk_size init_method", {**_MAMBA_IS, "normalization_function": ("rmsnorm",)}, model_type="granitemoehybrid",
         mlp_bias=None, multipliers=granite_multipliers, mamba=read_granite_mamba, experts=read_granite_hybrid,
+    ),
+    "NemotronHForCausalLM": Family(
+        4096, """
+        head_dim hybrid_override_pattern layers_block_type layer_types n_routed_experts num_local_experts num_experts_per_tok
+        moe_intermediate_size moe_shared_expert_intermediate_size n_group topk_group norm_topk_prob routed_scaling_factor
+        mamba_num_heads mamba_head_dim n_groups mamba_n_groups ssm_state_size conv_kernel mamba_d_conv
+        """, """
+        chunk_size mamba_chunk_size expand mamba_expand n_shared_experts moe_shared_expert_overlap time_step_min time_step_max
+        time_step_floor mamba_ssm_cache_dtype use_mamba_kernels num_logits_to_keep rescale_prenorm_residual norm_eps
+        num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern
+        """, {
+            **_MAMBA_IS, "use_conv_bias": (True,), "mamba_hidden_act": ("silu",), "residual_in_fp32": (False,),
+            "moe_latent_size": (), "sliding_window": (), "attention_head_dim": (128,),
+        }, kv_heads=8, head_dim=128, input_bias=None, output_bias=None, mlp_bias=None, norms="single",
+        eps_field="layer_norm_epsilon", activation="relu2", activation_field="mlp_hidden_act", mamba=read_nemotron_mamba,
+        blocks=read_blocks, experts=read_nemotron_h, rms_norm_eps=1e-5, nope_full=True,
     ),
     "Glm4MoeForCausalLM": Family(
         131072, """

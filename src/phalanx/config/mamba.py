@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of Mamba-2 (arXiv 2405.21060) in config.json, as Granite 4 has them. No torch."""
+"""Layers of Mamba-2 (arXiv 2405.21060) in config.json, as Granite 4 and Nemotron-H have them. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from phalanx.config.gated_delta import CHUNK, LINEAR
 from phalanx.config.json_fields import JsonFields
@@ -79,6 +80,47 @@ def read_granite_hybrid(fields: JsonFields) -> Mamba2 | None:
         layers, heads, head_dim, fields.count("mamba_n_groups", 1), fields.count("mamba_d_state", 256),
         fields.count("mamba_d_conv", 4),
     ), "mamba_n_groups", "mamba_d_conv")  # fmt: skip
+
+
+Block = Literal["mamba", "attention", "mlp", "experts"]
+_LETTERS: dict[str, Block] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
+_TYPES: dict[str, Block] = {
+    "mamba": "mamba", LINEAR: "mamba", "attention": "attention", FULL: "attention", "mlp": "mlp", "moe": "experts",
+}  # fmt: skip
+
+
+def read_blocks(fields: JsonFields) -> tuple[Block, ...]:
+    """The one block of each layer of Nemotron-H, by hybrid_override_pattern or, as transformers 5 writes it, by a list of types.
+    Raises ModelError for unknown ones, and for two that differ."""
+    types = fields.optional_texts(fields.either("layers_block_type", "layer_types"))
+    pattern = fields.text("hybrid_override_pattern", "")
+    stated = [[_LETTERS.get(letter) for letter in pattern], [_TYPES.get(kind) for kind in types or ()]]
+    first = next(filter(None, stated), [_LETTERS[letter] for letter in "ME*-"])
+    blocks = tuple(block for block in first if block is not None)
+    if len(blocks) < len(first) or any(other not in ([], first) for other in stated):
+        raise ModelError(
+            f"{fields.file} has hybrid_override_pattern={pattern!r} and layers_block_type={types}",
+            held=f"letters of the pattern: {', '.join(f'{letter} ({block})' for letter, block in _LETTERS.items())}",
+            why="they must say which block each layer has, and both the same",
+        )  # fmt: skip
+    if fields.value("num_hidden_layers") not in (None, len(blocks)):
+        raise ModelError(
+            f"{fields.file} has num_hidden_layers={fields.value('num_hidden_layers')}",
+            why=f"by hybrid_override_pattern or layers_block_type there are {len(blocks)}",
+        )  # fmt: skip
+    return blocks
+
+
+def read_nemotron_h(fields: JsonFields) -> Mamba2 | None:
+    """Nemotron-H's fields; None for a model without such a layer. Raises as `read_granite_hybrid` does."""
+    layers = tuple(layer for layer, block in enumerate(read_blocks(fields)) if block == "mamba")
+    if not layers:
+        return None
+    groups, conv = fields.either("n_groups", "mamba_n_groups"), fields.either("conv_kernel", "mamba_d_conv")
+    return _checked(fields, Mamba2(
+        layers, fields.count("mamba_num_heads", 128), fields.count("mamba_head_dim", 64), fields.count(groups, 8),
+        fields.count("ssm_state_size", 128), fields.count(conv, 4),
+    ), groups, conv)  # fmt: skip
 
 
 def _checked(fields: JsonFields, sizes: Mamba2, groups: str, conv: str) -> Mamba2:

@@ -17,7 +17,7 @@ from phalanx.config.generation import FIELDS as GENERATION_FIELDS
 from phalanx.config.generation import GENERATION, read_sampling_defaults
 from phalanx.config.json_fields import JsonFields
 from phalanx.config.latent import Latent
-from phalanx.config.mamba import Mamba2
+from phalanx.config.mamba import Block, Mamba2
 from phalanx.config.model_fields import MODEL
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
 from phalanx.config.rope import FULL, NOPE, SLIDING, Rope, RopeDefaults, read_rope, read_ropes_by_type
@@ -32,8 +32,8 @@ CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 
 _FIXED = ("sinks", "qk_norm_whole", "norms", "norm_offset", "layer_norm", "activation")
 """Traits that no file states, by their names in `Family` and `ModelShape`."""
-_STATES = ("gated_delta", "mamba")
-"""Layers that keep a state, likewise; in `Family` is what reads their fields."""
+_READ = ("gated_delta", "mamba", "blocks")
+"""Traits of fields, likewise; in `Family` is what reads them."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class ModelShape:
     the text tower (`text_tower.WRAPPERS`). layer_ropes: of each layer, where they differ from `rope`. multipliers: see
     `Multipliers`. qk_norm: queries and keys are normed before RoPE, each head alone or, with qk_norm_whole, all heads of a token as
     one vector. norms, norm_offset, layer_norm, activation: see `Family`. gated_delta: of models with layers of the gated delta
-    rule, whose attention has a gate of its output. mamba: of models with layers of Mamba-2.
+    rule, whose attention has a gate of its output. mamba: of models with layers of Mamba-2. blocks:
+    the only one of each layer; none: each has two, attention, or what stands for it, and a feed-forward block.
     """
 
     architecture: str
@@ -85,6 +86,7 @@ class ModelShape:
     activation: str = "silu"
     gated_delta: GatedDelta | None = None
     mamba: Mamba2 | None = None
+    blocks: tuple[Block, ...] = ()
 
     @property
     def recurrent(self) -> GatedDelta | Mamba2 | None:
@@ -132,7 +134,7 @@ class ModelShape:
             config, wrapper = text_config(fields, architecture), architecture
             fields = JsonFields(config, file=f"{TEXT} of {file}", additions=fields.additions)
             architecture = _architecture(fields)
-        family, fields = FAMILIES[architecture], fields.sorted_by(MODEL[architecture])
+        family, fields = FAMILIES[architecture], _with_layers(fields.sorted_by(MODEL[architecture]), FAMILIES[architecture])
         _check_model_type(fields, architecture)
         heads, kv_heads = _heads(fields, family)
         num_layers = fields.count("num_hidden_layers")
@@ -173,7 +175,7 @@ class ModelShape:
             wrapper=wrapper,
             layer_ropes=layer_ropes,
             multipliers=NO_MULTIPLIERS if family.multipliers is None else family.multipliers(fields),
-            **{name: getattr(family, name)(fields) for name in _STATES if getattr(family, name) is not None},
+            **{name: getattr(family, name)(fields) for name in _READ if getattr(family, name) is not None},
             **{name: getattr(family, name) for name in _FIXED},
         )
         if not quiet:
@@ -236,6 +238,13 @@ def _check_model_type(fields: JsonFields, architecture: str) -> None:
         )  # fmt: skip
     if kind not in (model_type(architecture), *FAMILIES[architecture].model_types):
         fields.additions.append(f"model_type={kind!r}")
+
+
+def _with_layers(fields: JsonFields, family: Family) -> JsonFields:
+    """The fields with the number of layers, which a file that has a block for each need not state."""
+    if family.blocks is None:
+        return fields
+    return replace(fields, values={**fields.values, "num_hidden_layers": len(family.blocks(fields))})
 
 
 def _quantization(fields: JsonFields, wrapper: str | None, *, stacked_experts: bool) -> Quantization | None:
@@ -356,6 +365,8 @@ def _ropes(
     rope = replace(read_rope(fields, max_positions, defaults, head_dim), interleaved=family.interleaved)
     if family.nope_full or not _has_rope(fields):
         nope_layers = tuple(layer for layer, window in enumerate(windows) if window is None)
+    if len(nope_layers) == len(windows):
+        return NOPE, ()
     return rope, tuple(NOPE if layer in nope_layers else rope for layer in range(len(windows))) if nope_layers else ()
 
 

@@ -99,7 +99,7 @@ class Llama(Decoder):
         experts = self.shape.experts_in(layer)
         if experts is not None:
             return SparseMoe(prefix, experts, layer, multiplier=self.shape.multipliers.residual, context=self.context)
-        name = self.context.of_gemm(prefix, "mlp_gate_up")[0].name.removesuffix(".gate_proj.weight")
+        name = self.context.of_gemm(prefix, "mlp_gate_up")[0].name.rsplit(".", 2)[0]
         return GatedMlp(
             name, multiplier=self.shape.multipliers.residual, activation=self.shape.activation, context=self.context
         )  # fmt: skip

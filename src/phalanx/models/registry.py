@@ -13,12 +13,13 @@ from phalanx.log import get_logger
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers.linear_methods.choose import describe
 from phalanx.models.llama import Llama
+from phalanx.models.nemotron_h import NemotronH
 from phalanx.models.slices import LayerContext
 
 logger = get_logger(__name__)
 
-MODELS: dict[str, type[Decoder]] = {}
-"""The families whose arithmetic the traits of a `ModelShape` do not say, of other packages as yet. All others are `Llama`."""
+MODELS: dict[str, type[Decoder]] = {"NemotronHForCausalLM": NemotronH}
+"""The families whose arithmetic the traits of a `ModelShape` do not say. All others are `Llama`."""
 
 
 def build(shape: ModelShape, layers: range, context: LayerContext) -> Decoder:

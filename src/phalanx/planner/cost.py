@@ -509,7 +509,8 @@ def _latent_seconds(shape: ModelShape, layout: Layout, machine: MachineModel) ->
 
 @cache
 def _stage_gemms(shape: ModelShape, dtype: str, layout: Layout, stage: int) -> tuple[tuple[_Gemm, ...], int, int, float]:
-    """The GEMMs of a stage; its layers; those with experts; and bytes of activations between GEMMs, for one token of all layers."""
+    """The GEMMs of a stage; its layers, two blocks of which are one where a layer has one; those with experts; and bytes of
+    activations between GEMMs, for one token of all layers."""
     layers = weights.stage_layers(shape, dtype, layout.pp)[stage]
     gemms: list[_Gemm] = []
     moe, between = 0, 0.0
@@ -525,8 +526,11 @@ def _stage_gemms(shape: ModelShape, dtype: str, layout: Layout, stage: int) -> t
             gemms.append(_Gemm(count, nbytes, 2.0 * sum(sizes), stored, bool(tensors[0].experts)))
         experts = shape.experts_in(first)
         inner = shape.intermediate_size if experts is None else experts.shared
+        if shape.blocks and shape.blocks[first] not in ("mlp", "experts"):
+            inner = 0
         moe += count if experts is not None else 0
-        between += count * 2.0 * (4 * shape.hidden_size + 3 * inner / layout.tp)
+        between += count * 2.0 * ((2 if shape.blocks else 4) * shape.hidden_size + 3 * inner / layout.tp)
         if shape.recurrent is not None and first in shape.recurrent.layers:
             between += count * 2.0 * 2 * sum(shape.recurrent.widths) / layout.tp
-    return tuple(gemms), len(layers), moe, between
+    count = -(-len(layers) // 2) if shape.blocks else len(layers)
+    return tuple(gemms), count, min(moe, count), between

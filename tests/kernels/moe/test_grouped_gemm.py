@@ -38,18 +38,19 @@ def quantized(weight: Tensor, by_block: bool, begin: int) -> tuple[Tensor, Tenso
 
 def experts_of(
     kind: str, *, count: int = 4, first: int = 0, hidden: int = 144, inner: int = 80, begin: int = 0, device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, gated: bool = True,
 ) -> ExpertTensors:  # fmt: skip
-    gate_up = torch.randn(count * 2 * inner, hidden, device=device) / hidden**0.5
+    gate_up = torch.randn(count * (2 if gated else 1) * inner, hidden, device=device) / hidden**0.5
     down = torch.randn(count * hidden, inner, device=device) / inner**0.5
     if kind == "plain":
-        return ExpertTensors(count, first, gate_up.to(dtype), down.to(dtype))
+        return ExpertTensors(count, first, gate_up.to(dtype), down.to(dtype), gated=gated)
     by_block = "block" in kind
     gate_up, gate_up_scale = quantized(gate_up, by_block, 0)
     down, down_scale = quantized(down, by_block, begin)
     static = torch.tensor(0.02, device=device) if kind == "static" else None
     return ExpertTensors(
-        count, first, gate_up, down, gate_up_scale, down_scale, static, static, begin if by_block else 0, "widened" not in kind
+        count, first, gate_up, down, gate_up_scale, down_scale, static, static, begin if by_block else 0, "widened" not in kind,
+        gated=gated,
     )  # fmt: skip
 
 
@@ -61,6 +62,15 @@ def check_experts() -> None:
             x = torch.randn(tokens, experts.hidden)
             wanted, output = reference.fused_experts(x, experts, routing), dispatch.launched(x, experts, routing)
             torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm else 1e-4, atol=2e-3)
+
+
+def check_experts_without_a_gate() -> None:
+    torch.manual_seed(0)
+    for number, kind in enumerate(KINDS):
+        experts = experts_of(kind, begin=48 if "block" in kind else 0, gated=False)
+        routing, x = routings(20, experts.count, 2)[number % 4], torch.randn(20, experts.hidden)
+        wanted, output = reference.fused_experts(x, experts, routing), dispatch.launched(x, experts, routing)
+        torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm else 1e-4, atol=4e-3)
 
 
 def check_other_ranks_add_the_rest() -> None:
@@ -290,7 +300,7 @@ def check_drawn() -> None:
 
 
 CHECKS = [
-    check_experts, check_other_ranks_add_the_rest, check_pairs_of_other_ranks_are_behind,
+    check_experts, check_experts_without_a_gate, check_other_ranks_add_the_rest, check_pairs_of_other_ranks_are_behind,
     check_many_pairs_are_sorted_by_segments, check_split_columns,
     check_tiles_with_more_than_they_hold, check_topk, check_topk_in_groups, check_one_token_needs_no_sort,
     check_padding_and_copies, check_drawn,
@@ -301,14 +311,14 @@ def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.moe.test_grouped_gemm").split() == [check.__name__ for check in CHECKS]
 
 
-def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, full: bool = True) -> Any:
+def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, first: str, full: bool = True) -> Any:
     from phalanx.kernels.moe.grouped_gemm import FEW
     from phalanx.kernels.moe.grouped_gemm import _grouped_gemm as kernel
 
     by_block, widen = "block" in kind, "widened" in kind
     x_scale = "none" if kind == "plain" or widen else "block" if by_block else "token"
     constants: dict[str, Any] = {
-        "TOP_K": 2, "GATED": gated, "BY_BLOCK": by_block, "X_SCALE": x_scale, "WIDEN": widen, "SKIP": 0, "FULL": full,
+        "TOP_K": 2, "FIRST": first, "BY_BLOCK": by_block, "X_SCALE": x_scale, "WIDEN": widen, "SKIP": 0, "FULL": full,
         "PARTS": tiling.parts > 1, "ROWS": tiling.rows,
         "TOKENS": tiling.tokens, "EXTRA": tiling.extra, "FEW": FEW if tiling.tokens > 2 * FEW else 0, "BESIDE": tiling.beside,
         "IN_ORDER": tiling.parts > 1, "FIELDS": 4, "SM": arch,
@@ -362,8 +372,8 @@ def test_compiles(arch: int, kind: str, tokens: int, experts: int) -> None:
     itemsize = 2 if kind == "plain" else 1
     first, second = heuristics.expert_tilings(tokens, 2, experts, 8, 4096, 14336, itemsize, 132, sm=arch, by_block="block" in kind)
     assert second.parts == (1 if experts == 8 and tokens > 1 else 2)
-    for tiling, gated in ((first, True), (second, False)):
-        kernel = compiled_kernel(tiling, arch, kind, gated=gated)
+    for tiling, place in ((first, "gated"), (second, ""), *([(first, "squared")] if kind == "plain" else [])):
+        kernel = compiled_kernel(tiling, arch, kind, first=place)
         assert kernel.metadata.shared <= SHARED_MEMORY[arch]
         assert spilled(kernel) == 0
         assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in kernel.asm["ptx"]

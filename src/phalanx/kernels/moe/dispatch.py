@@ -158,7 +158,10 @@ def run(
     )  # fmt: skip
     common = {"top_k": routing.top_k, "experts": experts.count, "dtype": x.dtype}
     values, scale = quantized or _quantized(x, experts, experts.input_scale, 0)
-    inner = grouped_gemm(values, scale, experts.gate_up, experts.gate_up_scale, tiles, first, gated=True, **common)  # type: ignore[arg-type]
+    inner = grouped_gemm(
+        values, scale, experts.gate_up, experts.gate_up_scale, tiles, first, gated=experts.gated,
+        squared=not experts.gated, **common,  # type: ignore[arg-type]
+    )  # fmt: skip
     # Rows of pairs with other ranks' experts are behind those of this one's, and nothing has written them.
     counts = tiles.counts if experts.count < num_experts else None
     values, scale = _quantized(inner, experts, experts.inner_scale, experts.begin, counts)

@@ -4,6 +4,7 @@
 """Grouped GEMM: the GEMMs of all experts in one launch, over the tiles of `sort_by_expert`.
 
     inner[p, i] = silu(gate_e[i] . x[token of p]) * (up_e[i] . x[token of p])        pairs p in sorted order, e the pair's expert
+    or max(up_e[i] . x[token of p], 0)^2                                             of experts that are not gated
     out[q, h]   = down_e[h] . inner[p]                                               q: the pair's number, token * top_k + slot
 
 Weights are the rows of a tile and tokens its columns, of which tensor cores take any multiple of 8, where rows come in 64. One
@@ -90,14 +91,14 @@ def _rescaled(total, scale, weight_row, x_scale, source, BY_BLOCK: tl.constexpr,
 
 @triton.jit
 def _pairs_of(
-    pairs, first, size, BEGIN: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, IN_ORDER: tl.constexpr
+    pairs, first, size, BEGIN: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr, FIRST: tl.constexpr, IN_ORDER: tl.constexpr
 ):  # fmt: skip
     """Of a tile's pairs, TOKENS from BEGIN on: place in the tile and in sorted order, number, and row of x. Those beyond the last
     repeat the last, and are not stored. IN_ORDER: see `Tiles`."""
     lane = BEGIN + tl.arange(0, TOKENS)
     position = first + tl.maximum(tl.minimum(lane, size - 1), 0)
     pair = position if IN_ORDER else tl.load(pairs + position)
-    source = pair // TOP_K if GATED else position
+    source = pair // TOP_K if FIRST != "" else position
     return lane, position, pair, source
 
 
@@ -116,14 +117,18 @@ def _x_columns(
 @triton.jit
 def _store(
     out, total, total_up, scale, weight_row, up_row, x_scale, lane, position, pair, source, row, size, part, count, outputs,
-    GATED: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr, PARTS: tl.constexpr, SM: tl.constexpr,
+    FIRST: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr, PARTS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """The sums [rows, tokens] of _pairs_of(..), rescaled, to where they belong; total_up: of the rows of up, where GATED."""
+    """The sums [rows, tokens] of _pairs_of(..), rescaled, to where they belong; total_up: of up's rows, where gated."""
     total = _rescaled(total, scale, weight_row, x_scale, source, BY_BLOCK, X_SCALE)
     inside = (row < outputs)[:, None] & (lane < size)[None, :]
-    if GATED:
+    if FIRST == "gated":
         total_up = _rescaled(total_up, scale, up_row, x_scale, source, BY_BLOCK, X_SCALE)
         total = total / (1.0 + tl.exp(-total)) * total_up
+    elif FIRST == "squared":
+        total = tl.maximum(total, 0.0)
+        total = total * total
+    if FIRST != "":
         target = position.to(tl.int64)
     else:
         target = pair.to(tl.int64) + part.to(tl.int64) * count
@@ -137,22 +142,22 @@ def _store(
 @triton.jit
 def _tile(
     x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count, outputs,
-    inputs, blocks, part_blocks, TOP_K: tl.constexpr, GATED: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr,
+    inputs, blocks, part_blocks, TOP_K: tl.constexpr, FIRST: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr,
     WIDEN: tl.constexpr, SKIP: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     EXTRA: tl.constexpr, IN_ORDER: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of an expert's weight (of gate and of up, where GATED) times `size` pairs from `first` on, TOKENS + EXTRA at
+    """ROWS rows of an expert's weight (of gate and of up, where it has both) times `size` pairs from `first` on, TOKENS + EXTRA at
     most: the EXTRA are a GEMM of their own, whose operand is in shared memory already."""
-    lane, position, pair, source = _pairs_of(pairs, first, size, 0, TOKENS, TOP_K, GATED, IN_ORDER)
+    lane, position, pair, source = _pairs_of(pairs, first, size, 0, TOKENS, TOP_K, FIRST, IN_ORDER)
     row = tile_n * ROWS + tl.arange(0, ROWS)
     real_row = tl.minimum(row, outputs - 1)  # rows beyond the last repeat the last, and are not stored
     column = tl.arange(0, BLOCK_COLUMNS)[None, :] - SKIP
-    weight_row = expert * outputs * (2 if GATED else 1) + real_row
+    weight_row = expert * outputs * (2 if FIRST == "gated" else 1) + real_row
     up_row = weight_row + outputs
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     total_up = tl.zeros([ROWS, TOKENS], tl.float32)
     if EXTRA > 0:
-        lane_2, position_2, pair_2, source_2 = _pairs_of(pairs, first, size, TOKENS, EXTRA, TOP_K, GATED, False)
+        lane_2, position_2, pair_2, source_2 = _pairs_of(pairs, first, size, TOKENS, EXTRA, TOP_K, FIRST, False)
         total_2 = tl.zeros([ROWS, EXTRA], tl.float32)
         total_up_2 = tl.zeros([ROWS, EXTRA], tl.float32)
     for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)):
@@ -163,33 +168,33 @@ def _tile(
         if EXTRA > 0:
             v_2, unit_2 = _x_columns(x, x_scale, x_token_stride, x_block_stride, source_2, at, block, inputs, X_SCALE, FULL)
             total_2 = _accumulate(total_2, w, v_2, scale, weight_row * blocks + block, unit_2, WIDEN, BY_BLOCK, X_SCALE, SM)
-        if GATED:
+        if FIRST == "gated":
             u = _columns(weight + up_row[:, None] * inputs + at, at, inputs, FULL)
             total_up = _accumulate(total_up, u, v, scale, up_row * blocks + block, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
             if EXTRA > 0:
                 total_up_2 = _accumulate(total_up_2, u, v_2, scale, up_row * blocks + block, unit_2, WIDEN, BY_BLOCK, X_SCALE, SM)
     _store(
         out, total, total_up, scale, weight_row, up_row, x_scale, lane, position, pair, source, row, size, part, count, outputs,
-        GATED, BY_BLOCK, X_SCALE, PARTS, SM,
+        FIRST, BY_BLOCK, X_SCALE, PARTS, SM,
     )  # fmt: skip
     if EXTRA > 0:
         _store(
             out, total_2, total_up_2, scale, weight_row, up_row, x_scale, lane_2, position_2, pair_2, source_2, row, size, part,
-            count, outputs, GATED, BY_BLOCK, X_SCALE, PARTS, SM,
+            count, outputs, FIRST, BY_BLOCK, X_SCALE, PARTS, SM,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["x_token_stride", "x_block_stride", "count", "tiles_most", "blocks", "part_blocks"])
 def _grouped_gemm(
     x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, tiles, num_tiles, count, tiles_most, outputs, inputs,
-    blocks, part_blocks, TOP_K: tl.constexpr, GATED: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr,
+    blocks, part_blocks, TOP_K: tl.constexpr, FIRST: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr,
     WIDEN: tl.constexpr, SKIP: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     EXTRA: tl.constexpr, FEW: tl.constexpr, BESIDE: tl.constexpr, IN_ORDER: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """GATED: x [T, inputs], out [count, outputs] in sorted order; else x [count, inputs] in sorted order, and out [count, outputs]
-    or fp32 [parts, count, outputs] by the pairs' numbers. X_SCALE: "none", "static" (a scalar), "token" or "block". A tile
-    with more pairs than TOKENS has up to EXTRA more. FEW: a tile with so few pairs, as an expert's last often is, computes no more
-    than that; 0: there is no such way."""
+    """FIRST: "gated" or "squared", x [T, inputs], out [count, outputs] in sorted order; "": x [count, inputs] in sorted order, and
+    out [count, outputs] or fp32 [parts, count, outputs] by the pairs' numbers. X_SCALE: "none", "static" (a scalar), "token" or
+    "block". A tile with more pairs than TOKENS has up to EXTRA more. FEW: a tile with so few pairs, as an expert's last often is,
+    computes no more than that; 0: there is no such way."""
     if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
@@ -206,37 +211,39 @@ def _grouped_gemm(
     if FEW > 0 and size <= FEW:
         _tile(
             x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count,
-            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, FEW, 0, False,
+            outputs, inputs, blocks, part_blocks, TOP_K, FIRST, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, FEW, 0, False,
             SM,
         )  # fmt: skip
     elif EXTRA > 0 and size > TOKENS:
         _tile(
             x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count,
-            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, TOKENS, EXTRA,
+            outputs, inputs, blocks, part_blocks, TOP_K, FIRST, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, TOKENS, EXTRA,
             False, SM,
         )  # fmt: skip
     else:
         _tile(
             x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count,
-            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, TOKENS, 0,
+            outputs, inputs, blocks, part_blocks, TOP_K, FIRST, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, TOKENS, 0,
             IN_ORDER, SM,
         )  # fmt: skip
 
 
 def grouped_gemm(
     x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor | None, tiles: Tiles, tiling: ExpertTiling, *, top_k: int,
-    experts: int, gated: bool, dtype: torch.dtype, begin: int = 0,
+    experts: int, gated: bool, squared: bool = False, dtype: torch.dtype, begin: int = 0,
 ) -> Tensor:  # fmt: skip
-    """gated: x [T, H] times each expert's gate and up, weight [experts * 2 * I, H] -> [P, I] in sorted order, in `dtype`. Else
-    x [P, I] in sorted order times down, weight [experts * H, I] -> [parts, P, H] by the pairs' numbers, in fp32 where parts > 1.
+    """gated: x [T, H] times each expert's gate and up, weight [experts * 2 * I, H]; squared: times up alone, [experts * I, H] ->
+    [P, I] in sorted order, in `dtype`. Else x [P, I] in sorted order times down, weight [experts * H, I] -> [parts, P, H] by the
+    pairs' numbers, in fp32 where parts > 1.
 
     x_scale: of x in e4m3: a scalar, [rows, 1] or [rows, blocks]. Rows of pairs with experts of other ranks are not written."""
     inputs, outputs = weight.shape[1], weight.shape[0] // (experts * (2 if gated else 1))
+    first = "gated" if gated else "squared" if squared else ""
     count, sm = tiles.pairs.numel(), sm_arch(x.device)
     blocks = triton.cdiv(begin + inputs, BLOCK_K)
     part_blocks = triton.cdiv(blocks, tiling.parts)
     parts = triton.cdiv(blocks, part_blocks)
-    shape = (count, outputs) if gated else (parts, count, outputs)
+    shape = (count, outputs) if first else (parts, count, outputs)
     out = torch.empty(shape, dtype=torch.float32 if parts > 1 else dtype, device=x.device)
     by_block = scale is not None and scale.dim() == 2
     if x_scale is None:
@@ -248,7 +255,7 @@ def grouped_gemm(
     widen = scale is not None and x_scale is None
     _grouped_gemm[(tiles.most * triton.cdiv(outputs, tiling.rows), parts)](
         x, x_scale, *strides, weight.view(torch.uint8) if widen else weight, scale, out, *tiles[:3], count, tiles.most, outputs,
-        inputs, blocks, part_blocks, TOP_K=top_k, GATED=gated, BY_BLOCK=by_block, X_SCALE=kind, WIDEN=widen, SKIP=begin,
+        inputs, blocks, part_blocks, TOP_K=top_k, FIRST=first, BY_BLOCK=by_block, X_SCALE=kind, WIDEN=widen, SKIP=begin,
         FULL=begin == 0 and inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows, TOKENS=tiling.tokens,
         EXTRA=tiling.extra, FEW=FEW if tiling.tokens > 2 * FEW else 0, BESIDE=tiling.beside, IN_ORDER=tiles.in_order,
         FIELDS=TILE_FIELDS, SM=sm, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=sm >= 90,

@@ -83,12 +83,16 @@ def _expert(x: Tensor, experts: ExpertTensors, expert: int) -> Tensor:
     """One expert's block, of tokens x [M, H]."""
     if experts.packed is not None:
         return _packed_linear(silu_mul(_packed_linear(x, experts.packed[0], expert)), experts.packed[1], expert)
-    rows = slice(expert * 2 * experts.inner, (expert + 1) * 2 * experts.inner)
+    size = experts.inner * (2 if experts.gated else 1)
+    rows = slice(expert * size, (expert + 1) * size)
     gate_up = _linear(x, experts.gate_up[rows], _rows(experts.gate_up_scale, rows), experts.input_scale, experts, 0)
     if experts.gate_up_bias is not None:
         gate_up = gate_up + experts.gate_up_bias[rows]
     rows = slice(expert * experts.hidden, (expert + 1) * experts.hidden)
-    inner = silu_mul(gate_up) if experts.swiglu is None else clamped_swiglu(gate_up, experts.swiglu)
+    if not experts.gated:
+        inner = relu_squared(gate_up)
+    else:
+        inner = silu_mul(gate_up) if experts.swiglu is None else clamped_swiglu(gate_up, experts.swiglu)
     out = _linear(inner, experts.down[rows], _rows(experts.down_scale, rows), experts.inner_scale, experts, experts.begin)
     return out if experts.down_bias is None else out + experts.down_bias[rows]
 
@@ -114,6 +118,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [M, 2 * I] -> silu(gate) * up [M, I], in fp32, rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def relu_squared(up: Tensor) -> Tensor:
+    """up [M, I] -> relu(up)^2, in fp32, rounded once."""
+    return F.relu(up.float()).square().to(up.dtype)
 
 
 def clamped_swiglu(gate_up: Tensor, swiglu: ClampedSwiGlu) -> Tensor:

@@ -16,19 +16,20 @@ from phalanx.kernels.moe.nvfp4_packing import Nvfp4Weight
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """The gated feed-forward blocks of E experts, which are experts first .. first + E of the layer.
+    """The feed-forward blocks of E experts, which are experts first .. first + E of the layer.
 
-    gate_up [E * 2 * I, H]: each expert's gate rows, then its up rows. down [E * H, I]. In bf16, fp16 or fp32; or in e4m3 with fp32
-    scales: one per row ([rows]), or one per row and block of 128 columns ([rows, blocks]). input_scale, inner_scale: static scales
-    of the two GEMMs' inputs, fp32 scalars; None for one per token, or per token and block. begin: the column of its block that is
-    the first of `down`, whose columns may be a slice. fp8_gemm: inputs are e4m3, too; else the weights are widened in registers.
+    gate_up [E * 2 * I, H]: each expert's gate rows, then its up rows; of experts that are not gated up's alone, [E * I, H]. down
+    [E * H, I]. In bf16, fp16 or fp32; or in e4m3 with fp32 scales: one per row ([rows]), or one per row and block of 128 columns
+    ([rows, blocks]). input_scale, inner_scale: static scales of the two GEMMs' inputs, fp32 scalars; None for one per token, or per
+    token and block. begin: the column of its block that is the first of `down`, whose columns may be a slice. fp8_gemm: inputs are
+    e4m3, too; else the weights are widened in registers.
 
     Or in MXFP4 (OCP Microscaling formats 1.0): uint8 with two e2m1 values each, [rows, columns / 2], arranged by `packing.packed`
     and `packing.tiled`; and a scale 2^(n - 127) for 32 columns, n in uint8 [rows, columns / 32], 128 at most, padded with zeros to
     a multiple of 4, and tiled. Or in 4-bit integers or NVFP4: `packed` has gate and up, and down, each with a dim of experts
     before the others of its tensors; gate_up and down are its words.
     gate_up_bias [E * 2 * I], down_bias [E * H]: added to what the GEMMs give; None for none. swiglu: the activation where it is not
-    silu(gate) * up.
+    silu(gate) * up. gated: else it is relu(up)^2.
     """
 
     count: int
@@ -44,6 +45,7 @@ class ExpertTensors:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     swiglu: ClampedSwiGlu | None = None
+    gated: bool = True
     packed: tuple[Int4Weight, Int4Weight] | tuple[Nvfp4Weight, Nvfp4Weight] | None = None
 
     @property

@@ -83,6 +83,7 @@ NORMS: dict[Norms, NormNames] = {
     "before": NormNames("input_layernorm", None, "post_attention_layernorm", None),
     "behind": NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     "parallel": NormNames("input_layernorm", None, None, None),
+    "single": NormNames("norm", None, None, None),
     "around": NormNames("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
 
@@ -106,6 +107,13 @@ def gated_mlp(name: str, hidden: int, inner: int, part: Part, *, bias: bool = Fa
     yield WeightTensor(f"{name}.down_proj.weight", (hidden, inner), "row", part, f"{part}_down")
     if bias:
         yield WeightTensor(f"{name}.down_proj.bias", (hidden,), "replicated", part)
+
+
+def plain_mlp(name: str, hidden: int, inner: int, part: Part) -> Iterator[WeightTensor]:
+    """up [inner, hidden] and down [hidden, inner], of an MLP without a gate."""
+    for tensor in gated_mlp(name, hidden, inner, part):
+        if not tensor.name.endswith("gate_proj.weight"):
+            yield tensor
 
 
 def sparse_moe(

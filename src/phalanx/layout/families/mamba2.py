@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families with layers of Mamba-2 (arXiv 2405.21060): Granite 4."""
+"""Families with layers of Mamba-2 (arXiv 2405.21060): Granite 4 and Nemotron-H."""
 
 from __future__ import annotations
 
@@ -29,10 +29,40 @@ def granite_hybrid(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
     yield from _shared_mlp(prefix, shape.hidden_size, experts.shared, "shared")
 
 
+def nemotron_h(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
+    """Nemotron-H: one block and its norm."""
+    prefix, block, experts = f"model.layers.{index}", shape.blocks[index], shape.experts_in(index)
+    name = f"{prefix}.mixer"
+    if block == "attention":
+        for tensor in dense.attention(shape, prefix):
+            yield replace(tensor, name=tensor.name.replace(f"{prefix}.self_attn.", f"{name}."))
+        return
+    if shape.mamba is not None and block == "mamba":
+        yield from mixer(shape.mamba, name, shape.hidden_size)
+    elif experts is None:
+        yield from dense.plain_mlp(name, shape.hidden_size, shape.intermediate_size, "mlp")
+    else:
+        for tensor in dense.sparse_moe(shape, prefix, "mixer"):
+            if ".gate_proj." not in tensor.name:
+                fused = Fused(f"{name}.experts.{tensor.name.split('.')[-2]}", tensor.shape[0]) if tensor.experts else None
+                yield replace(tensor, fused=fused)
+        yield from dense.plain_mlp(f"{name}.shared_experts", shape.hidden_size, experts.shared, "shared")
+    yield from dense.norms(shape, prefix)
+
+
+NEMOTRON_SPELLINGS = {
+    "backbone.embeddings.": "model.embed_tokens.", "model.embeddings.": "model.embed_tokens.", "backbone.norm_f.": "model.norm.",
+    "model.norm_f.": "model.norm.", "backbone.": "model.",
+}  # fmt: skip
+"""Of released checkpoints and of transformers."""
+
+
 def cache(shape: ModelShape, index: int, dtype: str) -> Iterator[CacheTensor]:
     """Of Mamba-2: the inputs that the convolution still covers, x by heads, and B and C by groups; and a matrix for each head. Of
-    the other layers: of attention, keys and values."""
+    attention: keys and values."""
     mamba = shape.mamba
+    if shape.blocks and shape.blocks[index] not in ("mamba", "attention"):
+        return
     if mamba is None or index not in mamba.layers:
         yield from dense.cache(shape, index, dtype)
         return

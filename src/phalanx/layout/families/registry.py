@@ -51,6 +51,7 @@ DECLARATIONS = {
     "Glm4MoeForCausalLM": LayerDeclaration(deepseek.glm4_moe),
     "HYV3ForCausalLM": LayerDeclaration(deepseek.hy_v3),
     "GraniteMoeHybridForCausalLM": LayerDeclaration(mamba2.granite_hybrid, mamba2.cache, mamba2.GRANITE_SPELLINGS),
+    "NemotronHForCausalLM": LayerDeclaration(mamba2.nemotron_h, mamba2.cache, mamba2.NEMOTRON_SPELLINGS),
     "GptOssForCausalLM": LayerDeclaration(gpt_oss.layer),
     "Qwen3NextForCausalLM": LayerDeclaration(qwen3_next.layer, qwen3_next.cache),
     "Qwen3_5ForCausalLM": LayerDeclaration(qwen3_next.qwen3_5, qwen3_next.cache),

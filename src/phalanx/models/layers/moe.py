@@ -25,7 +25,7 @@ from phalanx.models.batch import Batch, DpTokens
 from phalanx.models.layers.activation import Activation, NormAndQuantized, NormOutput
 from phalanx.models.layers.expert_exchange import ExpertExchange
 from phalanx.models.layers.expert_methods.choose import expert_method
-from phalanx.models.layers.mlp import GatedMlp
+from phalanx.models.layers.mlp import Mlp, mlp_of
 from phalanx.models.layers.norm import RmsNorm, all_reduce_norm
 from phalanx.models.layers.router import Router
 from phalanx.models.slices import LayerContext, TensorPart
@@ -41,8 +41,9 @@ def local_experts(own: range, count: int, context: LayerContext) -> tuple[int, .
 
 
 class SparseMoe(nn.Module):
-    """sum over a token's experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x)), or another activation; and, where a family has
-    shared experts, their MLP of x, which all ranks of the group split by its features, times the sigmoid of a gate or not."""
+    """sum over a token's experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x)), or another activation, with or without a gate;
+    and, where a family has shared experts, their MLP of x, which all ranks of the group split by its features, times the sigmoid of
+    a gate or not."""
 
     def __init__(
         self, prefix: str, experts: Experts, layer: int, *, multiplier: float = 1.0, context: LayerContext
@@ -55,11 +56,11 @@ class SparseMoe(nn.Module):
         self.router = Router(prefix, experts, layer, context=context)
         self.experts = expert_method(prefix, self.local_experts, experts, context)
         self.exchange = ExpertExchange(experts.count, context)
-        self.shared_experts: GatedMlp | None = None
+        self.shared_experts: Mlp | None = None
         self.shared_gate: TensorPart | None = None
         if experts.shared:
-            name = context.of_gemm(prefix, "shared_gate_up")[0].name.removesuffix(".gate_proj.weight")
-            self.shared_experts = GatedMlp(name, context=context)
+            name = context.of_gemm(prefix, "shared_gate_up")[0].name.rsplit(".", 2)[0]
+            self.shared_experts = mlp_of("silu" if experts.gated else "relu2", name, context=context)
             self.shared_gate = TensorPart(f"{name}_gate.weight", context=context) if experts.shared_gate else None
 
     def _begin_placement(self) -> None:
@@ -149,7 +150,7 @@ class SparseMoe(nn.Module):
     def _for_shared(self, x: Tensor, quantized: Quantized | None) -> Activation:
         """The input as the shared experts take it: the routed experts' quantized one where its scales do not come from them."""
         assert self.shared_experts is not None
-        quantizer = self.shared_experts.gate_up_proj.method.input_quantizer
+        quantizer = self.shared_experts.first.method.input_quantizer
         return quantized if quantized is not None and quantizer is not None and quantizer.scale is None else x
 
     def tensors(self) -> ExpertTensors:

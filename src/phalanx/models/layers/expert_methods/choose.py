@@ -43,4 +43,9 @@ def expert_method(prefix: str, local: Sequence[int], experts: Experts, context: 
             f"the experts of {prefix} cannot be loaded in {stored}", held="they have 16 bits, or 4 in MXFP4",
             why=f"GEMMs in {stored} have no biases of experts", next="use dtype='auto' or 'bf16'",
         )  # fmt: skip
+    if not experts.gated and method is not GroupedExperts:
+        raise ModelError(
+            f"the experts of {prefix} cannot be loaded in {stored}", held="they have 16 bits, or 8 in FP8",
+            why=f"GEMMs in {stored} have a gate", next="use dtype='auto', 'bf16' or 'fp8'",
+        )  # fmt: skip
     return method(gate_up, down, local, experts, context)
