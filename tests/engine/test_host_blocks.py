@@ -7,22 +7,25 @@ import hashlib
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from phalanx.config import SamplingParams
 from phalanx.engine.blocks import BlockPool
-from phalanx.engine.fake import FakeExecutor
+from phalanx.engine.fake import FakeExecutor, fake_tokens
 from phalanx.engine.host_blocks import HostBlocks, entry_of
-from phalanx.engine.limits import SchedulerOptions
-from phalanx.engine.messages import AddRequest, BlockCopy
+from phalanx.engine.limits import SchedulerOptions, depth_of
+from phalanx.engine.messages import AddRequest, BlockCopy, RequestUpdate, StepResult
 from phalanx.engine.request import Request
 from phalanx.engine.request_blocks import RequestBlocks
 from phalanx.engine.scheduler import Scheduler
 from phalanx.errors import EngineError, StepDiverged
+from tests.support.engine_drafts import proposer
+from tests.support.engine_grammar import VOCAB
 from tests.support.fuzz import fuzz_seeds
 
-SIZE = 2
+SIZE, NEW = 2, 8
 
 
 def evicted(pool: BlockPool, *keys: bytes) -> None:
@@ -236,6 +239,57 @@ def test_conversations_that_the_device_cannot_hold_are_hits_with_host_memory() -
     assert with_tier.host_loaded * 4 >= with_tier.host_hits
     assert (with_tier.host_total, without.host_hits, without.host_saved) == (100, 0, 0)
     assert 0 < with_tier.host_used <= with_tier.host_saved
+
+
+def crowd(seed: int) -> Scheduler:
+    """Requests that begin alike come at random to a device that holds little more than one of them. Each has the tokens that it has
+    alone; the ranks check what each row reads."""
+    chance = random.Random(seed)
+    windows, stages = chance.choice([(None,), (None,), (None, 5), (None, None, 9), (7,)]), chance.choice([1, 1, 2])
+    drafts, host_blocks = chance.choice([0, 0, 3]), chance.choice([3, 20, 200])
+    sizes: dict[str, Any] = {
+        "num_blocks": len(windows) * chance.randrange(14, 24), "block_size": 4, "max_batch_size": 4, "windows": windows,
+        "max_num_tokens": chance.choice([8, 40]), "max_seq_len": 48, "pipeline_stages": stages,
+    }  # fmt: skip
+    depth = depth_of(stages, returns_tokens=False)
+    scheduler = Scheduler(SchedulerOptions(**sizes, depth=depth, max_drafts=drafts, host_blocks=host_blocks, vocab_size=VOCAB))
+    ranks = FakeExecutor.of(
+        vocab_size=VOCAB, thorough=True, host_blocks=host_blocks, propose=proposer(chance, 0.7) if drafts else None, **sizes
+    )  # fmt: skip
+    roots = [[chance.randrange(VOCAB) for _ in range(40)] for _ in range(4)]
+    prompts: dict[str, list[int]] = {}
+    tokens: dict[str, list[int]] = {}
+    results: deque[StepResult] = deque()
+    while len(prompts) < 60 or not scheduler.idle:
+        if len(prompts) < 60 and chance.random() < 0.3:
+            name = str(len(prompts))
+            prompts[name], tokens[name] = chance.choice(roots)[: chance.randrange(8, 40)], []
+            scheduler.add(AddRequest(name, prompts[name], SamplingParams(max_tokens=NEW, temperature=0.0), stop_token_ids=[0]))
+        if chance.random() < 0.6 and (step := scheduler.schedule()) is not None:
+            ranks.submit(step)
+            results += ranks.collect()
+        elif results:
+            for update in scheduler.process_result(results.popleft()):
+                assert isinstance(update, RequestUpdate)
+                tokens[update.request_id] += update.tokens
+    ranks.shutdown()
+    scheduler.check()
+    for name, prompt in prompts.items():
+        alone = fake_tokens(prompt, SamplingParams(temperature=0.0), seed=0, vocab_size=VOCAB, count=NEW)
+        assert tokens[name] == alone[: len(tokens[name])], name
+        assert len(tokens[name]) == NEW or 0 in alone[: len(tokens[name]) + 1]
+    return scheduler
+
+
+def test_requests_of_a_crowd_have_the_tokens_that_each_has_alone() -> None:
+    loads = preemptions = 0
+    with fuzz_seeds(20) as seeds:
+        for seed in seeds:
+            stats = crowd(seed).stats()
+            loads, preemptions = loads + stats.host_loaded, preemptions + stats.preemptions
+    print(f"{seeds.count} crowds: {loads} blocks from host memory, {preemptions} preemptions")
+    assert loads > 500
+    assert preemptions > 10
 
 
 def test_ranks_with_a_wrong_block_in_host_memory_are_seen_by_their_checker() -> None:
