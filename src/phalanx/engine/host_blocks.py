@@ -46,6 +46,11 @@ class HostBlocks:
         """Slots with content."""
         return len(self._slots)
 
+    @property
+    def loading(self) -> int:
+        """Blocks that the next step loads."""
+        return len(self._in)
+
     def find(self, key: bytes) -> int | None:
         """The slot with this content; None where there is none."""
         return self._slots.get(key)

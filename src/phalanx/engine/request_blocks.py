@@ -64,18 +64,40 @@ class RequestBlocks:
         memory."""
         return sum(block < -1 or (block >= 0 and self.pool.idle(block)) for block in hit)
 
+    def loads_at_once(self, request: Request, hit: list[int]) -> bool:
+        """Whether the next step may load all of the hit that is in host memory. If it is more than `loaded_blocks`, a part comes
+        into the prefix cache with the next step: the requests that run wait for no longer copies than it computes."""
+        on_host, room = self._on_host(hit), self.options.loaded_blocks - self.pool.host.loading
+        if len(on_host) <= room:
+            return True
+        own = [block for block in hit if block >= 0]
+        for block in own:
+            self.pool.share(block)  # what comes shall not take its place
+        own += self._load(request, hit, on_host[: max(room, 0)])
+        self.pool.release(reversed(own))
+        return False
+
+    def _on_host(self, hit: list[int]) -> list[int]:
+        """Which of its entries are slots of host memory."""
+        return [number for number, block in enumerate(hit) if block < -1]
+
+    def _load(self, request: Request, hit: list[int], numbers: list[int]) -> list[int]:
+        """Blocks that get the contents of these entries before the next step."""
+        request.from_host += len({number // self.groups for number in numbers}) * self.options.block_size
+        keys = [group_key(request.keys[number // self.groups], number % self.groups) for number in numbers]
+        return self.pool.take_loaded([hit[number] for number in numbers], keys)
+
     def share(self, request: Request, hit: list[int]) -> None:
         """Give a request that takes a slot the blocks of its prefix hit. Of what is in host memory, it gets blocks that the copies
         of the next step fill."""
         for block in hit:
             if block >= 0:
                 self.pool.share(block)
-        on_host = [number for number, block in enumerate(hit) if block < -1]
-        keys = [group_key(request.keys[number // self.groups], number % self.groups) for number in on_host]
-        for number, block in zip(on_host, self.pool.take_loaded([hit[n] for n in on_host], keys), strict=True):
+        on_host = self._on_host(hit)
+        for number, block in zip(on_host, self._load(request, hit, on_host), strict=True):
             hit[number] = block
-        request.from_host = len({number // self.groups for number in on_host}) * self.options.block_size
         columns = len(hit) // self.groups
+        request.from_host = min(request.from_host, columns * self.options.block_size)
         request.blocks, request.sent, request.registered = hit, 0, columns
         request.capacity = request.shared = columns * self.options.block_size
         request.first_live = [hit[group :: self.groups].count(-1) for group in range(self.groups)]

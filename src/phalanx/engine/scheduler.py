@@ -335,11 +335,11 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             if self.running and self.kv.peak_new_blocks(request, shared) + cached + reserved > pool.available:
                 return
             left = len(request.tokens) - shared
-            if left > draft.prefill_budget and not self.kv.may_split(request):
-                return
-            if not draft.fitting(shared, left):
+            if (left > draft.prefill_budget and not self.kv.may_split(request)) or not draft.fitting(shared, left):
                 return
             if forecast is not None and not forecast.add_if_fits(left, request.to_go, shared=cached, force=not self.running):
+                return
+            if self.running and not self.kv.loads_at_once(request, hit):
                 return
             self._admit(draft, request, hit, now)
             admitted += len(request.tokens)
