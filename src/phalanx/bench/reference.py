@@ -21,9 +21,10 @@ def main(folder: str, device: str, texts: str, out: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    model = model.to(device).eval()
     with torch.inference_mode():
         results = [reference_of(model, tokenizer, text, device) for text in json.loads(Path(texts).read_text(encoding="utf-8"))]
     Path(out).write_text(json.dumps(results), encoding="utf-8")
