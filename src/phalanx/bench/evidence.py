@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import socket
 import statistics
@@ -138,7 +137,7 @@ def server(raw_options: RawOptions, scratch: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "phalanx", "serve", "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + _START_SECONDS
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ})
+        process = subprocess.Popen(command, stdout=file, stderr=file)
         try:
             while not _ready(url):
                 if process.poll() is not None or time.monotonic() > end:
