@@ -60,7 +60,8 @@ class Lane:
 
     def run_failed_again(self) -> None:
         """One after the other; those that fail again stay in the cache."""
-        self.status = run([*self.command, "-n", "0", "--last-failed", "--last-failed-no-failures", "none"])
+        status = run([*self.command, "-n", "0", "--last-failed", "--last-failed-no-failures", "none"])
+        self.status = FAILED if status == NOTHING_FOUND else status
 
 
 def lowest_priority() -> None:
@@ -134,12 +135,14 @@ def main(arguments: list[str]) -> int:
         sys.stdout.buffer.write(printed.read())
         sys.stdout.flush()
         run_failed_again([gaps, foreground, background])
-    if gaps.status:
-        return gaps.status
-    statuses = {foreground.status, background.status}
-    if statuses == {NOTHING_FOUND}:
+    return exit_status(gaps.status, foreground.status, background.status)
+
+
+def exit_status(gaps: int, *lanes: int) -> int:
+    """0 where all passed. A lane that a signal ended has a negative status."""
+    if set(lanes) == {NOTHING_FOUND} and not gaps:
         return NOTHING_FOUND
-    return max(statuses - {NOTHING_FOUND})
+    return next((status for status in (gaps, *lanes) if status not in (0, NOTHING_FOUND)), 0)
 
 
 if __name__ == "__main__":

@@ -87,3 +87,12 @@ def test_a_run_that_ended_in_error_is_not_tried_again(tmp_path, capfd):
     run_tests.run_failed_again([lane])
     assert lane.status
     assert "== again" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [((0, 0, 0), 0), ((0, 5, 0), 0), ((0, 5, 5), 5), ((0, 0, 1), 1), ((1, 0, 0), 1), ((0, -11, 0), -11), ((0, 5, -9), -9)],
+)
+def test_nothing_but_success_is_success(statuses, expected):
+    """-11: a signal ended the run."""
+    assert run_tests.exit_status(*statuses) == expected
