@@ -40,7 +40,8 @@ def test_the_demo_agrees_with_transformers(short, monkeypatch, tmp_path):
     program.write_text(LM_EVAL.format(python=sys.executable))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(evidence, "lm_eval_program", lambda: str(program))
-    document = evidence.run(raw_options(), evidence.Questions("cpu", ["gsm8k", "mmlu"], 3))
+    monkeypatch.setenv("PHALANX_API_KEY", "the server's key")
+    document = evidence.run(raw_options(cluster_token="a secret"), evidence.Questions("cpu", ["gsm8k", "mmlu"], 3))
     beside = document["results"]["transformers"]
     assert beside["agrees"]
     assert beside["positions"] > 150
@@ -50,7 +51,8 @@ def test_the_demo_agrees_with_transformers(short, monkeypatch, tmp_path):
     [speed] = document["results"]["speed"]
     assert speed["output_tok_s"] > 0
     assert document["results"]["lm_eval"]["tasks"]["mmlu"]["acc,none"] == 0.5
-    json.dumps(document)
+    assert document["asked"] == {"model": "demo", "device": "cpu"}
+    assert "secret" not in json.dumps(document)
     assert len(evidence.tables(document)) == 3
 
 
@@ -59,12 +61,16 @@ def sides(change):
     return reference, [{"logprobs": [value + change for value in (-1.0, -2.0)], "best": [3, 5], "greedy": "ab xy"}]
 
 
-@pytest.mark.parametrize(("change", "agrees"), [(0.0, True), (0.019, True), (-0.021, False), (0.03, False), (math.nan, False)])
+@pytest.mark.parametrize(
+    ("change", "agrees"),
+    [(0.0, True), (0.019, True), (-0.021, False), (0.03, False), (math.nan, False), (-math.inf, False), (-800.0, False)],
+)
 def test_what_differs_is_said(change, agrees):
     comparison = evidence.compared(*sides(change))
     assert comparison["agrees"] is agrees
     assert comparison["same_best_token"] == 0.5
     assert comparison["greedy_equal"] == [0.6]
+    json.dumps(comparison, allow_nan=False)
 
 
 def test_without_transformers_the_rest_is_measured(short, tmp_path):
@@ -77,6 +83,10 @@ def test_without_transformers_the_rest_is_measured(short, tmp_path):
 def test_what_is_missing_is_said_before_anything_starts(monkeypatch):
     monkeypatch.setattr(evidence, "lm_eval_program", lambda: None)
     with pytest.raises(OptionError, match="needs lm-eval"):
+        evidence.check(evidence.Questions("cpu", ["gsm8k"]))
+    monkeypatch.setattr(evidence, "lm_eval_program", lambda: "lm_eval")
+    monkeypatch.setenv("PHALANX_API_KEY", "k")
+    with pytest.raises(OptionError, match="wants a key"):
         evidence.check(evidence.Questions("cpu", ["gsm8k"]))
     with pytest.raises(OptionError, match="cuda, cpu or none"):
         evidence.check(evidence.Questions("tpu"))

@@ -22,11 +22,11 @@ from typing import Any
 
 import httpx
 
-from phalanx.bench import load, report
+from phalanx.bench import load, offline, report
 from phalanx.bench.reference import GREEDY_TOKENS
 from phalanx.config import EngineOptions
 from phalanx.config.locate import locate
-from phalanx.config.sources import RawOptions, build_options
+from phalanx.config.sources import RawOptions, build_options, client_api_key
 from phalanx.errors import EngineError, OptionError
 from phalanx.hardware import probe, provenance
 from phalanx.log import get_logger
@@ -55,6 +55,8 @@ that; a layer that is wrong moves it by far more."""
 STREAMS = (1, 8, 32)
 """Streams of the measurements of speed."""
 _START_SECONDS = 3600.0
+_MOST_LOSS = 700.0
+"""Nats a token. A perplexity beyond that is no number any more, nor is that of probabilities which are none: null in the report."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ def check(wanted: Questions) -> None:
             f"--lm_eval {','.join(wanted.tasks)} needs lm-eval", held="there is no program lm_eval",
             next='install it with pip install "lm-eval[api]", or leave --lm_eval out',
         )  # fmt: skip
+    if wanted.tasks and client_api_key() is not None:
+        raise OptionError(
+            "--lm_eval cannot ask a server that wants a key", held="PHALANX_API_KEY or PHALANX_API_KEY_FILE is set",
+            next="unset it: the server of this command listens on this host alone",
+        )  # fmt: skip
 
 
 def lm_eval_program() -> str | None:
@@ -93,11 +100,12 @@ def run(raw_options: RawOptions, wanted: Questions, commit: str | None = None) -
         begin = time.perf_counter()
         with server(raw_options, Path(scratch)) as url:
             results["start_s"] = round(time.perf_counter() - begin, 1)
-            model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
+            ask = _client(url)
+            model = _checked(ask.get("/v1/models"), "its list of models").json()["data"][0]["id"]
             if isinstance(reference, str):
                 results["transformers"] = {"not_run": reference}
             else:
-                results["transformers"] = compared(reference, [answer(url, model, each["tokens"]) for each in reference])
+                results["transformers"] = compared(reference, [answer(ask, model, each["tokens"]) for each in reference])
             results["speed"] = [speed(url, streams) for streams in STREAMS]
             if wanted.tasks:
                 results["lm_eval"] = lm_eval(url, model, folder, wanted, Path(scratch))
@@ -105,7 +113,7 @@ def run(raw_options: RawOptions, wanted: Questions, commit: str | None = None) -
     device = options.device if options.device != "auto" else "cuda" if machine.gpus else "cpu"
     return {
         "about": provenance.collect(commit).as_json(),
-        "asked": {**raw_options.values, "model": options.model},
+        "asked": offline.changed_options(options, options.model),
         "engine": {"device": device},
         "results": results,
     }
@@ -133,7 +141,8 @@ def server(raw_options: RawOptions, scratch: Path) -> Iterator[str]:
         probe_socket.bind(("127.0.0.1", 0))
         port = probe_socket.getsockname()[1]
     config, log = scratch / "options.yaml", scratch / "server.log"
-    config.write_text(json.dumps(raw_options.values, default=str), encoding="utf-8")  # JSON is YAML
+    engine = {name: value for name, value in raw_options.values.items() if name in EngineOptions.model_fields}
+    config.write_text(json.dumps(engine, default=str), encoding="utf-8")  # JSON is YAML
     command = [sys.executable, "-m", "phalanx", "serve", "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + _START_SECONDS
     with log.open("wb") as file:
@@ -160,16 +169,25 @@ def _ready(url: str) -> bool:
     return False
 
 
-def answer(url: str, model: str, tokens: Sequence[int]) -> dict[str, Any]:
+def _client(url: str) -> httpx.Client:
+    """Of the server, which has the key of this process's environment, if there is one."""
+    key = client_api_key()
+    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=600.0, trust_env=False)
+
+
+def _checked(response: httpx.Response, what: str) -> httpx.Response:
+    if response.status_code != 200:
+        raise EngineError(f"the server refused {what}", held=f"status {response.status_code}", why=response.text[:300])
+    return response
+
+
+def answer(ask: httpx.Client, model: str, tokens: Sequence[int]) -> dict[str, Any]:
     """What the server gives for a text: as `reference.reference_of`, without its tokens."""
     body = {
         "model": model, "prompt": list(tokens), "max_tokens": GREEDY_TOKENS, "min_tokens": GREEDY_TOKENS,
         "temperature": 0, "prompt_logprobs": 1,
     }  # fmt: skip
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=600.0, trust_env=False)
-    if response.status_code != 200:
-        raise EngineError("the server refused a text", why=response.text[:300])
-    choice = response.json()["choices"][0]
+    choice = _checked(ask.post("/v1/completions", json=body), "a text").json()["choices"][0]
     entries = choice["prompt_logprobs"][1:]
     return {
         "logprobs": [entry[str(token)]["logprob"] for entry, token in zip(entries, tokens[1:], strict=True)],
@@ -183,15 +201,15 @@ def compared(reference: Sequence[dict[str, Any]], answers: Sequence[dict[str, An
     theirs, ours = ([value for each in side for value in each["logprobs"]] for side in (reference, answers))
     best = [a == b for ref, own in zip(reference, answers, strict=True) for a, b in zip(ref["best"], own["best"], strict=True)]
     differences = [abs(a - b) for a, b in zip(theirs, ours, strict=True)]
-    finite = all(map(math.isfinite, ours))
-    perplexities = [math.exp(-statistics.fmean(side)) if finite else math.nan for side in (theirs, ours)]
+    losses = [-statistics.fmean(side) if all(map(math.isfinite, side)) else math.inf for side in (theirs, ours)]
+    perplexities = [math.exp(loss) if loss < _MOST_LOSS else None for loss in losses]
     return {
         "positions": len(theirs),
         "perplexity": perplexities[1], "perplexity_of_transformers": perplexities[0],
-        "mean_difference": statistics.fmean(differences), "largest_difference": max(differences),
+        "mean_difference": _finite(statistics.fmean(differences)), "largest_difference": _finite(max(differences)),
         "same_best_token": statistics.fmean(best),
         "greedy_equal": [_equal_part(ref["greedy"], own["greedy"]) for ref, own in zip(reference, answers, strict=True)],
-        "agrees": finite and abs(perplexities[1] / perplexities[0] - 1) <= MOST_CHANGE,
+        "agrees": abs(losses[1] - losses[0]) <= math.log1p(MOST_CHANGE),
     }  # fmt: skip
 
 
@@ -205,7 +223,7 @@ def _equal_part(one: str, other: str) -> float:
 def speed(url: str, streams: int) -> dict[str, Any]:
     """Tokens per second and times of a closed loop."""
     wanted = load.Load(requests=2 * streams, input_len=128, output_len=128, concurrency=streams)
-    figures = load.run(url, None, wanted)["results"]
+    figures = load.run(url, client_api_key(), wanted)["results"]
     return {"streams": streams, "output_tok_s": figures["output_tok_s"], "ttft_ms": figures["ttft_ms"], "itl_ms": figures["itl_ms"]}
 
 
@@ -231,6 +249,15 @@ def lm_eval(url: str, model: str, folder: Path, wanted: Questions, scratch: Path
     return {"limit": wanted.limit, "tasks": results}
 
 
+def _finite(value: float) -> float | None:
+    """None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
+
+
+def _shown(value: float | None) -> str:
+    return "no number" if value is None else f"{value:.5f}"
+
+
 def tables(document: report.Document) -> list[Any]:
     """What a reader wants to see: the comparison, the speed, the tasks."""
     results, beside = document["results"], document["results"]["transformers"]
@@ -240,10 +267,10 @@ def tables(document: report.Document) -> list[Any]:
         parts.append(f"transformers: not run: {beside['not_run']}")
     else:
         rows = [
-            ["perplexity, Phalanx", f"{beside['perplexity']:.4f}"],
-            ["perplexity, transformers", f"{beside['perplexity_of_transformers']:.4f}"],
-            ["log probability, mean difference", f"{beside['mean_difference']:.5f}"],
-            ["log probability, largest difference", f"{beside['largest_difference']:.5f}"],
+            ["perplexity, Phalanx", _shown(beside["perplexity"])],
+            ["perplexity, transformers", _shown(beside["perplexity_of_transformers"])],
+            ["log probability, mean difference", _shown(beside["mean_difference"])],
+            ["log probability, largest difference", _shown(beside["largest_difference"])],
             ["same most probable token", f"{beside['same_best_token']:.2%}"],
             [f"equal part of {GREEDY_TOKENS} greedy tokens", " ".join(f"{part:.0%}" for part in beside["greedy_equal"])],
         ]

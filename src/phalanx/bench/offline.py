@@ -132,8 +132,16 @@ def document(
 
 def requested_options(target: BenchmarkTarget) -> dict[str, Any]:
     """The options that differ from an engine's defaults, and the model as the user gave it."""
-    changed = {name: value for name, value in target.options if value != EngineOptions.model_fields[name].default}
-    return {**changed, "model": target.name}
+    return changed_options(target.options, target.name)
+
+
+_NEVER_TOLD = {"cluster_token", "cluster_token_file"}
+
+
+def changed_options(options: EngineOptions, name: str) -> dict[str, Any]:
+    """As `requested_options`. Reports are shown to others: no secret is among them."""
+    changed = {name: value for name, value in options if value != EngineOptions.model_fields[name].default}
+    return {**{name: value for name, value in changed.items() if name not in _NEVER_TOLD}, "model": name}
 
 
 def engine_summary(facts: EngineFacts, start_s: float) -> dict[str, Any]:
