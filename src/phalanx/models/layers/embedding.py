@@ -49,7 +49,7 @@ class VocabParallelEmbedding(Sliced):
             vectors, _ = kernels.embed(token_ids, self.weight, self.local.start, last)
             vectors = group.all_reduce(self._multiplied(vectors))
             return vectors if norm is None else norm(vectors), vectors
-        if group.size == 1 and self.multiplier == 1.0:
+        if group.size == 1 and self.multiplier == 1.0 and not norm.keep_norm:
             fusion = norm.fusion(self.weight)  # there is no residual: the other fields count
             return norm.unpack(
                 kernels.embed_norm(token_ids, self.weight, last, fusion.weight, fusion.eps, fusion.quant, fusion.scale)

@@ -44,17 +44,17 @@ class GroupNorm(nn.Module):
     of_heads: Tensor
 
     def forward(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """values [T, heads of this rank * head_dim] fp32 -> the same in dtype."""
+        """values [T, heads of this rank * head_dim] fp32, which are changed -> the same in dtype."""
         tokens = len(values)
         if self.own_groups:
             groups = values.view(tokens, self.own_groups, -1)
             inverse = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
-            normed = groups * inverse
+            groups.mul_(inverse)
         else:
             heads = values.view(tokens, -1, self.dim)
             sums = self.group.all_reduce(heads.square().sum(-1) @ self.of_heads)
-            normed = heads * (torch.rsqrt(sums / self.size + self.eps) @ self.of_heads.T).unsqueeze(-1)
-        return normed.view(tokens, -1).to(dtype) * self.weight.weight
+            heads.mul_((torch.rsqrt(sums / self.size + self.eps) @ self.of_heads.T).unsqueeze(-1))
+        return values.to(dtype).mul_(self.weight.weight)
 
 
 class MambaMixer(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx import kernels
 from phalanx.comm.group import Group, ResidualRmsNorm, finish
 from phalanx.comm.sequence_parallel import unshard
-from phalanx.models.layers.activation import Activation, InputQuantizer, NormAndQuantized, NormOutput
+from phalanx.models.layers.activation import InputQuantizer, NormAndQuantized, NormOutput
 from phalanx.models.slices import LayerContext, Slice, Sliced
 
 
@@ -32,18 +32,21 @@ class RmsNorm(Sliced):
         self.name, self.eps, self.order, self.offset = name, eps, list(order), offset
         self.weight = context.weight(size, dtype=torch.float32 if offset else None)
         self._quantizer: InputQuantizer | None = None
-        self._keep_norm = False
+        self.keep_norm = False
 
     def set_quantizer(self, quantizer: InputQuantizer | None, *, keep_norm: bool = False) -> None:
         """Set how the only layer that the norm feeds has its input quantized; None: it takes the norm as it is. keep_norm: it takes
-        both (`NormAndQuantized`), from the fusion of an all-reduce."""
+        both (`NormAndQuantized`)."""
         self._quantizer = quantizer
-        self._keep_norm = keep_norm and quantizer is not None
+        self.keep_norm = keep_norm and quantizer is not None
 
-    def forward(self, x: Tensor) -> Activation:
-        """x [..., size] -> the same shape and dtype, or quantized."""
+    def forward(self, x: Tensor) -> NormOutput:
+        """x [..., size] -> the same shape and dtype, or quantized, or both."""
         normed = self._normed(x)
-        return normed if self._quantizer is None else self._quantizer.quantize(normed)
+        if self._quantizer is None:
+            return normed
+        quantized = self._quantizer.quantize(normed)
+        return NormAndQuantized(normed, quantized) if self.keep_norm else quantized
 
     def _normed(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
@@ -57,7 +60,7 @@ class RmsNorm(Sliced):
         if self._quantizer is None:
             return ResidualRmsNorm(residual, self.weight, self.eps, accepts_sharded=accepts_sharded)
         return ResidualRmsNorm(
-            residual, self.weight, self.eps, quant="fp8", scale=self._quantizer.scale, keep_norm=self._keep_norm,
+            residual, self.weight, self.eps, quant="fp8", scale=self._quantizer.scale, keep_norm=self.keep_norm,
             accepts_sharded=accepts_sharded,
         )  # fmt: skip
 
@@ -65,9 +68,9 @@ class RmsNorm(Sliced):
         """The outputs of an all-reduce with this `fusion` -> (norm, new residual)."""
         if self._quantizer is None:
             return outputs[0], outputs[1]
-        values, *scale = outputs[int(self._keep_norm) : -1]
+        values, *scale = outputs[int(self.keep_norm) : -1]
         quantized = self._quantizer.with_scale(values, scale[0] if scale else None)
-        return (NormAndQuantized(outputs[0], quantized) if self._keep_norm else quantized), outputs[-1]
+        return (NormAndQuantized(outputs[0], quantized) if self.keep_norm else quantized), outputs[-1]
 
     def loaded(self) -> None:
         if self.order:

@@ -20,6 +20,8 @@ from phalanx.kernels.gemm import block_gemm
 from phalanx.kernels.scaled_tensors import Quantized, Unscaled
 from phalanx.layout import shard
 from phalanx.models import weights
+from phalanx.models.layers.activation import NormAndQuantized
+from phalanx.models.layers.embedding import VocabParallelEmbedding
 from phalanx.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.models.layers.linear_methods import fp8
 from phalanx.models.layers.linear_methods.choose import describe
@@ -89,6 +91,24 @@ def test_what_the_norm_asks_of_the_all_reduce() -> None:
     assert (fusion.quant, fusion.scale) == ("fp8", None)
     norm.set_quantizer(merged(replace(CONTEXT, fp8_gemm=False), bias=True).method.input_quantizer)
     assert norm.fusion(torch.zeros(1, 32)).quant == "none"
+
+
+def test_a_norm_that_keeps_both_gives_both_wherever_it_stands() -> None:
+    """Behind a sum, behind the embedding, and alone, as before the first layer of a pipeline stage."""
+    norm, layer = RmsNorm("n", 32, 1e-5, context=CONTEXT), merged(CONTEXT, bias=True)
+    embedding = VocabParallelEmbedding("e", 9, 32, context=CONTEXT)
+    fill(norm, layer, embedding)
+    ids = torch.tensor([3, 8, 0])
+    with torch.inference_mode():
+        plain, vectors = embedding(ids, norm)
+        norm.set_quantizer(layer.method.input_quantizer, keep_norm=True)
+        zeros = torch.zeros_like(vectors)
+        for both in (norm(vectors), norm.of_sum(vectors, zeros)[0], embedding(ids, norm)[0]):
+            assert isinstance(both, NormAndQuantized)
+            torch.testing.assert_close(both.norm, plain, rtol=1e-6, atol=1e-6)
+            values, scale = kernels.quantize_fp8(plain, None)
+            assert torch.equal(both.quantized.values.float(), values.float())
+            torch.testing.assert_close(both.quantized.scale, scale.expand(3, 1), rtol=1e-6, atol=0)
 
 
 def test_sizes_that_fp8_gemms_cannot_have(caplog: pytest.LogCaptureFixture) -> None:
