@@ -18,6 +18,7 @@ from phalanx.engine.fake import FakeExecutor, fake_tokens
 from phalanx.engine.host_blocks import HostBlocks, entry_of
 from phalanx.engine.limits import SchedulerOptions, depth_of
 from phalanx.engine.messages import AddRequest, BlockCopy, RequestUpdate, StepResult
+from phalanx.engine.prefix import group_key
 from phalanx.engine.request import Request
 from phalanx.engine.request_blocks import RequestBlocks
 from phalanx.engine.scheduler import Scheduler
@@ -92,6 +93,36 @@ def test_a_block_that_is_taken_again_before_its_copy_is_not_written() -> None:
     assert pool.host.take_copies() == ([], [])
     assert pool.find(b"a") == entry_of(0)
     pool.host.check()
+
+
+def test_a_long_hit_does_not_push_out_what_is_to_come_behind_it() -> None:
+    """Host memory is full, and its oldest content is the hit, whose parts evict blocks of the device meanwhile."""
+    kv = RequestBlocks(SchedulerOptions(8, SIZE, 4, 64, 64, host_blocks=16, loaded_blocks=2))
+    requests = [
+        Request(AddRequest(f"{number}", [number] * 17, SamplingParams()), seed=0, limit=64, matcher=None) for number in range(3)
+    ]
+    for request in requests:
+        kv.prefix_hit(request)
+        for key in request.keys:
+            [block] = kv.pool.take(1)
+            kv.pool.register(block, group_key(key, 0))
+            kv.pool.release([block])
+        kv.pool.host.take_copies()
+    first = requests[0]
+    assert all(block < -1 for block in kv.prefix_hit(first))
+    steps = 0
+    while not kv.loads_at_once(first, kv.prefix_hit(first)):
+        kv.pool.host.take_copies()
+        steps += 1
+    assert steps == 3
+    assert len(kv.prefix_hit(first)) == 8, "all of it is still there"
+
+
+def test_hits_on_the_device_do_not_wait_for_those_that_are_loaded() -> None:
+    kv = RequestBlocks(SchedulerOptions(8, SIZE, 4, 64, 64, host_blocks=8, loaded_blocks=1))
+    kv.pool.host._in = {0: 0, 1: 1}  # what was loaded at once, when nothing ran
+    request = Request(AddRequest("a", [1] * 5, SamplingParams()), seed=0, limit=64, matcher=None)
+    assert kv.loads_at_once(request, [])
 
 
 def test_nothing_is_left_when_prefixes_are_forgotten() -> None:

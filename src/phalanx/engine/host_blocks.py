@@ -14,7 +14,7 @@ Each write of a slot has a generation, which the copies that read it name: ranks
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from phalanx.engine.messages import BlockCopy
 from phalanx.errors import EngineError
@@ -73,6 +73,12 @@ class HostBlocks:
             return None
         del self._slots[key]
         return slot
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """What is there of these keys has been used now, the last one last."""
+        for key in keys:
+            if key in self._slots:
+                self._slots.move_to_end(key)
 
     def reserve(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
         """The contents of these slots, as `find` returned them for these keys, will be loaded: until then none gives way."""

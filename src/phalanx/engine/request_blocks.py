@@ -4,7 +4,7 @@ whether there are enough for what they will need."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.limits import SchedulerOptions
@@ -68,8 +68,9 @@ class RequestBlocks:
         """Whether the next step may load all of the hit that is in host memory. If it is more than `loaded_blocks`, a part comes
         into the prefix cache with the next step: the requests that run wait for no longer copies than it computes."""
         on_host, room = self._on_host(hit), self.options.loaded_blocks - self.pool.host.loading
-        if len(on_host) <= room:
+        if not on_host or len(on_host) <= room:
             return True
+        self.pool.host.touch(self._keys(request, reversed(on_host)))  # and not the place of what is to come behind it
         own = [block for block in hit if block >= 0]
         for block in own:
             self.pool.share(block)  # what comes shall not take its place
@@ -84,8 +85,11 @@ class RequestBlocks:
     def _load(self, request: Request, hit: list[int], numbers: list[int]) -> list[int]:
         """Blocks that get the contents of these entries before the next step."""
         request.from_host += len({number // self.groups for number in numbers}) * self.options.block_size
-        keys = [group_key(request.keys[number // self.groups], number % self.groups) for number in numbers]
-        return self.pool.take_loaded([hit[number] for number in numbers], keys)
+        return self.pool.take_loaded([hit[number] for number in numbers], self._keys(request, numbers))
+
+    def _keys(self, request: Request, numbers: Iterable[int]) -> list[bytes]:
+        """The keys of these entries of a hit."""
+        return [group_key(request.keys[number // self.groups], number % self.groups) for number in numbers]
 
     def share(self, request: Request, hit: list[int]) -> None:
         """Give a request that takes a slot the blocks of its prefix hit. Of what is in host memory, it gets blocks that the copies

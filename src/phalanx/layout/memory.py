@@ -54,17 +54,22 @@ HostMemory = int | Literal["auto"]
 """The option kv_host_memory: bytes of one host, or half of what is free there."""
 
 
+MOST_OF_FREE = 0.9
+"""What part of a host's free memory KV blocks may have: it is pinned, and other processes grow."""
+
+
 def host_blocks(memory: HostMemory, one: int, free: int, *, host: str) -> int:
     """How many KV blocks a host's memory holds for its ranks. one: bytes of a block on all of them. free: bytes of the host. host:
     its name, for errors. Raises CapacityError where the memory is not there, or holds no block."""
     if not memory:
         return 0
     budget = free // 2 if memory == "auto" else memory
-    if budget > free:
+    if budget > MOST_OF_FREE * free:
         raise CapacityError(
             f"kv_host_memory={budget:,} does not fit the memory of {host}",
             held=f"{free:,} bytes are available there, by its own count and that of control groups",
-            next=f"give at most {free // 2:,}, or 'auto', which is half of what is available",
+            why=f"of what is available at most {MOST_OF_FREE:.0%} may be used",
+            next=f"give at most {int(MOST_OF_FREE * free):,}, or 'auto', which is half of what is available",
         )  # fmt: skip
     if budget < one:
         raise CapacityError(

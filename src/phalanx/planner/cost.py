@@ -529,7 +529,8 @@ def _stage_gemms(shape: ModelShape, dtype: str, layout: Layout, stage: int) -> t
         if shape.blocks and shape.blocks[first] not in ("mlp", "experts"):
             inner = 0
         moe += count if experts is not None else 0
-        between += count * 2.0 * ((2 if shape.blocks else 4) * shape.hidden_size + 3 * inner / layout.tp)
+        widths = 2 if shape.blocks else 3  # of an MLP's inner values: written and read, and those of a gate
+        between += count * 2.0 * ((2 if shape.blocks else 4) * shape.hidden_size + widths * inner / layout.tp)
         if shape.recurrent is not None and first in shape.recurrent.layers:
             between += count * 2.0 * 2 * sum(shape.recurrent.widths) / layout.tp
     count = -(-len(layers) // 2) if shape.blocks else len(layers)

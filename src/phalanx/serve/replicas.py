@@ -112,7 +112,7 @@ class ReplicatedEngineClient:
         LayoutError where the host has too few GPUs, OptionError for several hosts."""
         environments = gpus_of_replicas(options)
         memory = free_host_memory() // 2 if options.kv_host_memory == "auto" else options.kv_host_memory
-        one = options.model_copy(update={"replicas": 1, "kv_host_memory": memory // options.replicas})
+        one = options.model_copy(update={"replicas": 1, "kv_host_memory": max(memory // options.replicas, 1) if memory else 0})
 
         async def start_one(number: int) -> EngineProcessClient:
             if start is not None:

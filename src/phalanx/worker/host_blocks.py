@@ -7,8 +7,8 @@ where (`engine.host_blocks`); here they are copied, in the order of the steps.
 
 Blocks of the device are read and written in the order of the steps by this alone: a block is in the staging buffer before anything
 that comes later overwrites it, and a row that reads it comes behind the copy back. Host memory is read and written on the copy
-stream only. What the two streams have in common is the staging buffers, and each has an event for either direction. Copies from the
-host wait for no step: they run beside those that are queued.
+stream only. What the two streams have in common is the staging buffers, and each has an event for either direction. Copies back run
+beside the steps that are queued, unless their own step has copies out: these wait for the steps before, and come first.
 
 A block of all layers is one piece of host memory, so that each takes one copy over the bus, and a run of slots takes one, too. On
 CPU the same code runs, in one order. On GPUs this has not met a GPU: `tests/worker/test_host_blocks.py` has the test to run first.
