@@ -41,7 +41,9 @@ def test_the_demo_agrees_with_transformers(short, monkeypatch, tmp_path):
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(evidence, "lm_eval_program", lambda: str(program))
     monkeypatch.setenv("PHALANX_API_KEY", "the server's key")
-    document = evidence.run(raw_options(cluster_token="a secret"), evidence.Questions("cpu", ["gsm8k", "mmlu"], 3))
+    document = evidence.run(
+        raw_options(cluster_token="a secret of more than sixteen bytes"), evidence.Questions("cpu", ["gsm8k", "mmlu"], 3)
+    )
     beside = document["results"]["transformers"]
     assert beside["agrees"]
     assert beside["positions"] > 150

@@ -98,9 +98,8 @@ def run(raw_options: RawOptions, wanted: Questions, commit: str | None = None) -
     with tempfile.TemporaryDirectory() as scratch:
         reference = transformers_reference(folder, wanted.reference_device, Path(scratch))
         begin = time.perf_counter()
-        with server(raw_options, Path(scratch)) as url:
+        with server(raw_options, Path(scratch)) as url, _client(url) as ask:
             results["start_s"] = round(time.perf_counter() - begin, 1)
-            ask = _client(url)
             model = _checked(ask.get("/v1/models"), "its list of models").json()["data"][0]["id"]
             if isinstance(reference, str):
                 results["transformers"] = {"not_run": reference}
