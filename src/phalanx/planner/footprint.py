@@ -184,7 +184,7 @@ def host_tokens(shape: ModelShape, layout: Layout, gpus_per_node: int, memory: i
     ranks = [block_bytes(each, sizes.block_size) for each in caches for _ in range(layout.tp * layout.dp)]
     here = max(sum(ranks[first : first + gpus_per_node]) for first in range(0, len(ranks), gpus_per_node))
     copies = min(layout.replicas, max(gpus_per_node // len(ranks), 1))  # on one host
-    blocks = host_blocks(memory, copies * here, memory, host="a host")
+    blocks = host_blocks(memory, copies * here, 2 * memory, host="a host")  # which is taken to have the memory
     groups = len(group_windows([*model_cache(shape), *([] if draft is None else network_caches(draft, sizes.kv))]))
     return blocks * sizes.block_size * layout.dp * layout.replicas // groups
 
