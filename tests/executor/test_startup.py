@@ -84,8 +84,8 @@ def test_ranks_connect_and_share_the_least_offer(tmp_path: Path) -> None:
 
 
 def test_the_smallest_host_decides_how_many_blocks_ranks_keep_in_host_memory() -> None:
-    def sizes(memory: HostMemory, *free: int) -> int:
-        startup = StartupCoordinator(3, (), 0.0, memory)
+    def sizes(memory: HostMemory, *free: int, on_cpu: bool = False) -> int:
+        startup = StartupCoordinator(3, (), 0.0, memory, cache_on_host=on_cpu)
         for rank, (node, block, available) in enumerate(zip((0, 0, 1), (10, 20, 50), free, strict=True)):
             startup.rank_connected(Hello(rank, node, 100 + rank))
             startup.receive(KvCapacity(rank, 7, block, available), 0.0)
@@ -95,7 +95,10 @@ def test_the_smallest_host_decides_how_many_blocks_ranks_keep_in_host_memory() -
 
     assert sizes(1000, 9000, 9000, 9000) == 20, "node 0 has 30 bytes of each block, node 1 has 50"
     assert sizes("auto", 1000, 601, 9000) == 10, "half of 601 bytes on node 0"
+    assert sizes("auto", 1000, 601, 9000, on_cpu=True) == 6, "half of what 7 blocks of 30 bytes leave of 601"
     assert sizes(0, 0, 0, 0) == 0
+    with pytest.raises(CapacityError, match="does not fit the memory of node 0 beside the KV cache; 0 bytes are available"):
+        sizes(1000, 209, 209, 9000, on_cpu=True)
     with pytest.raises(CapacityError, match="kv_host_memory=1,000 does not fit the memory of node 1; 999 bytes are available"):
         sizes(1000, 9000, 9000, 999)
     with pytest.raises(CapacityError, match="kv_host_memory=49 holds not a single KV block; 49 bytes of node 1; a block takes 50"):

@@ -22,7 +22,7 @@ from phalanx.layout import Layout
 from phalanx.layout.cache import kv_dtype, token_bytes
 from phalanx.layout.draft import network_bytes, network_caches, network_for
 from phalanx.layout.families import known
-from phalanx.layout.memory import blocks_in, blocks_of_request, stage_caches
+from phalanx.layout.memory import blocks_in, blocks_of_request, stage_caches, staging_bytes
 from phalanx.layout.weights import weight_bytes
 from phalanx.planner import explain, footprint, search, subject
 from phalanx.planner.search import PlanRequest
@@ -197,3 +197,11 @@ def test_slots_for_adapters_take_memory(model, layout, millions):
     before, rank = (footprint.rank_memory(shape, layout, 80 * 10**9, each) for each in (sizes, replace(sizes, adapters=(4, 9))))
     assert rank.weights - before.weights == pytest.approx(4 * 2 * millions * 1e6)
     assert rank.kv_tokens < before.kv_tokens
+
+
+def test_the_buffers_on_the_way_to_host_memory_take_memory():
+    shape = ModelShape.from_config(known("llama-3-8b"))
+    sizes = footprint.Sizes("bf16", "bf16", slots=256, max_num_tokens=8192)
+    before, rank = (footprint.rank_memory(shape, Layout(), 80 * 10**9, each) for each in (sizes, replace(sizes, host_tier=True)))
+    assert rank.beside - before.beside == staging_bytes(rank.block) == 128 << 20
+    assert before.kv_tokens - rank.kv_tokens == pytest.approx(0.9 * (128 << 20) / (rank.block / 16), abs=32)

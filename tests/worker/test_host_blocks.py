@@ -12,8 +12,9 @@ import torch
 
 from phalanx.engine.messages import BlockCopy, StepBatch
 from phalanx.errors import CapacityError, EngineError
+from phalanx.layout import memory
 from phalanx.layout.cache import Cache, CacheTensor, in_group
-from phalanx.layout.memory import block_bytes
+from phalanx.layout.memory import block_bytes, staging_bytes
 from phalanx.models.cache import LayerCache, empty_caches
 from phalanx.worker import host_blocks
 from phalanx.worker.host_blocks import HostBlockStore, staging
@@ -89,12 +90,17 @@ def drive(declared: list[Cache], device: torch.device, steps: int = 60, corrupt:
 @pytest.fixture
 def small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks fill a buffer: a step takes several, in turn."""
-    monkeypatch.setattr(host_blocks, "STAGING_BYTES", 1)
+    monkeypatch.setattr(memory, "STAGING_BYTES", 1)
 
 
 @pytest.mark.parametrize("declared", DECLARED.values(), ids=DECLARED)
 def test_every_byte_of_a_block_comes_back(declared: list[Cache], small_staging: None) -> None:
     assert drive(declared, CPU) > 100
+
+
+@pytest.mark.parametrize("block", [1000, 40 << 20])
+def test_the_planner_counts_the_buffers_that_ranks_make(block: int) -> None:
+    assert staging(block, torch.device("meta")).nbytes == staging_bytes(block) >= 4 * block
 
 
 def test_a_corrupt_slot_is_seen() -> None:

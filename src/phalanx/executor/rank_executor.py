@@ -95,7 +95,10 @@ class RankExecutor:
         self._in_flight = InFlightSteps(self._layout)
         self._adapter_reads = AdapterReads(self._layout.world)
         self._heartbeats = HeartbeatMonitor(options.stall_timeout)
-        self._startup = StartupCoordinator(self._layout.world, self._joins, time.monotonic(), options.kv_host_memory)
+        self._startup = StartupCoordinator(
+            self._layout.world, self._joins, time.monotonic(), options.kv_host_memory,
+            cache_on_host=options.device == "cpu",
+        )  # fmt: skip
         self._reports: list[FailureReport] = []
         self._bytes: dict[int, dict[str, int]] = {}
         self._allreduce: dict[str, int] = {}

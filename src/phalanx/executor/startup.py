@@ -40,10 +40,12 @@ _WAITING_PHASE = "wait for the other ranks"
 
 class StartupCoordinator:
     """One start-up of a world of ranks, which begins `now`. joins: the nodes that must join the engine. host_memory: the option
-    kv_host_memory."""
+    kv_host_memory. cache_on_host: the KV cache itself is in the same memory, as on CPU."""
 
-    def __init__(self, world: int, joins: Collection[int], now: float, host_memory: HostMemory = 0) -> None:
-        self._world, self._host_memory = world, host_memory
+    def __init__(
+        self, world: int, joins: Collection[int], now: float, host_memory: HostMemory = 0, *, cache_on_host: bool = False
+    ) -> None:
+        self._world, self._host_memory, self._cache_on_host = world, host_memory, cache_on_host
         self._nodes: dict[int, int] = {}  # of ranks
         self._missing = set(joins)
         self._connected: set[int] = set()
@@ -73,13 +75,13 @@ class StartupCoordinator:
         by_node: dict[int, list[KvCapacity]] = {}
         for rank, capacity in self._capacities.items():
             by_node.setdefault(self._nodes.get(rank, 0), []).append(capacity)
-        return min(
-            host_blocks(
-                self._host_memory, sum(each.block_bytes for each in ranks), min(each.free_host_memory for each in ranks),
-                host=f"node {node}",
-            )
-            for node, ranks in sorted(by_node.items())
-        )  # fmt: skip
+        counts, beside = [], " beside the KV cache" if self._cache_on_host else ""
+        for node, ranks in sorted(by_node.items()):
+            block, free = sum(each.block_bytes for each in ranks), min(each.free_host_memory for each in ranks)
+            if self._cache_on_host:  # which no rank has made yet
+                free = max(free - self.num_blocks * block, 0)
+            counts.append(host_blocks(self._host_memory, block, free, host=f"node {node}{beside}"))
+        return min(counts)
 
     def rank_facts(self) -> list[RankFacts]:
         return [self._ready[rank] for rank in range(self._world)]

@@ -79,7 +79,7 @@ def budget(options: EngineOptions, shape: ModelShape, total: int = MOST_BYTES, *
     sizes = Sizes(
         resolved.dtype, kv, resolved.max_batch_size, resolved.max_num_tokens or 1, options.kv_block_size,
         options.kv_cache_free_gpu_memory_fraction, options.cuda_graphs, draft_network(options, shape), options.state_snapshots,
-        (options.max_loras, options.max_lora_rank), resolved.max_seq_len,
+        (options.max_loras, options.max_lora_rank), resolved.max_seq_len, bool(options.kv_host_memory),
     )  # fmt: skip
     rank = footprint.rank_memory(shape, layout, total, sizes)
     return MemoryBudget(rank, rank.block * blocks_of_request(rank.windows, resolved.max_seq_len or 1, options.kv_block_size))

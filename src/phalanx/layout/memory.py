@@ -54,6 +54,15 @@ HostMemory = int | Literal["auto"]
 """The option kv_host_memory: bytes of one host, or half of what is free there."""
 
 
+STAGING_BYTES = 32 << 20
+"""Of each of a rank's four staging buffers: two for each direction between KV cache and host memory, which are used in turn."""
+
+
+def staging_bytes(block: int) -> int:
+    """Bytes of all staging buffers, on the device: each takes whole KV blocks, at least one. block: bytes of one on the rank."""
+    return 4 * block * max(STAGING_BYTES // block, 1) if block else 0
+
+
 MOST_OF_FREE = 0.9
 """What part of a host's free memory KV blocks may have: it is pinned, and other processes grow."""
 

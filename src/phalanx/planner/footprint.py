@@ -13,7 +13,7 @@ from phalanx.layout.cache import default_snapshots, group_windows, request_bytes
 from phalanx.layout.draft import DraftNetwork, network_bytes, network_caches
 from phalanx.layout.families import model_cache
 from phalanx.layout.graphs import graph_sizes, max_graph_tokens
-from phalanx.layout.memory import GRAPH_BYTES, block_bytes, host_blocks, kv_budget, stage_caches, tokens_kept
+from phalanx.layout.memory import GRAPH_BYTES, block_bytes, host_blocks, kv_budget, stage_caches, staging_bytes, tokens_kept
 from phalanx.layout.weights import embedding_bytes, itemsize, weight_bytes
 from phalanx.planner.coefficients import document
 
@@ -134,7 +134,8 @@ class Sizes:
     """What of the options decides the memory of a rank. kv: the dtype of keys and values; slots: max_batch_size; fraction: of the
     memory left, the KV cache's part; graphs: whether CUDA graphs are captured. draft: the network that proposes drafts, on the last
     stage. snapshots: state_snapshots; None: as the engine chooses them. adapters: slots for adapters, and the rank that each has
-    room for; they count as weights. seq_len: of the requests whose tokens are counted; None: as long as the model takes."""
+    room for; they count as weights. seq_len: of the requests whose tokens are counted; None: as long as the model takes. host_tier:
+    whether blocks go to host memory, through staging buffers."""
 
     dtype: str
     kv: str
@@ -147,6 +148,7 @@ class Sizes:
     snapshots: int | None = None
     adapters: tuple[int, int] = (0, 1)
     seq_len: int | None = None
+    host_tier: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,8 @@ def rank_memory(shape: ModelShape, layout: Layout, total: int, sizes: Sizes) -> 
     snapshots = default_snapshots(sizes.slots) if sizes.snapshots is None else sizes.snapshots
     kept = slots - (-snapshots // layout.dp)
     states, one = ([kept * request_bytes(each) for each in caches], [block_bytes(each, sizes.block_size) for each in caches])
+    if sizes.host_tier:
+        beside += staging_bytes(max(one))
     budgets = [
         kv_budget(sizes.fraction, total - weight - state, beside, captured) for weight, state in zip(weights, states, strict=True)
     ]

@@ -350,6 +350,7 @@ def memory(
         draft=request.draft,
         adapters=request.adapters,
         seq_len=request.seq_len,
+        host_tier=request.kv_host_memory > 0,
     )
     rank = footprint.rank_memory(shape, layout, total, sizes)
     needed = blocks_of_request(rank.windows, request.seq_len, BLOCK) * rank.block

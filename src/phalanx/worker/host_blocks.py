@@ -10,6 +10,8 @@ that comes later overwrites it, and a row that reads it comes behind the copy ba
 stream only. What the two streams have in common is the staging buffers, and each has an event for either direction. Copies back run
 beside the steps that are queued, unless their own step has copies out: these wait for the steps before, and come first.
 
+The host memory of a rank is on its GPU's NUMA node as far as that has free pages (`hardware.numa`).
+
 A block of all layers is one piece of host memory, so that each takes one copy over the bus, and a run of slots takes one, too. On
 CPU the same code runs, in one order. On GPUs this has not met a GPU: `tests/worker/test_host_blocks.py` has the test to run first.
 """
@@ -24,10 +26,12 @@ from torch import Tensor
 
 from phalanx.engine.messages import BlockCopy, StepBatch
 from phalanx.errors import CapacityError, EngineError
+from phalanx.hardware.numa import node_of, prefer_node
+from phalanx.layout.memory import staging_bytes
+from phalanx.log import get_logger
 from phalanx.models.cache import LayerCache
 
-STAGING_BYTES = 32 << 20
-"""Of each of the four staging buffers: two for each direction, which are used in turn."""
+logger = get_logger(__name__)
 
 Register = Callable[[int, int], int]
 """Pins memory, of this address and size; returns 0, or the number of an error."""
@@ -35,17 +39,20 @@ Register = Callable[[int, int], int]
 
 def staging(block_bytes: int, device: torch.device) -> Tensor:
     """The staging buffers [4, bytes]: allocated before memory is measured, so that the KV cache leaves room for them."""
-    return torch.empty((4, max(STAGING_BYTES // block_bytes, 1) * block_bytes), dtype=torch.uint8, device=device)
+    return torch.empty((4, staging_bytes(block_bytes) // 4), dtype=torch.uint8, device=device)
 
 
-def host_memory(size: int, rank: int, register: Register | None) -> Tensor:
-    """So many bytes of this host. register: pins them, None for memory that no device reads. Raises CapacityError."""
+def host_memory(size: int, rank: int, register: Register | None, node: int | None = None) -> Tensor:
+    """So many bytes of this host. register: pins them, None for memory that no device reads. node: of NUMA, from which they come
+    while it has free ones; None for any. Raises CapacityError."""
     what = f"rank {rank} cannot have {size:,} bytes of host memory for KV blocks"
     less = "give a smaller kv_host_memory"
     try:
         memory = torch.empty(size, dtype=torch.uint8)
     except RuntimeError as error:
         raise CapacityError(what, why=str(error).splitlines()[0], next=less) from None
+    if node is not None and (refused := prefer_node(memory.data_ptr(), size, node)):
+        logger.warning("rank %d: its KV blocks in host memory may be far from its GPU, on NUMA node %d: %s", rank, node, refused)
     if register is not None and (code := register(memory.data_ptr(), size)):
         raise CapacityError(what, why=f"CUDA cannot pin it (error {code})", next=f"{less}, or raise the limit of locked memory")
     return memory
@@ -54,6 +61,13 @@ def host_memory(size: int, rank: int, register: Register | None) -> Tensor:
 def cuda_register(address: int, size: int) -> int:
     """Pin memory for the copies of GPUs."""
     return int(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
+
+
+def _node_of(device: torch.device) -> int | None:
+    """The NUMA node of a GPU; None where neither torch nor the kernel tell."""
+    properties = torch.cuda.get_device_properties(device)
+    domain, bus, number = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
+    return node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
 
 class _Streams:
@@ -110,9 +124,10 @@ class HostBlockStore:
         self._widths = [row.shape[1] for row in self._rows]
         words = sum(self._widths)
         size = slots * words * word.itemsize
+        node = None
         if buffers.device.type == "cuda":
-            register = register or cuda_register
-        self.slots = host_memory(size, rank, register).view(word).view(slots, words)
+            register, node = register or cuda_register, _node_of(buffers.device)
+        self.slots = host_memory(size, rank, register, node).view(word).view(slots, words)
         """[slots, words]: a block of all layers in each."""
         self._generations = [0] * slots
         self._device, self._streams = buffers.device, _Streams(buffers.device)

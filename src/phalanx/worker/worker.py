@@ -425,7 +425,11 @@ class Worker:
         """What KV blocks of so many bytes go through on their way to host memory; None where they stay."""
         from phalanx.worker.host_blocks import staging
 
-        return staging(block_size, device) if self.options.kv_host_memory else None
+        if not self.options.kv_host_memory:
+            return None
+        buffers = staging(block_size, device)
+        self._bytes["kv staging"] = buffers.nbytes
+        return buffers
 
     def _take_host_memory(self, runner: ModelRunner, blocks: int, buffers: torch.Tensor) -> None:
         """Memory of the host for so many KV blocks. buffers: see `host_blocks.staging`."""
