@@ -39,7 +39,7 @@ def filled(prefix: str = "phalanx") -> Metrics:
         },
         ran={"decode graph/steps": 5, "decode graph/tokens": 35, "decode graph/padding": 6, "eager/steps": 0},
         dp_running=[2, 1], dp_blocks_referenced=[20, 5], drafts=9, draft_tokens=25, accepted_tokens=[7, 4],
-        host_total=50, host_used=10, host_hits=15, host_saved=12, host_loaded=4,
+        host_total=50, host_used=10, host_hits=15, host_saved=12, host_loaded=4, host_dropped=3,
     )]  # fmt: skip
     metrics.experts = {0: ExpertCounters({("0", "0"): 30, ("0", "1"): 10}, {"0": 30, "1": 10}, 1.5)}
     metrics.startup_phases = {"weights": 1.5}
@@ -92,6 +92,7 @@ def test_values():
     assert value("kv_host_usage_perc") == 0.2
     assert value("kv_host_block_copies_total", direction="out") == 12
     assert value("kv_host_block_copies_total", direction="in") == 4
+    assert value("kv_host_dropped_blocks_total") == 3
     assert value("spec_decode_num_drafts_total") == 9
     assert value("spec_decode_num_draft_tokens_total") == 25
     assert value("spec_decode_num_accepted_tokens_total") == 11

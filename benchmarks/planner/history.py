@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.planner.rows import OLDER_SCHEDULERS_UNTIL, Row, Start, shape_named
-from phalanx.engine.dp_scheduler import DpScheduler
-from phalanx.engine.scheduler import Scheduler, SchedulerOptions
+from phalanx.engine.dp_scheduler import DpIndex, DpScheduler
+from phalanx.engine.scheduler import SchedulerOptions
 from phalanx.engine.step_draft import DecodeCounts
 from phalanx.layout import graphs
 from phalanx.layout.weights import layer_bytes
@@ -114,7 +114,7 @@ def returns_tokens(row: Row) -> bool:
     return row.pp > 1 and costs_of(row) is Costs
 
 
-class OlderScheduler(Scheduler):
+class OlderScheduler(DpIndex):
     """That of engines in which a step of a pipeline could be full of decodes, each prompt had all of a step until it was computed,
     and a data-parallel index got as many requests as a step of its own holds, whatever it had begun, and no more until it had begun
     them all."""

@@ -82,6 +82,7 @@ class EngineCounters(Protocol):
     host_hits: int
     host_saved: int
     host_loaded: int
+    host_dropped: int
     stalled: str
 
 
@@ -310,6 +311,8 @@ class _EngineCollector(Collector):
         yield self._gauge("kv_host_usage_perc", "Share of the KV blocks of host memory that have content, 0 to 1.", {(): usage})
         copies = {("out",): counters.host_saved, ("in",): counters.host_loaded}
         yield self._count("kv_host_block_copies", "KV blocks copied to host memory and back.", copies, "direction")
+        lost = "KV blocks that left the device uncopied, since the step had its copies."
+        yield self._count("kv_host_dropped_blocks", lost, {(): counters.host_dropped})
 
     def _of_drafts(self, counters: EngineCounters) -> Iterable[Metric]:
         """Of an engine that speculates. The mean acceptance length is 1 + accepted / drafts."""

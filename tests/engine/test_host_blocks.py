@@ -14,6 +14,7 @@ import pytest
 
 from phalanx.config import SamplingParams
 from phalanx.engine.blocks import BlockPool
+from phalanx.engine.dp_scheduler import DpIndex
 from phalanx.engine.fake import FakeExecutor, fake_tokens
 from phalanx.engine.host_blocks import HostBlocks, entry_of
 from phalanx.engine.limits import SchedulerOptions, depth_of
@@ -40,7 +41,7 @@ def evicted(pool: BlockPool, *keys: bytes) -> None:
 
 
 def test_what_leaves_the_device_is_found_in_host_memory_and_comes_back() -> None:
-    pool = BlockPool(2, host_blocks=2)
+    pool = BlockPool(2, HostBlocks(2))
     evicted(pool, b"a", b"b")
     assert pool.host.take_copies() == ([BlockCopy(0, 0, 1), BlockCopy(1, 1, 1)], [])
     entry = pool.find(b"b")
@@ -56,7 +57,7 @@ def test_what_leaves_the_device_is_found_in_host_memory_and_comes_back() -> None
 
 
 def test_the_least_recently_used_gives_way_and_a_slot_has_another_generation_then() -> None:
-    pool = BlockPool(3, host_blocks=2)
+    pool = BlockPool(3, HostBlocks(2))
     evicted(pool, b"a", b"b")
     pool.host.take_copies()
     (block,) = pool.take_loaded([entry_of(0)], [b"a"])
@@ -85,7 +86,7 @@ def test_a_slot_that_the_step_reads_is_not_written_in_it() -> None:
 
 
 def test_a_block_that_is_taken_again_before_its_copy_is_not_written() -> None:
-    pool = BlockPool(1, host_blocks=1)
+    pool = BlockPool(1, HostBlocks(1))
     evicted(pool, b"a")
     pool.host.take_copies()
     pool.release(pool.take_loaded([entry_of(0)], [b"a"]))  # its request is preempted in the step that admitted it
@@ -97,7 +98,7 @@ def test_a_block_that_is_taken_again_before_its_copy_is_not_written() -> None:
 
 def test_a_long_hit_does_not_push_out_what_is_to_come_behind_it() -> None:
     """Host memory is full, and its oldest content is the hit, whose parts evict blocks of the device meanwhile."""
-    kv = RequestBlocks(SchedulerOptions(8, SIZE, 4, 64, 64, host_blocks=16, loaded_blocks=2))
+    kv = RequestBlocks(SchedulerOptions(8, SIZE, 4, 64, 64, host_blocks=16, copied_blocks=2))
     requests = [
         Request(AddRequest(f"{number}", [number] * 17, SamplingParams()), seed=0, limit=64, matcher=None) for number in range(3)
     ]
@@ -107,11 +108,12 @@ def test_a_long_hit_does_not_push_out_what_is_to_come_behind_it() -> None:
             [block] = kv.pool.take(1)
             kv.pool.register(block, group_key(key, 0))
             kv.pool.release([block])
-        kv.pool.host.take_copies()
+            kv.pool.host.take_copies()
     first = requests[0]
     assert all(block < -1 for block in kv.prefix_hit(first))
     steps = 0
-    while not kv.loads_at_once(first, kv.prefix_hit(first)):
+    while not kv.loads_at_once(hit := kv.prefix_hit(first)):
+        kv.load_part(first, hit)
         kv.pool.host.take_copies()
         steps += 1
     assert steps == 3
@@ -119,14 +121,71 @@ def test_a_long_hit_does_not_push_out_what_is_to_come_behind_it() -> None:
 
 
 def test_hits_on_the_device_do_not_wait_for_those_that_are_loaded() -> None:
-    kv = RequestBlocks(SchedulerOptions(8, SIZE, 4, 64, 64, host_blocks=8, loaded_blocks=1))
+    kv = RequestBlocks(SchedulerOptions(8, SIZE, 4, 64, 64, host_blocks=8, copied_blocks=1))
     kv.pool.host._in = {0: 0, 1: 1}  # what was loaded at once, when nothing ran
-    request = Request(AddRequest("a", [1] * 5, SamplingParams()), seed=0, limit=64, matcher=None)
-    assert kv.loads_at_once(request, [])
+    assert kv.loads_at_once([])
+
+
+def test_a_step_has_a_bound_on_copies_out_and_what_is_beyond_is_counted() -> None:
+    host = HostBlocks(9, bound=2)
+    for block, key in enumerate((b"a", b"b", b"c")):
+        host.save(block, key)
+    assert (host.find(b"c"), host.dropped) == (None, 1)
+    assert len(host.take_copies()[0]) == 2
+    host.allow(1)
+    for block, key in enumerate((b"d", b"e", b"f", b"g", b"a")):
+        host.save(block, key)
+    assert (host.dropped, host.used) == (2, 5)
+    assert len(host.take_copies()[0]) == 3
+
+
+def test_prompts_and_loads_have_copies_out_for_what_gives_way_to_them() -> None:
+    """Everything that leaves the device is kept, though a step has one copy out beside these."""
+    kv = RequestBlocks(SchedulerOptions(8, SIZE, 4, 64, 64, host_blocks=99, copied_blocks=1))
+    for number in [0, 1, 2, 0]:
+        request = Request(AddRequest(f"{number}", [number] * 16, SamplingParams()), seed=0, limit=64, matcher=None)
+        kv.share(request, kv.prefix_hit(request))
+        kv.take_ahead(request, 16, 16, kept=0)
+        request.submitted = 16
+        kv.release(request)
+        kv.pool.host.take_copies()
+    assert (kv.pool.host.used, kv.pool.host.dropped) == (24, 0)
+    request.decoding = True
+    kv.share(request, [])
+    kv.take_ahead(request, 6, 6, kept=0)
+    assert kv.pool.host.dropped == 0, "these were copied before"
+
+
+def test_what_a_load_brought_counts_as_from_host_memory_for_the_first_that_has_it() -> None:
+    kv = RequestBlocks(SchedulerOptions(8, SIZE, 4, 64, 64, host_blocks=16, copied_blocks=3))
+    one, other = (Request(AddRequest(name, [1] * 9, SamplingParams()), seed=0, limit=64, matcher=None) for name in "ab")
+    kv.prefix_hit(one)
+    evicted(kv.pool, *(group_key(key, 0) for key in one.keys[:3]))
+    kv.pool.host.take_copies()
+    kv.load_part(one, kv.prefix_hit(one))  # its request waits
+    kv.pool.host.take_copies()
+    hit = kv.prefix_hit(other)
+    assert len(hit) == 3
+    assert min(hit) >= 0
+    assert kv.share(other, hit) == 3 * SIZE
+    assert kv.share(one, kv.prefix_hit(one)) == 0, "the other left it on the device"
+
+
+def test_an_index_counts_the_blocks_that_a_hit_in_host_memory_takes() -> None:
+    """A request whose prefix is there needs as many blocks as one that computes it."""
+    index = DpIndex(SchedulerOptions(8, SIZE, 4, 64, 64, host_blocks=16))
+    request = Request(AddRequest("a", [1] * 15, SamplingParams()), seed=0, limit=64, matcher=None)
+    index.kv.prefix_hit(request)
+    evicted(index.kv.pool, *(group_key(key, 0) for key in request.keys))
+    running = Request(AddRequest("b", [2] * 3, SamplingParams()), seed=0, limit=64, matcher=None)
+    index.running.append(running)
+    assert index.load_with(request, index.load()) is None, "7 blocks of the hit, one beside, and one for the other to grow"
+    index.running.clear()
+    assert index.load_with(request, index.load()) == 1
 
 
 def test_nothing_is_left_when_prefixes_are_forgotten() -> None:
-    pool = BlockPool(2, host_blocks=2)
+    pool = BlockPool(2, HostBlocks(2))
     evicted(pool, b"a", b"b")
     pool.take_loaded([entry_of(0)], [b"a"])
     pool.forget()
@@ -286,7 +345,7 @@ def crowd(seed: int) -> Scheduler:
     depth = depth_of(stages, returns_tokens=False)
     scheduler = Scheduler(
         SchedulerOptions(
-            **sizes, depth=depth, max_drafts=drafts, host_blocks=host_blocks, loaded_blocks=loaded, vocab_size=VOCAB
+            **sizes, depth=depth, max_drafts=drafts, host_blocks=host_blocks, copied_blocks=loaded, vocab_size=VOCAB
         )
     )  # fmt: skip
     ranks = FakeExecutor.of(
@@ -331,7 +390,7 @@ def test_requests_of_a_crowd_have_the_tokens_that_each_has_alone() -> None:
 def test_long_hits_come_in_parts_while_others_run() -> None:
     """The others' steps go on meanwhile; then the whole prefix is a hit. Without others it comes at once."""
     sizes = {"num_blocks": 40, "block_size": 4, "max_batch_size": 2, "max_num_tokens": 64, "max_seq_len": 128}
-    scheduler = Scheduler(SchedulerOptions(**sizes, host_blocks=100, loaded_blocks=3))  # type: ignore[arg-type]
+    scheduler = Scheduler(SchedulerOptions(**sizes, host_blocks=100, copied_blocks=3))  # type: ignore[arg-type]
     ranks = FakeExecutor.of(vocab_size=97, thorough=True, host_blocks=100, **sizes)  # type: ignore[arg-type]
     loaded: list[tuple[int, int]] = []  # of each step: blocks, and rows
 
@@ -367,6 +426,71 @@ def test_long_hits_come_in_parts_while_others_run() -> None:
     run(lambda: scheduler.idle)
     assert max(count for count, _ in loaded) > 3
     ranks.shutdown()
+    scheduler.check()
+
+
+def loading_queue(slots: int, blocks: int = 60, **options: Any) -> tuple[Scheduler, Callable[..., None], Callable[[], list[str]]]:
+    """A scheduler with a request that runs for long, and prompts in host memory of 22 blocks, of which one comes in a step. Returns
+    it, how to add a request, and a step, which returns whom it admits."""
+    sizes = {"num_blocks": blocks, "block_size": 4, "max_batch_size": slots, "max_num_tokens": 64, "max_seq_len": 128, **options}
+    scheduler = Scheduler(SchedulerOptions(**sizes, host_blocks=200, copied_blocks=1))
+    ranks = FakeExecutor.of(vocab_size=97, thorough=True, host_blocks=200, **sizes)
+    names: dict[tuple[int, ...], str] = {}
+
+    def add(name: str, prompt: Sequence[int], new: int = 1) -> None:
+        names[tuple(prompt)] = name
+        scheduler.add(AddRequest(name, list(prompt), SamplingParams(max_tokens=new, temperature=0.0), stop_token_ids=[96]))
+
+    def step() -> list[str]:
+        step = scheduler.schedule()
+        assert step is not None
+        ranks.submit(step)
+        for result in ranks.collect():
+            scheduler.process_result(result)
+        return [names[tuple(each.token_ids)] for each in step.batches[0].admitted]
+
+    for first in range(5):
+        add(f"fill {first}", [(7 * number + first) % 97 for number in range(90)])
+        while not scheduler.idle:
+            step()
+    add("runs", [5, 5, 5], 100)
+    step()
+    return scheduler, add, step
+
+
+def test_requests_pass_one_whose_prefix_comes_in_parts() -> None:
+    scheduler, add, step = loading_queue(slots=4)
+    add("loads", [(7 * number) % 97 for number in range(90)])
+    add("loads too", [(7 * number + 1) % 97 for number in range(90)])
+    add("short", [9, 9])
+    admitted = [step() for _ in range(60)]
+    order = [name for names in admitted for name in names]
+    assert order == ["short", "loads", "loads too"]
+    assert admitted[0] == ["short"]
+    assert sum(bool(names) for names in admitted) == 3
+    scheduler.check()
+
+
+def test_who_passes_leaves_a_slot() -> None:
+    scheduler, add, step = loading_queue(slots=2)
+    add("loads", [(7 * number) % 97 for number in range(90)])
+    add("short", [9, 9])
+    assert [name for _ in range(30) for name in step()] == ["loads", "short"]
+    scheduler.check()
+
+
+@pytest.mark.parametrize(("blocks", "windows"), [(60, (None,)), (45, (64,))], ids=["all tokens", "a window"])
+def test_who_passes_leaves_blocks_so_that_the_load_ends_in_its_steps(blocks: int, windows: tuple[int | None, ...]) -> None:
+    scheduler, add, step = loading_queue(4, blocks, windows=windows)
+    add("loads", [(7 * number) % 97 for number in range(90)])
+    for number in range(30):  # each takes a third of the blocks, and nobody knows until when
+        add(f"short {number}", [number + 10] * 70, 12)
+    admitted = [step() for _ in range(40)]
+    (begun,) = (number for number, names in enumerate(admitted) if "loads" in names)
+    assert begun <= 22, "a block in each step"
+    assert 0 < sum(map(len, admitted[:begun])) < sum(map(len, admitted)) - 1, "others came before and behind"
+    assert scheduler.stats().preemptions == 0
+    assert scheduler.stats().host_hits == (88 if windows == (None,) else 64)
     scheduler.check()
 
 

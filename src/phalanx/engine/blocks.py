@@ -22,10 +22,11 @@ from phalanx.errors import EngineError
 
 
 class BlockPool:
-    """Block ids 0 .. count-1 of one dp index, and host_blocks slots of host memory."""
+    """Block ids 0 .. count-1 of one dp index, and host memory."""
 
-    def __init__(self, count: int, host_blocks: int = 0) -> None:
-        self.count, self.host = count, HostBlocks(host_blocks)
+    def __init__(self, count: int, host: HostBlocks | None = None) -> None:
+        self.count, self.host = count, host or HostBlocks(0)
+        self._brought: set[int] = set()  # blocks whose content came from host memory, and was no hit yet
         self._free = list(range(count - 1, -1, -1))  # a stack: block 0 goes first
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._references = [0] * count
@@ -57,6 +58,7 @@ class BlockPool:
                 block, _ = self._cached.popitem(last=False)
                 self._evict(block)
             self.host.taken(block)
+            self._brought.discard(block)
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -70,7 +72,14 @@ class BlockPool:
         for block, slot, key in zip(blocks, slots, keys, strict=True):
             self.host.load(slot, block)
             self.register(block, key)
+        self._brought.update(blocks)
         return blocks
+
+    def first_hit(self, block: int) -> bool:
+        """Whether its content came from host memory, and nobody has asked this since."""
+        brought = block in self._brought
+        self._brought.discard(block)
+        return brought
 
     def share(self, block: int) -> None:
         """Add a reference to a block with content, as `find` returned it."""
@@ -112,6 +121,7 @@ class BlockPool:
         self._cached.clear()
         self._keys = [None] * self.count
         self._blocks.clear()
+        self._brought.clear()
 
     def idle(self, block: int) -> bool:
         """Whether no request references the block."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.engine.adapters import Adapter, Adapters, Claims
@@ -41,11 +42,57 @@ class _SharedCalls(InlineGrammarCalls):
         return self._calls.begin(owner, work, spent=spent, quick=quick)
 
 
+@dataclass
+class SchedulerLoad:
+    """Tokens of a scheduler's requests. running: of those that run; queued: of those that it has not admitted; begun: that the next
+    steps compute for all of them."""
+
+    running: int
+    begun: int
+    queued: int
+
+
+class DpIndex(Scheduler):
+    """The scheduler of one index, which tells what a request would be to it."""
+
+    def load(self) -> SchedulerLoad:
+        """What the requests that it has are to it."""
+        running = sum(len(request.tokens) + request.pending for request in self.running)
+        queued = [len(request.tokens) for request in self.waiting]
+        computed = sum((r.loads and r.to_compute) or count for r, count in zip(self.waiting, queued, strict=True))
+        return SchedulerLoad(running, self._begun_tokens() + computed, sum(queued))
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a request that comes now would wait for no other: none waits, or one alone, for its prefix from host memory."""
+        return all(request.loads for request in self.waiting) and len(self.waiting) < 2
+
+    def load_with(self, request: Request, load: SchedulerLoad) -> int | None:
+        """Tokens that this scheduler would have to hold and to compute if a request came now: those of its other requests (load),
+        and those of the prompt that it has not cached. None if the request would have to wait for a slot, for blocks, or for a
+        step that is not full."""
+        busy = bool(self.running or self.waiting)
+        if busy and (len(self.waiting) >= len(self._slots) or load.begun >= self.options.max_num_tokens):
+            return None
+        hit = self.kv.prefix_hit(request)
+        shared = self.kv.positions_of(hit)
+        others = self.kv.blocks_for(load.queued) + len(self.waiting) + len(self.running)  # of each group
+        own = self.kv.peak_new_blocks(request, shared) + self.kv.unreferenced(hit)
+        if busy and others * self.kv.groups + own > self.pool.available:
+            return None
+        return load.running + load.queued + len(request.tokens) - shared
+
+    def _begun_tokens(self) -> int:
+        """Tokens of the running requests that the next steps compute: what is left of their prompts, or one."""
+        half = self.options.max_num_tokens // 2  # a long prompt leaves the other half to much shorter ones
+        return sum(min(max(len(r.tokens) + r.pending - r.submitted, 1), half) for r in self.running)
+
+
 class DpScheduler(StepScheduler[list[int | None]]):
     """A `StepScheduler` of several indices, each with a `Scheduler` of its own. options: the limits of one index. Of a step in
     flight it keeps the number of each index's own step; None: the index has no rows."""
 
-    index_type = Scheduler
+    index_type = DpIndex
     """Of each index."""
 
     def __init__(
@@ -62,7 +109,7 @@ class DpScheduler(StepScheduler[list[int | None]]):
         self.parts = self.indices
         for index in self.indices:
             index.verified = lambda drafts, accepted: self.verified(drafts, accepted)
-        self._placed: dict[str, Scheduler] = {}
+        self._placed: dict[str, DpIndex] = {}
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
 
@@ -137,7 +184,7 @@ class DpScheduler(StepScheduler[list[int | None]]):
     def _place_waiting(self) -> None:
         """Give waiting requests, in order, to the indices that can begin with them. An index that has not admitted all that it was
         given gets no more: another may have room before it."""
-        ready = [(index, index.load()) for index in self.indices if not index.waiting] if self.waiting else []
+        ready = [(index, index.load()) for index in self.indices if index.may_begin] if self.waiting else []
         claims = Claims(self.adapters.slots)
         while ready and (request := next((each for each in self.waiting if claims.allow(each.adapter)), None)) is not None:
             tokens = [(index.load_with(request, load), number) for number, (index, load) in enumerate(ready)]
@@ -149,6 +196,7 @@ class DpScheduler(StepScheduler[list[int | None]]):
             index.enqueue(request)
             claims.admit(request.adapter)
             load.queued += len(request.tokens)
+            load.begun += len(request.tokens)
             self._placed[request.id] = index
 
     # ---- results -----------------------------------------------------------------------------------------------------
@@ -193,5 +241,5 @@ class DpScheduler(StepScheduler[list[int | None]]):
 _SUMMED = (
     "running", "waiting", "blocks_referenced", "preemptions", "prefix_queries", "prefix_hits", "prompt_tokens",
     "generation_tokens", "drafts", "draft_tokens", "nonfinite_requests", "host_total", "host_used", "host_hits", "host_saved",
-    "host_loaded",
+    "host_loaded", "host_dropped",
 )  # fmt: skip

@@ -8,6 +8,9 @@ its rows: first all that write slots, then all that read them. This module keeps
     a slot that a copy of the step reads is not written in that step
     a block that is taken by somebody else is no target of a copy any more
 
+A step waits for its copies. So it has no more of them than `bound`, beside what `allow` adds for blocks whose contents take much
+longer to compute; what is evicted beyond is lost, as it would be without a host tier.
+
 Each write of a slot has a generation, which the copies that read it name: ranks refuse to read another one.
 """
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from phalanx.engine.messages import BlockCopy
+from phalanx.engine.messages import BlockCopy, Stats
 from phalanx.errors import EngineError
 
 _FIRST = -2
@@ -29,11 +32,12 @@ def entry_of(slot: int) -> int:
 
 
 class HostBlocks:
-    """The slots 0 .. count-1 of one dp index. saved, loaded: blocks that were copied out and in, since the start."""
+    """The slots 0 .. count-1 of one dp index. bound: copies out of one step. Counts of blocks since the start: saved, loaded:
+    copied out and in; dropped: not copied out, since the step had its copies."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.saved = self.loaded = 0
+    def __init__(self, count: int, bound: int = 1 << 62) -> None:
+        self.count, self._bound, self._room = count, bound, bound
+        self.saved = self.loaded = self.dropped = 0
         self._free = list(range(count - 1, -1, -1))  # a stack: slot 0 goes first
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by the key of what is there; the least recently used first
         self._generations = [0] * count
@@ -60,11 +64,19 @@ class HostBlocks:
         if key in self._slots:
             self._slots.move_to_end(key)
             return
+        if not self._room:
+            self.dropped += self.count > 0
+            return
         slot = self._free.pop() if self._free else self._evicted()
         if slot is not None:
+            self._room -= 1
             self._slots[key] = slot
             self._generations[slot] += 1
             self._out[slot] = block
+
+    def allow(self, count: int) -> None:
+        """The next step may have so many more copies out."""
+        self._room += count
 
     def _evicted(self) -> int | None:
         """A slot whose content gives way; None where all are read: what is read has been used last."""
@@ -102,7 +114,7 @@ class HostBlocks:
         back = [BlockCopy(block, slot, self._generations[slot]) for block, slot in self._in.items()]
         for copy in back:
             self._readers[copy.slot] -= 1
-        self._out, self._in = {}, {}
+        self._out, self._in, self._room = {}, {}, self._bound
         self.saved += len(out)
         self.loaded += len(back)
         return out, back
@@ -113,6 +125,11 @@ class HostBlocks:
         self._slots.clear()
         self._out, self._in = {}, {}
         self._readers = [0] * self.count
+
+    def write(self, stats: Stats) -> None:
+        """Its counts and gauges."""
+        stats.host_total, stats.host_used, stats.host_dropped = self.count, self.used, self.dropped
+        stats.host_saved, stats.host_loaded = self.saved, self.loaded
 
     def check(self) -> None:
         """Verify the accounting. Raises EngineError. Sums alone: there may be a million slots, and requests wait meanwhile."""

@@ -75,9 +75,9 @@ FULL_COLLECTION = 100_000
 0.2 s for a hundred prompts of 20,000 tokens, in which no rank gets a step."""
 SWITCH_INTERVAL_SECONDS = 1e-3
 """For how long a thread that follows a grammar keeps the interpreter lock from the loop; Python's default is 5 ms."""
-LOADED_BYTES = 128 << 20
-"""Of KV blocks that come back from host memory in one step, on one rank, while requests run: over PCIe 5 (some 50 GB/s, which was
-not measured here) 2.7 ms, beside the step that computes meanwhile."""
+COPIED_BYTES = 128 << 20
+"""Of KV blocks that come back from host memory in one step, on one rank, while requests run, and of those that go there: over
+PCIe 5 (some 50 GB/s, which was not measured here) 2.7 ms, beside the step that computes meanwhile."""
 VOCABULARY_SECONDS = 30.0
 """How long the first constrained request waits for the client's vocabulary, which comes while the engine starts."""
 _LINGER_MS = 3000  # how long the last messages may take to leave when the process ends
@@ -202,7 +202,7 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
         drafts_keep_kv=options.speculation is not None and options.speculation.keeps_kv,
         max_decode_gap=options.max_decode_gap,
         state_snapshots=options.index_snapshots, host_blocks=_host_blocks(ranks, options, reasons),
-        loaded_blocks=max(1, LOADED_BYTES * num_blocks // max(rank.bytes.get("kv", 0) or 1 for rank in ranks)),
+        copied_blocks=max(1, COPIED_BYTES * num_blocks // max(rank.bytes.get("kv", 0) or 1 for rank in ranks)),
     )  # fmt: skip
     indices, grammar_calls, adapters = options.expert_parallel_size, GrammarThreads(), Adapters(options.max_loras)
     scheduler: StepScheduler[Any]

@@ -41,7 +41,7 @@ class Request:
     __slots__ = (  # noqa: RUF023  grouped by meaning
         "id", "params", "tokens", "prompt_length", "stop_ids", "eos_ids", "min_length", "seed", "limit", "matcher", "constrained",
         "adapter", "steady", "submitted", "drafted", "pending", "sampled_in", "decoding", "proposed", "in_flight", "slot", "blocks",
-        "capacity", "shared", "from_host", "sent", "first_live", "keys", "root_key", "registered", "kept_at", "chunk_cap",
+        "capacity", "shared", "loads", "sent", "first_live", "keys", "root_key", "registered", "kept_at", "chunk_cap",
         "to_compute", "cached_tokens", "was_admitted", "scheduled", "ended", "prompt_logprobs", "drafts", "masks", "grammar_row",
         "grammar_seconds", "grammar_quick",
     )  # fmt: skip
@@ -73,7 +73,7 @@ class Request:
         self.blocks: list[int] = []
         self.capacity = 0
         self.shared = 0  # how many of the positions the prefix cache gave
-        self.from_host = 0  # of these, those with blocks that came from host memory
+        self.loads = False  # while it waits: for its prefix, which comes from host memory in parts
         self.sent = 0  # how many of them the ranks know
         self.first_live: list[int] = []
         self.keys: list[bytes] = []

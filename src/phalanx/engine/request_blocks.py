@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from phalanx.engine.blocks import BlockPool
+from phalanx.engine.host_blocks import HostBlocks
 from phalanx.engine.limits import SchedulerOptions
 from phalanx.engine.prefix import extend_keys, group_key, longest_hit
 from phalanx.engine.request import Request
@@ -18,7 +19,8 @@ class RequestBlocks:
     """Of one dp index."""
 
     def __init__(self, options: SchedulerOptions) -> None:
-        self.pool, self.options, self.groups = BlockPool(options.num_blocks, options.host_blocks), options, len(options.windows)
+        self.pool = BlockPool(options.num_blocks, HostBlocks(options.host_blocks, options.copied_blocks))
+        self.options, self.groups = options, len(options.windows)
         self.states = StateSnapshots(options.max_batch_size, options.state_snapshots)
 
     def blocks_for(self, positions: int) -> int:
@@ -64,19 +66,21 @@ class RequestBlocks:
         memory."""
         return sum(block < -1 or (block >= 0 and self.pool.idle(block)) for block in hit)
 
-    def loads_at_once(self, request: Request, hit: list[int]) -> bool:
-        """Whether the next step may load all of the hit that is in host memory. If it is more than `loaded_blocks`, a part comes
-        into the prefix cache with the next step: the requests that run wait for no longer copies than it computes."""
-        on_host, room = self._on_host(hit), self.options.loaded_blocks - self.pool.host.loading
-        if not on_host or len(on_host) <= room:
-            return True
+    def loads_at_once(self, hit: list[int]) -> bool:
+        """Whether the next step may load all of the hit that is in host memory: the requests that run wait for no longer copies
+        than of `copied_blocks`."""
+        on_host = len(self._on_host(hit))
+        return not on_host or on_host <= self.options.copied_blocks - self.pool.host.loading
+
+    def load_part(self, request: Request, hit: list[int]) -> None:
+        """Bring a part of a hit that does not load at once into the prefix cache with the next step, and keep what is there."""
+        on_host, room = self._on_host(hit), self.options.copied_blocks - self.pool.host.loading
         self.pool.host.touch(self._keys(request, reversed(on_host)))  # and not the place of what is to come behind it
         own = [block for block in hit if block >= 0]
         for block in own:
             self.pool.share(block)  # what comes shall not take its place
         own += self._load(request, hit, on_host[: max(room, 0)])
         self.pool.release(reversed(own))
-        return False
 
     def _on_host(self, hit: list[int]) -> list[int]:
         """Which of its entries are slots of host memory."""
@@ -84,16 +88,16 @@ class RequestBlocks:
 
     def _load(self, request: Request, hit: list[int], numbers: list[int]) -> list[int]:
         """Blocks that get the contents of these entries before the next step."""
-        request.from_host += len({number // self.groups for number in numbers}) * self.options.block_size
+        self.pool.host.allow(len(numbers))  # for what gives way to them
         return self.pool.take_loaded([hit[number] for number in numbers], self._keys(request, numbers))
 
     def _keys(self, request: Request, numbers: Iterable[int]) -> list[bytes]:
         """The keys of these entries of a hit."""
         return [group_key(request.keys[number // self.groups], number % self.groups) for number in numbers]
 
-    def share(self, request: Request, hit: list[int]) -> None:
+    def share(self, request: Request, hit: list[int]) -> int:
         """Give a request that takes a slot the blocks of its prefix hit. Of what is in host memory, it gets blocks that the copies
-        of the next step fill."""
+        of the next step fill. Returns for how many positions some of its blocks came from there, and were not hit since."""
         for block in hit:
             if block >= 0:
                 self.pool.share(block)
@@ -101,13 +105,14 @@ class RequestBlocks:
         for number, block in zip(on_host, self._load(request, hit, on_host), strict=True):
             hit[number] = block
         columns = len(hit) // self.groups
-        request.from_host = min(request.from_host, columns * self.options.block_size)
         request.blocks, request.sent, request.registered = hit, 0, columns
         request.capacity = request.shared = columns * self.options.block_size
         request.first_live = [hit[group :: self.groups].count(-1) for group in range(self.groups)]
         request.kept_at = self._kept_at(request, columns)
         if hit and self.options.state_snapshots:
             self.states.restore(request.keys[columns - 1], request.slot)
+        brought = {number // self.groups for number, block in enumerate(hit) if self.pool.first_hit(block)}
+        return len(brought) * self.options.block_size
 
     def _kept_at(self, request: Request, hit: int) -> list[int]:
         """Where the request's prompt is to end a step, so that its state can be kept: behind its last full block, and, since others
@@ -147,6 +152,8 @@ class RequestBlocks:
         needed = max(0, self.blocks_for(positions) - owned)
         spare = max(0, self.pool.available // self.groups - needed - kept)
         more = max(0, self.blocks_for(wanted) - owned - needed)
+        if not request.decoding:  # to compute a prompt takes longer than to copy what gives way to it
+            self.pool.host.allow(needed * self.groups)
         return self.take(request, needed + min(more, spare))
 
     def register(self, request: Request) -> None:

@@ -40,7 +40,7 @@ from phalanx.engine.messages import (
 from phalanx.engine.request import Followed, Request
 from phalanx.engine.request_blocks import RequestBlocks, forecast_of
 from phalanx.engine.step_draft import ADMITTED_TOKENS, DecodeCounts, StepDraft
-from phalanx.engine.step_scheduler import Messages, SchedulerLoad, StepScheduler
+from phalanx.engine.step_scheduler import Messages, StepScheduler
 from phalanx.errors import EngineError, LogitsNotFinite, RequestError, StepDiverged
 from phalanx.layout.layout import max_chunk
 
@@ -101,8 +101,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         """As `StepScheduler`."""
         stats = self.counters
         stats.running, stats.waiting = len(self.running), len(self.waiting)
-        stats.blocks_referenced, host = self.pool.referenced, self.pool.host
-        stats.host_total, stats.host_used, stats.host_saved, stats.host_loaded = host.count, host.used, host.saved, host.loaded
+        stats.blocks_referenced = self.pool.referenced
+        self.pool.host.write(stats)
         return stats
 
     def check(self) -> None:
@@ -317,17 +317,23 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     def _admit_waiting(self, draft: StepDraft, now: int) -> None:
         """Give slots to waiting requests, in order, as long as there are tokens, slots and blocks, and ADMITTED_TOKENS are not
-        reached."""
-        pool = self.pool
+        reached. While the first has its prefix come from host memory in parts, others may pass it that need no such load, and leave
+        it its slot and blocks; the next load begins when it is admitted."""
+        pool, loading = self.pool, False
         draft.prefill_budget += (draft.decode_budget + draft.constrained_budget) * (1 + draft.drafts)
         forecast = forecast_of(self.running, pool.available, self.options) if self.waiting and self._slots else None
         admitted = 0
-        while self.waiting and self._slots and draft.rows_left and draft.prefill_budget and admitted < ADMITTED_TOKENS:
-            admissible = (each for each in self.waiting if each.grammar_row is None and draft.claims.allow(each.adapter))
-            request = next(admissible, None)
+        while len(self._slots) > loading and draft.rows_left and draft.prefill_budget and admitted < ADMITTED_TOKENS:
+            admissible = (each for each in self.waiting if each.grammar_row is None and not (loading and each.loads))
+            request = next((each for each in admissible if draft.claims.allow(each.adapter)), None)
             if request is None or request.in_flight:  # preempted, and its last tokens are not known yet
                 return
             hit = self.kv.prefix_hit(request)
+            loads = bool(self.running) and not self.kv.loads_at_once(hit)
+            request.loads = loads and loading
+            if request.loads:
+                admitted += len(request.tokens)  # hashed
+                continue
             cached = self.kv.unreferenced(hit)
             # One block of each group is kept for each running request, so that the new one does not preempt another at once.
             reserved = draft.reserved_blocks + len(self.running) * self.kv.groups
@@ -339,8 +345,11 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
                 return
             if forecast is not None and not forecast.add_if_fits(left, request.to_go, shared=cached, force=not self.running):
                 return
-            if self.running and not self.kv.loads_at_once(request, hit):
-                return
+            if loads:
+                self.kv.load_part(request, hit)
+                request.loads, request.to_compute, loading = True, left, True
+                draft.reserved_blocks += self.kv.peak_new_blocks(request, shared) + cached
+                continue
             self._admit(draft, request, hit, now)
             admitted += len(request.tokens)
             count = self._chunk(draft, request, left, iter(())) or min(left, draft.prefill_budget, FIRST_CHUNK)
@@ -351,7 +360,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         self.running.append(request)
         request.slot = self._slots.pop()
         draft.claims.admit(request.adapter)
-        self.kv.share(request, hit)
+        from_host = self.kv.share(request, hit)
         request.to_compute = None
         request.submitted = request.shared
         request.chunk_cap = max_chunk(len(request.tokens) - request.submitted, self.options.pipeline_stages)
@@ -361,7 +370,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             request.cached_tokens = request.submitted
             self.counters.prompt_tokens += request.prompt_length
             self.counters.prefix_hits += request.submitted
-            self.counters.host_hits += request.from_host
+            self.counters.host_hits += from_host
             self.counters.prefix_queries += request.prompt_length if self.kv.may_hit(request) else 0
 
     def _chunk(self, draft: StepDraft, request: Request, left: int, behind: Iterator[Request]) -> int:
@@ -537,29 +546,6 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         return update
 
     # ---- blocks and slots --------------------------------------------------------------------------------------------
-
-    def load(self) -> SchedulerLoad:
-        """What the requests that it has are to it."""
-        running = sum(len(request.tokens) + request.pending for request in self.running)
-        return SchedulerLoad(running, self._begun_tokens(), sum(len(request.tokens) for request in self.waiting))
-
-    def load_with(self, request: Request, load: SchedulerLoad) -> int | None:
-        """Tokens that this scheduler would have to hold and to compute if a request came now: those of its other requests (load),
-        and those of the prompt that its prefix cache lacks. None if the request would have to wait for a slot, for blocks, or for a
-        step that is not full."""
-        busy = bool(self.running or self.waiting)
-        if busy and (len(self.waiting) >= len(self._slots) or load.begun + load.queued >= self.options.max_num_tokens):
-            return None
-        hit = self.kv.positions_of(self.kv.prefix_hit(request))
-        others = self.kv.blocks_for(load.queued) + len(self.waiting) + len(self.running)  # of each group
-        if busy and others * self.kv.groups + self.kv.peak_new_blocks(request, hit) > self.pool.available:
-            return None
-        return load.running + load.queued + len(request.tokens) - hit
-
-    def _begun_tokens(self) -> int:
-        """Tokens of the running requests that the next steps compute: what is left of their prompts, or one."""
-        half = self.options.max_num_tokens // 2  # a long prompt leaves the other half to much shorter ones
-        return sum(min(max(len(r.tokens) + r.pending - r.submitted, 1), half) for r in self.running)
 
     def _fitting_positions(self, request: Request, count: int) -> int:
         """For how many of the next `count` positions there are blocks; later requests are preempted for them."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from phalanx.engine.adapters import Adapter, Adapters
@@ -24,16 +23,6 @@ if TYPE_CHECKING:
 
 
 def _ignore(drafts: int, accepted: int) -> None: ...
-
-
-@dataclass
-class SchedulerLoad:
-    """Tokens of a scheduler's requests. running: of those that run; begun: that the next steps compute for them; queued: of those
-    that it has not admitted."""
-
-    running: int
-    begun: int
-    queued: int
 
 
 Messages = list[RequestUpdate | RequestRejected]
