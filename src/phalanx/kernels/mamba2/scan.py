@@ -89,7 +89,8 @@ def _scan(
             between = tl.where(lower, tl.exp(tl.where(lower, decay[:, None] - decay[None, :], 0.0)), 0.0)
             score = dot(c, tl.trans(b), v, tl.zeros([CHUNK, CHUNK], tl.float32), SM) * between
             scaled = v.to(tl.float32) * step[:, None]
-            y = dot(c.to(tl.float32) * tl.exp(decay)[:, None], matrix, v, zeros, SM)
+            # In fp32: where the state, which the loop carries, is an operand in 16 bit, Triton 3.6 gives wrong sums on Hopper.
+            y = dot(c.to(tl.float32) * tl.exp(decay)[:, None], matrix, matrix, zeros, SM)
             y = dot(score, scaled, v, y, SM) + through * v.to(tl.float32)
             gate = tl.load(z + token[:, None] * z_pitch + head * VALUES + value, is_value, 0.0).to(tl.float32)
             tl.store(out + at, y * gate * sigmoid(gate), is_value)
