@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -68,6 +69,12 @@ def _node_of(device: torch.device) -> int | None:
     properties = torch.cuda.get_device_properties(device)
     domain, bus, number = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
     return node_of(f"{domain:04x}:{bus:02x}:{number:02x}.0")
+
+
+def cuda_unregister(address: int) -> None:
+    """Give memory back that `cuda_register` has pinned, once no copy is under way: what is allocated next may have its address."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class _Streams:
@@ -124,10 +131,12 @@ class HostBlockStore:
         self._widths = [row.shape[1] for row in self._rows]
         words = sum(self._widths)
         size = slots * words * word.itemsize
-        node = None
-        if buffers.device.type == "cuda":
-            register, node = register or cuda_register, _node_of(buffers.device)
-        self.slots = host_memory(size, rank, register, node).view(word).view(slots, words)
+        on_gpu = buffers.device.type == "cuda"
+        node = _node_of(buffers.device) if on_gpu else None
+        memory = host_memory(size, rank, register or (cuda_register if on_gpu else None), node)
+        if on_gpu:
+            finalize(self, cuda_unregister, memory.data_ptr()).atexit = False  # the driver does it as a process ends
+        self.slots = memory.view(word).view(slots, words)
         """[slots, words]: a block of all layers in each."""
         self._generations = [0] * slots
         self._device, self._streams = buffers.device, _Streams(buffers.device)
