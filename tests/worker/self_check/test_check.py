@@ -35,6 +35,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "windows": write_checkpoint(root / "gpt_oss", "gpt_oss", num_hidden_layers=3),
         "int4": int4_checkpoints.rewrite(plain, root / "int4", int4_checkpoints.FORMS["gptq"])[0],
         "fp8": quantized_checkpoints.rewrite(plain, root / "fp8", "compressed static")[0],
+        # Of larger weights the logits are so far apart that one quantum of an activation changes the answer.
+        "small fp8": quantized_checkpoints.rewrite(
+            write_checkpoint(root / "small", "llama", std=0.1, **SIZES), root / "small fp8", "compressed static"
+        )[0],
     }
 
 
@@ -80,7 +84,7 @@ def test_a_right_start_reports_the_line_from_the_last_stage(
 
 @pytest.mark.gpu1
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["llama", "experts", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["llama", "experts", "int4", "small fp8"])
 def test_a_right_start_on_a_gpu(name: str, folders: dict[str, Path], home: Path) -> None:
     """With graphs, and kernels of every kind."""
     (line,) = start(folders[name], device="cuda", dtype="bf16", cuda_graphs=True, kv_block_size=16)
