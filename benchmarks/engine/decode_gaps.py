@@ -2,8 +2,8 @@
 """Gaps between the tokens of streams beside one long prompt, with and without a bound on them: a real engine and its ranks.
 
 For each bound it prints the median, the 99th percentile and the maximum of the gaps while the prompt is computed, the time of the
-prompt, and the tokens per second of all streams together. On CPU with the demo model by default, whose limit of positions is
-raised: its answers beyond that make no sense, and take as long as others.
+prompt, and the tokens per second of all streams together. On CPU with the demo model by default, or a shape of `phalanx bench` with
+dummy weights; the limit of positions is raised: answers beyond that make no sense, and take as long as others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
+from phalanx.bench import shapes
 from phalanx.config.locate import locate
 from phalanx.config.options import EngineOptions
 from phalanx.config.sampling_params import SamplingParams
@@ -29,10 +30,12 @@ STREAM_PROMPT, STREAM_TOKENS = 32, 4000
 
 
 def longer(model: str, positions: int, folder: Path) -> Path:
-    """A copy of a model that takes so many positions."""
-    source = locate(model, None)
+    """A copy of a model, or of a shape's folder, that takes so many positions."""
     target = folder / "model"
-    shutil.copytree(source, target)
+    if shapes.config_of(model) is None:
+        shutil.copytree(locate(model, None), target)
+    else:
+        shapes.write(model, target)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     config["max_position_embeddings"] = max(positions, config["max_position_embeddings"])
     (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -83,6 +86,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv_cache_dtype", default="auto")
     parser.add_argument("--tp_size", type=int, default=1)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=16_000, help="tokens")
@@ -97,6 +102,8 @@ def main() -> None:
         for bound in args.bounds.split(","):
             options = EngineOptions(
                 model=str(model), device=args.device, tensor_parallel_size=args.tp_size, enable_prefix_caching=False,
+                dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype,
+                load_format="auto" if shapes.config_of(args.model) is None else "dummy",
                 max_decode_gap_ms=None if bound == "none" else bound if bound == "auto" else float(bound),
             )  # fmt: skip
             figures[bound] = one = asyncio.run(measure(options, args.streams, args.prompt, args.warm))
@@ -105,7 +112,7 @@ def main() -> None:
                 f"{one['stream_tokens_per_s']:16.0f}", flush=True,
             )  # fmt: skip
     if args.record:
-        setting = {name: getattr(args, name) for name in ("model", "device", "tp_size", "streams", "prompt")}
+        setting = {name: getattr(args, name) for name in ("model", "device", "dtype", "tp_size", "streams", "prompt")}
         print(f"written: {harness.write(args.record, {'asked': setting, 'bounds': figures}).relative_to(harness.ROOT)}")
 
 
