@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`deterministic` on a CPU: the same bits alone and in any crowd. PHALANX_CROWDS=50 for the whole of it."""
+"""`deterministic`: the same bits alone and in any crowd, on a CPU and on a GPU. PHALANX_CROWDS=50 for the whole of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx import LLM, SamplingParams
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import resolve
 from phalanx.config.serving import ServeOptions
-from phalanx.errors import OptionError
+from phalanx.errors import OptionError, PhalanxError
 from phalanx.serve.outputs import RequestOutput
 from tests.support.checkpoints import write_checkpoint
 
@@ -54,18 +55,66 @@ def bits(output: RequestOutput) -> Any:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)], ids=["tp1", "tp2", "pp2"])
 def test_the_same_bits_alone_and_in_any_crowd(folder: Path, tp: int, pp: int) -> None:
     """Steps are small, so that prompts are cut where the crowd has it, and the cache is too small for all of it."""
-    cases, chance = requests(PROMPTS), random.Random(1)
     with LLM(
         folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", max_seq_len=128, max_num_tokens=48,
         kv_block_size=8, kv_cache_bytes=CACHE, deterministic=True, max_batch_size=16,
     ) as llm:  # fmt: skip
         assert "alone" in llm.facts.reasons["deterministic"]
-        alone = [bits(llm.generate(prompt, params)) for prompt, params in cases]
-        for _ in range(CROWDS):
-            crowd = chance.sample(range(len(cases)), chance.randint(len(cases) // 2, len(cases)))
-            outputs = llm.generate([cases[i][0] for i in crowd], [cases[i][1] for i in crowd], use_tqdm=False)
-            for index, output in zip(crowd, outputs, strict=True):
-                assert bits(output) == alone[index], (index, crowd)
+        compare_crowds(llm, CROWDS)
+
+
+def compare_crowds(llm: LLM, crowds: int) -> None:
+    cases, chance = requests(PROMPTS), random.Random(1)
+    alone = [bits(llm.generate(prompt, params, use_tqdm=False)) for prompt, params in cases]
+    for _ in range(crowds):
+        crowd = chance.sample(range(len(cases)), chance.randint(len(cases) // 2, len(cases)))
+        outputs = llm.generate([cases[i][0] for i in crowd], [cases[i][1] for i in crowd], use_tqdm=False)
+        for index, output in zip(crowd, outputs, strict=True):
+            assert bits(output) == alone[index], (index, crowd)
+
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": 400,
+}  # fmt: skip
+ON_A_GPU = [
+    ("llama", {}), ("llama", {"dtype": "fp8", "kv_cache_dtype": "fp8"}), ("mistral", {}), ("qwen3", {"kv_cache_dtype": "int8"}),
+    ("mixtral", {}), ("mixtral", {"dtype": "fp8"}), ("llama", {"cuda_graphs": False}),
+    ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+]  # fmt: skip
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("family", "fields"), ON_A_GPU)
+def test_the_same_bits_alone_and_in_any_crowd_on_a_gpu(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+    """Decode rows in graphs of many sizes and prompts in pieces, over blocks that others have computed. Speculation changes no
+    bit, as its rows of several tokens are like any others."""
+    folder = write_checkpoint(tmp_path / family, family, **SIZES)
+    options = {"dtype": "bf16", "max_seq_len": 128, "max_num_tokens": 48, "kv_cache_bytes": 4 << 20, "max_batch_size": 16}
+    with LLM(folder, device="cuda", deterministic=True, kv_block_size=16, **{**options, **fields}) as llm:
+        assert "batch" in llm.facts.reasons["deterministic"]
+        compare_crowds(llm, max(CROWDS, 8))
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("family", "fields", "words"),
+    [
+        ("gpt_oss", {}, "has experts in"),
+        ("deepseek_v3", {}, "latents"),
+        ("llama", {"dtype": "int4"}, "Int4"),
+        ("llama", {"dtype": "fp32"}, "fp32"),
+    ],
+)
+def test_kernels_that_depend_on_the_batch_are_refused_by_name(
+    tmp_path: Path, family: str, fields: dict[str, Any], words: str
+) -> None:
+    sizes = {} if family != "llama" else SIZES
+    with pytest.raises(PhalanxError, match="deterministic does not work with this") as raised:
+        LLM(write_checkpoint(tmp_path / family, family, **sizes), device="cuda", deterministic=True, **{"dtype": "bf16", **fields})
+    assert words in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -217,9 +217,9 @@ class EngineOptions(BaseModel):
     )
     deterministic: bool = Field(
         False,
-        description="On CPU: a request's logits are the same bits whatever else is in the batch, since each token is computed "
-        "alone; prompts take as long as decodes. On GPU: all-reduces sum in fp32 in the order of the ranks, never by NCCL, and "
-        "repeat bit for bit; other kernels still depend on the batch.",
+        description="A request's logits are the same bits whatever else is in the batch, and however its prompt is cut. On GPU: "
+        "GEMMs, attention and experts have one order of sums for any number of tokens, and all-reduces sum in the order of the "
+        "ranks, never by NCCL; weights in 16 bit or FP8. On CPU: each token is computed alone; prompts take as long as decodes.",
     )
     self_check: bool = Field(
         False,

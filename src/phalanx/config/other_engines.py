@@ -121,7 +121,7 @@ SGLANG = {
     "disable-radix-cache": Counterpart("no_enable_prefix_caching"),
     "disable-cuda-graph": _EAGER,
     "disable-custom-all-reduce": Counterpart("allreduce_strategy", "NCCL"),
-    "enable-deterministic-inference": Counterpart("deterministic", "on GPUs of all-reduces; other kernels depend on the batch"),
+    "enable-deterministic-inference": Counterpart("deterministic", "16 bit and FP8"),
     "enable-metrics": _METRICS,
     "log-requests-level": Counterpart("log_requests", "content is never logged"),
     "enable-trace": Counterpart("otlp_traces_endpoint"),

@@ -46,8 +46,8 @@ def resolve(options: EngineOptions, shape: ModelShape, gpus: int, unusable: str 
     if options.kv_cache_dtype == "auto":
         chosen["kv_cache_dtype"] = cache, f"the checkpoint has {'no ' if cache == 'model' else ''}KV scales"
     if options.deterministic:
-        _check_deterministic(options, device)
-        way = ROW_BY_ROW if device == "cpu" else ALL_REDUCES_ONLY
+        _check_deterministic(options, shape, device)
+        way = ROW_BY_ROW if device == "cpu" else BATCH_INVARIANT
         chosen["deterministic"] = True, way
     max_seq_len = _max_seq_len(options, shape, chosen)
     _max_num_tokens(options, device, max_seq_len, chosen)
@@ -63,19 +63,28 @@ def resolve(options: EngineOptions, shape: ModelShape, gpus: int, unusable: str 
 
 
 ROW_BY_ROW = "each token is computed alone, so that its bits do not depend on the batch; prompts take as long as decodes"
-ALL_REDUCES_ONLY = "all-reduces repeat bit for bit; on a GPU other kernels still depend on the batch"
+BATCH_INVARIANT = "kernels give a token the same bits whatever else is in the batch; GEMMs and attention are slower"
 
 
-def _check_deterministic(options: EngineOptions, device: str) -> None:
-    """Raise OptionError for what `deterministic` cannot promise on a CPU."""
-    if device != "cpu":
-        return
+def _check_deterministic(options: EngineOptions, shape: ModelShape, device: str) -> None:
+    """Raise OptionError for what `deterministic` cannot promise. Which weights it excludes is known as layers are made."""
+    cpu = device == "cpu"
     for name, is_set, why in (
-        ("speculative_config", options.speculation is not None, "tokens are computed one by one, and drafts would gain nothing"),
+        (
+            "speculative_config", cpu and options.speculation is not None,
+            "tokens are computed one by one, and drafts would gain nothing",
+        ),
         ("expert_parallel_size", options.expert_parallel_size > 1, "the groups exchange the tokens of whole steps"),
-    ):
+        ("max_loras", not cpu and options.max_loras > 0, "kernels of adapters divide a step by its adapters"),
+        (
+            "a model with recurrent layers", not cpu and shape.recurrent is not None,
+            "their kernels divide prompts into chunks that begin where a step begins",
+        ),
+    ):  # fmt: skip
         if is_set:
-            raise OptionError(f"deterministic excludes {name} on a CPU", why=why, next="leave one of them out")
+            raise OptionError(
+                f"deterministic excludes {name} on a {device.upper().replace('CUDA', 'GPU')}", why=why, next="leave one of them out"
+            )
 
 
 def concrete_dtype(dtype: str, shape: ModelShape, device: str) -> str:

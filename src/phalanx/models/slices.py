@@ -127,6 +127,7 @@ class LayerContext:
     expert_exchange: how tokens get to experts over dp, see `EngineOptions`. one_sided: through what they may go that way.
     exchange_table: when they do; None for always.
     row_by_row: of several tokens, each is computed alone, so that its bits do not depend on the others: `deterministic` on a CPU.
+    batch_invariant: the kernels of a GPU give a token's bits whatever other tokens are beside it: `deterministic` there.
     traffic: experts are drawn by a power law with this exponent, instead of computed by the router; None: they are not.
     last_embeds: the last pipeline stage has the embedding, too: what proposes drafts there shares it.
     adapters: what linear layers that have room for adapters share; None: there are none.
@@ -146,6 +147,7 @@ class LayerContext:
     exchange_table: ExchangeTable | None = None
     redundant_experts: int = 0
     row_by_row: bool = False
+    batch_invariant: bool = False
     last_embeds: bool = False
     adapters: AdapterBatch | None = None
     declared: Mapping[str, WeightTensor] = field(default_factory=dict)

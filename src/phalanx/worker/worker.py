@@ -262,6 +262,7 @@ class Worker:
             kv_cache_dtype=options.kv_cache_dtype, moe_ep=options.moe_expert_parallel_size, traffic=options.expert_traffic,
             dp=groups.dp, expert_exchange=options.expert_exchange, one_sided=one_sided, exchange_table=table,
             redundant_experts=options.redundant_experts, row_by_row=options.deterministic and device.type == "cpu",
+            batch_invariant=options.deterministic and device.type == "cuda",
             adapters=AdapterBatch(options.max_loras, options.max_lora_rank) if options.max_loras else None,
             last_embeds=network is not None and network.reads_target,
         )  # fmt: skip
@@ -348,8 +349,8 @@ class Worker:
         max_num_tokens = options.index_num_tokens or max_seq_len
         attention = select_backend(
             device, dtype, shape.head_dim, shape.latent, cache_dtype=CACHE_DTYPES[model.context.kv_dtype], sinks=shape.sinks,
-            block_size=options.kv_block_size, windows=any(window is not None for window in shape.windows),
-            capped=shape.multipliers.attention_cap is not None, most_tokens=max_num_tokens,
+            block_size=options.kv_block_size, windows=any(each is not None for each in shape.windows), most_tokens=max_num_tokens,
+            capped=shape.multipliers.attention_cap is not None, batch_invariant=model.context.batch_invariant,
         )  # fmt: skip
         sampler = Sampler(options.index_batch_size, shape.vocab_size, device) if last else None
         capturer = None

@@ -206,7 +206,7 @@ def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
     tiles: int | None = None, mean_length: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
-    sinks: Tensor | None = None, token_scales: Tensor | None = None, least_rows: int = 1,
+    sinks: Tensor | None = None, token_scales: Tensor | None = None, least_rows: int = 1, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     """See `reference.prefill_attention`; written into `out` where one is given, else into memory that is not set: tokens of no row
     have no output. All tensors contiguous but block_tables, whose rows are. Nothing is read by the host: the launch may be
@@ -216,13 +216,13 @@ def prefill_attention(
     output. None: as many as so many rows of so many tokens may have, at worst; a program beyond the last tile returns at once.
     mean_length: the mean of kv_lengths, by which the faster of two kernels is chosen; None: as many as there are tokens.
     early_lengths: as of `decode_attention`; query_starts are read then, too. least_rows: launches of up to so many rows are of one
-    variant of the kernel."""
+    variant of the kernel. batch_invariant: a token's output does not depend on the other tokens of its row, or on other rows."""
     arguments = query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths
     options: dict[str, Any] = {
         "scale": scale, "kv_scales": kv_scales, "tiles": tiles, "early_lengths": early_lengths, "out": out,
     }  # fmt: skip
     long = (len(query) if mean_length is None else mean_length) >= LONG_KV and len(kv_lengths) <= MAX_LONG_ROWS
-    if long and window is None and sinks is None and _is_warp_specialized(query, key_cache):
+    if long and not batch_invariant and window is None and sinks is None and _is_warp_specialized(query, key_cache):
         from phalanx.kernels.attention.prefill_hopper import prefill_attention as warp_specialized
 
         return warp_specialized(*arguments, **options)
@@ -230,8 +230,9 @@ def prefill_attention(
 
     tiling = select_prefill(query.shape[2], query.element_size())
     return kernel(
-        *arguments, **options, window=window, tiling=tiling, sinks=sinks, token_scales=token_scales, least_rows=least_rows
-    )
+        *arguments, **options, window=window, tiling=tiling, sinks=sinks, token_scales=token_scales, least_rows=least_rows,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
 
 
 def _is_warp_specialized(query: Tensor, key_cache: Tensor) -> bool:

@@ -116,10 +116,11 @@ def _prefill(
     table_stride, rows, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, MOST: tl.constexpr,
-    INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr, COPIES: tl.constexpr, SM: tl.constexpr,
+    INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr, COPIES: tl.constexpr, ANCHORED: tl.constexpr,
+    SM: tl.constexpr,
 ):  # fmt: skip
     """Programs count tiles from the last, parts of a tile from the last, and KV heads. EARLY: see early_lengths; COPIES: see
-    `decode._token_scales`."""
+    `decode._token_scales`; ANCHORED: see batch_invariant."""
     if SM >= 90:
         gdc_launch_dependents()
         if not EARLY:
@@ -138,7 +139,8 @@ def _prefill(
     end = earlier + tl.minimum((tl.minimum(lead + ROWS, TOKENS * GROUP) - 1) // GROUP + 1, count - first)
     low = tl.maximum(full - window, 0) if WINDOWED else 0
     RUN: tl.constexpr = min(BLOCK_SIZE & -BLOCK_SIZE, KEYS)  # keys that certainly lie in one block, from a multiple of it on
-    begin = low // RUN * RUN
+    STEP: tl.constexpr = KEYS if ANCHORED else RUN
+    begin = low // STEP * STEP
     table = tables + table_row * table_stride
     block = _blocks(table, begin, end, KEYS, RUN, BLOCK_SIZE)
 
@@ -165,9 +167,10 @@ def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, tiling: PrefillTiling,
     tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None, sinks: Tensor | None = None,
-    token_scales: Tensor | None = None, least_rows: int = 1,
+    token_scales: Tensor | None = None, least_rows: int = 1, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The kernel of `reference.prefill_attention`, for contiguous queries and caches; tokens of no row are not set in `out`."""
+    """The kernel of `reference.prefill_attention`, for contiguous queries and caches; tokens of no row are not set in `out`.
+    batch_invariant: the keys of a row are divided alike whatever tokens share a tile, where there is a window, too."""
     tokens, q_heads, head_dim = query.shape
     block_size, kv_heads = key_cache.shape[1:3]
     rows, group = len(kv_lengths), q_heads // kv_heads
@@ -185,7 +188,7 @@ def prefill_attention(
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         TOKENS=each, ROWS=tiling.rows, KEYS=tiling.keys, STAGES=tiling.stages, MOST=_padded_rows(max(rows, least_rows)),
         INDIRECT=table_rows is not None, WINDOWED=window is not None, EARLY=early_lengths,
-        COPIES=max(32 * tiling.warps // tiling.keys, 1), SM=sm, num_warps=tiling.warps,
+        COPIES=max(32 * tiling.warps // tiling.keys, 1), ANCHORED=batch_invariant, SM=sm, num_warps=tiling.warps,
         maxnreg=tiling.registers, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

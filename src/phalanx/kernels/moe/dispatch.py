@@ -15,9 +15,16 @@ from phalanx.kernels.moe.tensors import ExpertChoice, ExpertTensors, RouterLogit
 from phalanx.kernels.scaled_tensors import Quantized
 
 
-def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, in_fp32: bool = False) -> Tensor | RouterLogits:
+def router_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, in_fp32: bool = False, batch_invariant: bool = False
+) -> Tensor | RouterLogits:  # fmt: skip
     """x [T, H] times weight [E, H] transposed, plus bias [E] -> logits [T, E], summed in fp32 and rounded to x's dtype, or not
-    rounded with in_fp32. On a GPU, for few tokens, the last sums are left to the kernel that reads the logits."""
+    rounded with in_fp32. On a GPU, for few tokens, the last sums are left to the kernel that reads the logits. batch_invariant: as
+    of `ExpertTensors`, on a GPU."""
+    if batch_invariant:
+        from phalanx.kernels.batch_invariant import batch_invariant_gemm
+
+        return batch_invariant_gemm(x, weight, bias, dtype=torch.float32 if in_fp32 else x.dtype)
     if x.is_cuda and has_triton() and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
         tiling = heuristics.select_router(x.shape[0], weight.shape[0])
         if tiling is not None and x.shape[0]:
@@ -156,6 +163,8 @@ def run(
         len(x), routing.top_k, experts.count, num_experts, experts.hidden, experts.inner, experts.gate_up.element_size(),
         gpu(x.device).num_sms, sm=gpu(x.device).sm, by_block=experts.by_block,
     )  # fmt: skip
+    if experts.batch_invariant:
+        first = second = heuristics.batch_invariant_tiling(experts.gate_up.element_size(), gpu(x.device).sm)
     common = {"top_k": routing.top_k, "experts": experts.count, "dtype": x.dtype}
     values, scale = quantized or _quantized(x, experts, experts.input_scale, 0)
     inner = grouped_gemm(
@@ -174,6 +183,8 @@ def run(
 def _tile_size(experts: ExpertTensors, x: Tensor, top_k: int, num_experts: int) -> TileSize:
     if experts.in_4_bits or experts.gate_up_bias is not None:
         return TileSize(biased_heuristics.tile_pairs(len(x), top_k, num_experts, in_4_bits=experts.in_4_bits))
+    if experts.batch_invariant:
+        return heuristics.BATCH_INVARIANT
     return heuristics.tile_size(len(x), top_k, num_experts, gpu(x.device).sm)
 
 

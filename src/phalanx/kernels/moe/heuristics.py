@@ -93,6 +93,15 @@ def warmup_token_counts(max_tokens: int) -> list[int]:
     return sorted({*(1 << power for power in range(max_tokens.bit_length())), max_tokens} - {0})
 
 
+BATCH_INVARIANT = TileSize(64)
+"""Of all numbers of tokens, so that a token's bits do not depend on it."""
+
+
+def batch_invariant_tiling(itemsize: int, sm: int) -> ExpertTiling:
+    """Of both GEMMs, with tiles of BATCH_INVARIANT: no program shares another's columns."""
+    return ExpertTiling(64, BATCH_INVARIANT.pairs, 4, _stages(192, itemsize, sm, programs=2), 8)
+
+
 def expert_tilings(
     tokens: int, top_k: int, experts: int, num_experts: int, hidden: int, inner: int, itemsize: int, num_sms: int, *,
     sm: int = 90, by_block: bool = False,

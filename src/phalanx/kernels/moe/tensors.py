@@ -28,6 +28,7 @@ class ExpertTensors:
     and `packing.tiled`; and a scale 2^(n - 127) for 32 columns, n in uint8 [rows, columns / 32], 128 at most, padded with zeros to
     a multiple of 4, and tiled. Or in 4-bit integers or NVFP4: `packed` has gate and up, and down, each with a dim of experts
     before the others of its tensors; gate_up and down are its words.
+    batch_invariant: a token's bits do not depend on the other tokens of a step.
     gate_up_bias [E * 2 * I], down_bias [E * H]: added to what the GEMMs give; None for none. swiglu: the activation where it is not
     silu(gate) * up. gated: else it is relu(up)^2.
     """
@@ -47,6 +48,7 @@ class ExpertTensors:
     swiglu: ClampedSwiGlu | None = None
     gated: bool = True
     packed: tuple[Int4Weight, Int4Weight] | tuple[Nvfp4Weight, Nvfp4Weight] | None = None
+    batch_invariant: bool = False
 
     @property
     def hidden(self) -> int:

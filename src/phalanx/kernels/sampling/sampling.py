@@ -126,8 +126,9 @@ def score(logits: Tensor, targets: Tensor, most: int) -> Tensor:
 
     Columns: natural-log probability, rank (1 is the most likely; ties share the better rank), then the ids of the `most` most
     likely tokens, then their log probabilities. fp64 holds each of these exactly, so that one copy to the host carries all."""
-    own = logits.gather(1, targets.unsqueeze(1))
-    norm = logits.logsumexp(-1, keepdim=True)
+    own, top = logits.gather(1, targets.unsqueeze(1)), logits.amax(-1, keepdim=True)
+    # In fp64, which rounds to one fp32 in whatever order torch adds: that depends on the number of rows.
+    norm = (top + (logits - top).exp_().sum(-1, keepdim=True, dtype=torch.float64).log()).float()
     rank = (logits > own).sum(-1, keepdim=True) + 1
     columns = [own - norm, rank]
     if most:

@@ -80,6 +80,7 @@ class ParallelLMHead(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.multiplier, self.cap, self.row_by_row = multiplier, cap, context.row_by_row
+        self.batch_invariant = context.batch_invariant
         self.vocab_size, self.group = vocab_size, context.group
         self.table = VocabParallelEmbedding(name, vocab_size, hidden_size, context=context) if tied is None else tied
 
@@ -102,6 +103,10 @@ class ParallelLMHead(nn.Module):
         if self.row_by_row:
             for row, result in zip(states, out, strict=True):
                 result.copy_(kernels.linear(row.clone().unsqueeze(0), weight)[0])
+        elif self.batch_invariant:
+            from phalanx.kernels.batch_invariant import batch_invariant_gemm
+
+            batch_invariant_gemm(states, weight, out=out)
         elif len(states):
             kernels.linear(states, weight, out=out)
         return out if self.cap is None else out.div_(self.cap).tanh_().mul_(self.cap)

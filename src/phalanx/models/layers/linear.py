@@ -14,6 +14,7 @@ from phalanx.comm.sequence_parallel import unshard
 from phalanx.kernels.scaled_tensors import GemvArgs, Unscaled
 from phalanx.models.layers.activation import Activation, NormOutput
 from phalanx.models.layers.linear_methods.adapted import adapted
+from phalanx.models.layers.linear_methods.batch_invariant import batch_invariant
 from phalanx.models.layers.linear_methods.choose import linear_method
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext, Slice, Sliced, WeightPart
@@ -29,7 +30,7 @@ class ColumnParallelLinear(Sliced):
     def __init__(self, parts: Sequence[WeightPart], *, bias: bool, context: LayerContext) -> None:
         super().__init__()
         self.parts, self.row_order = tuple(parts), list[int]()
-        self.method = adapted(linear_method(parts, context), context)
+        self.method = adapted(batch_invariant(linear_method(parts, context), context), context)
         self.bias = context.weight(self.method.out_features) if bias else None
 
     @classmethod
@@ -76,7 +77,7 @@ class RowParallelLinear(Sliced):
         self.multiplier = multiplier
         self.output_norm: RmsNorm | None = None
         self.name, self.local, self.context, self.out_features = part.name, part.columns, context, part.shape[0]
-        self.method = adapted(linear_method([part], context), context)
+        self.method = adapted(batch_invariant(linear_method([part], context), context), context)
         self.bias = context.weight(self.out_features) if bias else None
 
     @classmethod

@@ -26,6 +26,7 @@ class Router(Sliced):
         super().__init__()
         (self.tensor,) = context.of_gemm(prefix, "router")
         self.in_fp32, count = experts.scoring is not None, experts.count
+        self.batch_invariant = context.batch_invariant
         self.stem = self.tensor.name.removesuffix("weight")
         self.weight = context.weight(*self.tensor.shape)
         self.bias = context.weight(count) if f"{self.stem}bias" in context.declared else None
@@ -43,7 +44,7 @@ class Router(Sliced):
 
     def forward(self, x: Tensor) -> Tensor | RouterLogits:
         """x [T, hidden] -> logits [T, experts]. It runs where experts are drawn, too, so that a benchmark has its time."""
-        return router_logits(x, self.weight, self.bias, in_fp32=self.in_fp32)
+        return router_logits(x, self.weight, self.bias, in_fp32=self.in_fp32, batch_invariant=self.batch_invariant)
 
     def route(self, x: Tensor, experts: ExpertTensors, padding: Tensor | None = None) -> Routing:
         """x [T, hidden] -> each token's experts; none where `padding` [T] is given and negative. experts: of this rank."""

@@ -80,7 +80,8 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     calls: list[tuple[int, int | None]] = []
 
     def stand_in(
-        query: Tensor, *inputs: Any, tiles: int | None, mean_length: int | None, early_lengths: bool, **options: Any
+        query: Tensor, *inputs: Any, tiles: int | None, mean_length: int | None, early_lengths: bool, batch_invariant: bool,
+        **options: Any,
     ) -> Tensor:  # fmt: skip
         calls.append((-len(inputs[-1]) if early_lengths else len(inputs[-1]), tiles))
         assert mean_length == (None if early_lengths else int(inputs[-1].sum()) // len(inputs[-1]))
@@ -126,6 +127,19 @@ def test_each_row_by_its_kind(
     first = next((at for at, (_, now) in enumerate(rows) if now > 1), len(rows))
     assert launched == [first] * 2 * bool(first)
     assert [len(each.kv_lengths_cpu) for each in others.planned] == [len(rows) - first] * (first < len(rows))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_where_batches_must_not_matter_one_kernel_takes_all_rows(
+    window: int | None, launched: list[int], prefilled: list[tuple[int, int | None]]
+) -> None:  # fmt: skip
+    rows = [(7, 1), (16, 1), (0, 9)]
+    batch, cache, keys, values = made_batch(rows, window)
+    query = torch.randn(11, 6, 8)
+    out = TritonBackend(Watched(), CPU, "all", batch_invariant=True).plan(batch).forward(query, cache, window=window, scale=0.3)
+    compare(out, query, batch, rows, keys, values, window)
+    assert launched == []
+    assert [count for count, _ in prefilled] == [3]
 
 
 def test_a_batch_of_both_kinds_is_free_when_its_plan_is_taken_away() -> None:

@@ -27,13 +27,17 @@ QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 class TritonBackend:
     """prefill: the back end for prefill rows. own_prefill: the prefill rows that our kernel takes instead: those over a quantized
     cache (e4m3, int8) and those with sinks, all, or none, where there is no kernel for them. Where there is one, it takes all
-    prefill rows of a fixed batch."""
+    prefill rows of a fixed batch. batch_invariant: it takes all rows, with own_prefill all: a token's output is the same in a
+    prefill row and in a decode row, whatever is beside it."""
 
     def __init__(
-        self, prefill: AttentionBackend, device: torch.device, own_prefill: Literal["none", "quantized", "all"] = "none"
+        self, prefill: AttentionBackend, device: torch.device, own_prefill: Literal["none", "quantized", "all"] = "none", *,
+        batch_invariant: bool = False,
     ) -> None:  # fmt: skip
-        self.prefill, self.own_prefill = prefill, own_prefill
+        self.prefill, self.own_prefill, self.batch_invariant = prefill, own_prefill, batch_invariant
         self.name = "triton" if own_prefill == "all" else f"triton+{prefill.name}"
+        if batch_invariant:
+            self.name = "triton, batch-invariant"
         self.captures_prefill = own_prefill != "none"
         self.workspace = SplitKvWorkspace(device)
         self.layer_specs: set[kernels.LayerSpec] = set()  # of the layers that have run
@@ -66,6 +70,8 @@ class TritonPlan:
         self._batch, self._backend = batch, backend
         rows = len(batch.kv_lengths_cpu)
         self._decodes = batch.decodes if batch.fixed else count_leading_decodes(batch.query_starts_cpu)
+        if backend.batch_invariant:
+            self._decodes = 0
         self._prefills = rows - self._decodes
         lengths = batch.kv_lengths_cpu[: self._decodes]
         self._short = batch.short if batch.fixed else max(lengths, default=0) <= SHORT_KV
@@ -126,7 +132,7 @@ class TritonPlan:
         out: Tensor, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         """The prefill rows, by our kernel. Its grid is as large as these rows need, or, of a fixed batch, as any rows may need."""
-        batch, at = self._batch, self._decodes
+        batch, at, backend = self._batch, self._decodes, self._backend
         if not batch.fixed and self._tiles is None:
             self._tiles = count_prefill_tiles(batch.query_starts_cpu[at:], query.shape[1] // cache.key.shape[2])
         rows, tables = batch.table_rows, batch.of_group(cache.group).block_tables
@@ -134,5 +140,5 @@ class TritonPlan:
             query, cache.key, cache.value, tables if rows is not None else tables[at:],
             None if rows is None else rows[at:], batch.query_starts[at:], batch.kv_lengths[at:], scale=scale, window=window,
             kv_scales=kv_scales, tiles=self._tiles, mean_length=self._mean_length, early_lengths=batch.fixed, out=out, sinks=sinks,
-            token_scales=cache.token_scales,
+            token_scales=cache.token_scales, batch_invariant=backend.batch_invariant,
         )  # fmt: skip

@@ -48,4 +48,10 @@ def expert_method(prefix: str, local: Sequence[int], experts: Experts, context: 
             f"the experts of {prefix} cannot be loaded in {stored}", held="they have 16 bits, or 8 in FP8",
             why=f"GEMMs in {stored} have a gate", next="use dtype='auto', 'bf16' or 'fp8'",
         )  # fmt: skip
+    if context.batch_invariant and method is not GroupedExperts:
+        raise ModelError(
+            "deterministic does not work with this checkpoint on a GPU", held=f"{prefix} has experts in {stored}",
+            why="GEMMs of experts whose tokens do not depend on the batch are there for 16 bit and FP8",
+            next="leave deterministic out",
+        )  # fmt: skip
     return method(gate_up, down, local, experts, context)

@@ -27,6 +27,7 @@ class GroupedExperts(ExpertMethod):
     ) -> None:
         super().__init__(gate_up, down, local, experts, context)
         self.count, self.gated, self.elsewhere = len(local), experts.gated, dict[str, list[str]]()
+        self.batch_invariant = context.batch_invariant
         methods = []
         for name, tensors in (("gate_up_proj", gate_up), ("down_proj", [down])):
             method = linear_method(context.expert_parts(tensors, local), context)
@@ -48,7 +49,7 @@ class GroupedExperts(ExpertMethod):
         gate_up, down = self.gate_up_proj.grouped(), self.down_proj.grouped()
         return ExpertTensors(
             self.count, first, gate_up.weight, down.weight, gate_up.scale, down.scale, gate_up.input_scale, down.input_scale,
-            down.begin, gate_up.quantizes and down.quantizes, gated=self.gated,
+            down.begin, gate_up.quantizes and down.quantizes, gated=self.gated, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
     def scales(self) -> Iterator[Scale]:
