@@ -115,3 +115,16 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, reason):
     for rate in ("0", "-1", "fast", "inf", "nan", "1e-320"):
         with pytest.raises(OptionError, match="no rate"):
             of(f"poisson:{rate}")
+
+
+def test_a_shorter_trace_is_equal_where_it_was(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in MOONCAKE))
+    first, second = arrivals.shortened(of(path), 64)
+    assert (first.input_len, first.output_len, second.input_len, second.output_len) == (16, 1, 10, 1)
+    one, other = first.tokens(0), second.tokens(1)
+    assert one[:8] == other[:8]
+    assert one[8] != other[8]
+    for factor in (0, 3):
+        with pytest.raises(OptionError, match=f"a trace cannot be {factor} times shorter"):
+            arrivals.shortened(of(path), factor)

@@ -41,6 +41,20 @@ def test_the_fewest_replicas_hold_and_one_less_do_not():
     assert scenario.fewest_replicas(replica, ROWS, looser) <= count
 
 
+def test_replicas_of_a_host_share_its_memory():
+    machine, _ = subject.machine_for("H200")
+    request = PlanRequest(dtype="bf16", isl=1, osl=1, max_batch_size=64, max_seq_len=4096, kv_host_memory=64 << 30)
+    one, four = (ReplicaSpec.of(SHAPE, machine, request, Layout(), sharing=sharing) for sharing in (1, 4))
+    assert one.options.host_blocks == 64 * 2**30 // (16 * 131072) == 4 * four.options.host_blocks
+    assert one.options.copied_blocks == 64
+    assert one.block_seconds == pytest.approx(16 * 131072 / machine.gpu.pcie_bandwidth)
+    assert ReplicaSpec.of(SHAPE, machine, request, Layout(), prefix_caching=False).options.host_blocks == 0
+    rows = [arrivals.Arrival(0.0, 1024, 2, (7, 8))] * 3
+    report = scenario.document(one, rows, 1, Bounds(), concurrency=1)
+    assert (report["asked"]["host_blocks"], report["prefix_hits_on_host"]) == (one.options.host_blocks, 0)
+    assert "(0.0% in host memory)" in scenario.text(report)
+
+
 def test_an_objective_that_no_number_holds_is_an_error(monkeypatch):
     monkeypatch.setattr(scenario, "MOST_REPLICAS", 20)
     with pytest.raises(CapacityError, match="20 replicas do not hold the objective"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -92,6 +93,20 @@ def test_prefix_hits_are_those_of_an_independent_count(tmp_path):
     result = simulate.run(costs(), options(), arrivals.of(str(path), isl=0, osl=0, requests=0), concurrency=1)
     assert hits > 5000
     assert (result.hits, result.queries) == (hits, prompt_tokens)
+
+
+def test_host_memory_finds_what_the_device_has_lost_and_its_copies_take_time():
+    """Eight prompts of 2,048 tokens come again and again, and the device holds three."""
+    rows = [Arrival(0.0, 2048, 2, (number % 8 * 4, *range(number % 8 * 4 + 1, number % 8 * 4 + 4))) for number in range(40)]
+    few = options(num_blocks=3 * 2048 // 16 + 12, max_batch_size=1)
+    without = simulate.run(costs(), few, rows, concurrency=1)
+    host = replace(few, host_blocks=8 * 128)
+    free = simulate.run(costs(), host, rows, concurrency=1)
+    slow = simulate.run(costs(), host, rows, concurrency=1, block_seconds=1e-4)
+    assert (without.hits, without.host_hits) == (0, 0)
+    assert free.host_hits == free.hits == slow.hits == 32 * 2032, "all but the last block of each, which has the token to compute"
+    assert slow.seconds - free.seconds == pytest.approx(32 * 127 * 1e-4)
+    assert free.seconds < 0.5 * without.seconds
 
 
 def test_it_is_fast():

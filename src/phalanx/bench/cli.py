@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,46 @@ Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also w
 Commit = Annotated[
     str | None, typer.Option("--commit", envvar="BENCH_COMMIT", help="Commit id to record when the sources are not a git checkout.")
 ]
+
+Rate = Annotated[
+    float | None, typer.Option(help="Requests, or conversations that begin, per second, as a Poisson process; inf: all at once.")
+]
+Concurrency = Annotated[
+    int | None, typer.Option(min=1, help="Number of streams; each sends its next request when its last one has ended.")
+]
+LengthRange = Annotated[
+    float, typer.Option("--length_range", min=0.0, max=1.0, help="Least length of a prompt and an output, as a part of these.")
+]
+SkipFirst = Annotated[
+    int, typer.Option("--skip_first", min=0, help="Number of requests that are sent first and whose latencies do not count.")
+]
+Offline = Annotated[
+    Path | None, typer.Option("--offline", help="Report of `bench throughput` with the same work, to compare with.")
+]
+Trace = Annotated[str | None, typer.Option(metavar="FILE", help="Send a trace's requests: .jsonl of Mooncake, .csv of Azure.")]
+NumConversations = Annotated[
+    int | None,
+    typer.Option("--num_conversations", min=1, help="Hold so many conversations: each prompt has all that was said before."),
+]
+NumTurns = Annotated[
+    int | None, typer.Option("--num_turns", min=2, help="Messages of a conversation, the user's and the answers together; 8.")
+]
+CommonPrefix = Annotated[
+    int | None, typer.Option("--common_prefix_num_tokens", min=0, help="Tokens with which all conversations begin; 0.")
+]
+OwnPrefix = Annotated[
+    int | None, typer.Option("--prefix_num_tokens", min=0, help="Tokens that each has of its own before its first message; 0.")
+]
+ToolCalls = Annotated[
+    int | None,
+    typer.Option("--tool_calls", min=0, help="Calls of tools behind each message, each with output and answer; 0."),
+]
+ToolTokens = Annotated[int | None, typer.Option("--tool_num_tokens", min=1, help="Tokens of a tool's output; 256.")]
+ToolTime = Annotated[float | None, typer.Option("--tool_time", min=0.0, help="Seconds that a tool takes, on average; 0.")]
+ThinkTime = Annotated[
+    float | None, typer.Option("--think_time", min=0.0, help="Seconds between an answer and the next message, on average; 0.")
+]
+MaxActive = Annotated[int | None, typer.Option("--max_active_conversations", min=1, help="Conversations that go on at once; all.")]
 
 _DECODES = ("decode-1", "decode-64")
 _BATCH = "batch-512x1000x1000"
@@ -187,45 +227,84 @@ def layouts(
 
 def serve(
     url: Annotated[str, typer.Argument(metavar="[URL]", help="URL of a running server.")] = "http://localhost:8000",
-    rate: Annotated[float | None, typer.Option(help="Requests per second, as a Poisson process; inf: all at once.")] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Number of streams; each sends its next request when its last one has ended.")
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 256,
-    input_len: Annotated[int, typer.Option("--input_len", min=1, help="Tokens of each prompt.")] = 128,
+    rate: Rate = None,
+    concurrency: Concurrency = None,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests, or of those of a trace.")] = 256,
+    input_len: Annotated[int, typer.Option("--input_len", min=1, help="Tokens of each prompt, or message of a user.")] = 128,
     output_len: Annotated[int, typer.Option("--output_len", min=1, help="New tokens of each request.")] = 128,
-    length_range: Annotated[
-        float, typer.Option("--length_range", min=0.0, max=1.0, help="Least length of a prompt and an output, as a part of these.")
-    ] = 1.0,
-    skip_first: Annotated[
-        int, typer.Option("--skip_first", min=0, help="Number of requests that are sent first and whose latencies do not count.")
-    ] = 0,
+    length_range: LengthRange = 1.0,
+    skip_first: SkipFirst = 0,
+    trace: Trace = None,
+    speed: Annotated[float, typer.Option(help="Factor by which requests arrive faster than in the trace.")] = 1.0,
+    shorten: Annotated[int, typer.Option(help="Factor by which requests have fewer tokens than in the trace.")] = 1,
+    num_conversations: NumConversations = None,
+    num_turns: NumTurns = None,
+    common_prefix_num_tokens: CommonPrefix = None,
+    prefix_num_tokens: OwnPrefix = None,
+    tool_calls: ToolCalls = None,
+    tool_num_tokens: ToolTokens = None,
+    tool_time: ToolTime = None,
+    think_time: ThinkTime = None,
+    max_active_conversations: MaxActive = None,
     seed: Annotated[int, typer.Option(help="Seed of arrival times, lengths and prompts.")] = 0,
     vocab_size: Annotated[int, typer.Option("--vocab_size", help="Prompts are random token ids below this number.")] = 256,
-    warmup: Annotated[int, typer.Option(min=0, help="Short requests before the measurement.")] = 1,
+    warmup: Annotated[int, typer.Option(min=0, help="Short requests before the measurement, but for conversations.")] = 1,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
     model: Annotated[str | None, typer.Option(help="Name of the model on the server; default: its first model.")] = None,
     api_key: Annotated[str | None, typer.Option("--api_key", envvar="PHALANX_API_KEY", help="The server's key.")] = None,
-    offline: Annotated[
-        Path | None, typer.Option("--offline", help="Report of `bench throughput` with the same work, to compare with.")
-    ] = None,
+    offline: Offline = None,
     json: Json = None,
     commit: Commit = None,
 ) -> None:
-    """Load a running OpenAI-compatible server at a request rate or a concurrency; measure time to first token, between tokens, and
-    per request."""
+    """Load a running OpenAI-compatible server at a request rate or a concurrency, with a trace, or with conversations; measure time
+    to first token, between tokens, and per request."""
     from phalanx.bench import load, report
 
-    wanted = load.Load(
-        requests=requests, input_len=input_len, output_len=output_len, rate=rate, concurrency=concurrency,
-        length_range=length_range, skip_first=skip_first, seed=seed, vocab_size=vocab_size, warmup=warmup, timeout=timeout,
-        model=model,
-    )  # fmt: skip
+    common: dict[str, Any] = {
+        "input_len": input_len, "output_len": output_len, "rate": rate, "concurrency": concurrency, "seed": seed,
+        "vocab_size": vocab_size, "timeout": timeout, "model": model,
+    }  # fmt: skip
+    of_conversations = {
+        "num_turns": num_turns, "common_prefix_num_tokens": common_prefix_num_tokens, "prefix_num_tokens": prefix_num_tokens,
+        "tool_calls": tool_calls, "tool_num_tokens": tool_num_tokens, "tool_time": tool_time, "think_time": think_time,
+        "max_active_conversations": max_active_conversations,
+    }  # fmt: skip
+    of_requests: dict[str, Any] = {
+        "length_range": length_range, "skip_first": skip_first, "trace": trace, "speed": speed, "shorten": shorten,
+    }  # fmt: skip
     report.json_path(json)
-    document = load.run(url, api_key, wanted, offline, commit)
-    report.publish(document, [load.table(document)], json)
+    if num_conversations is not None:
+        _require_unset("do nothing with --num_conversations", {**of_requests, "offline": offline})
+        document, tables = _converse(url, api_key, num_conversations, common, of_conversations, commit)
+    else:
+        _require_unset("do nothing without --num_conversations", of_conversations)
+        document = load.run(url, api_key, load.Load(requests, warmup=warmup, **common, **of_requests), offline, commit)
+        tables = [load.table(document)]
+    report.publish(document, tables, json)
     if document["results"]["failed"]:
         raise typer.Exit(1)
+
+
+def _require_unset(why: str, options: dict[str, Any]) -> None:
+    """Raise OptionError for options that are given and do nothing."""
+    names = [f"--{name}" for name, value in options.items() if value not in (None, _UNSET.get(name))]
+    if names:
+        raise OptionError(f"{', '.join(names)} {why}", next="leave them out, or see `phalanx bench serve --help`")
+
+
+_UNSET: dict[str, float] = {"length_range": 1.0, "skip_first": 0, "speed": 1.0, "shorten": 1}
+"""Values of options that stand for none."""
+
+
+def _converse(
+    url: str, key: str | None, number: int, common: dict[str, Any], own: dict[str, Any], commit: str | None
+) -> tuple[dict[str, Any], list[Any]]:  # fmt: skip
+    """The report of so many conversations, and its tables."""
+    from phalanx.bench import conversations as bench
+
+    chosen = {name: value for name, value in own.items() if value is not None}
+    document = bench.run(url, key, bench.Conversations(number, **common, **chosen), commit)
+    return document, bench.tables(document)
 
 
 def evidence(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A running OpenAI-compatible server under load: `phalanx bench serve`.
 
-With a rate (open loop), requests are due at the times of a Poisson process, whatever the server does. Their latencies count from
-then, so that a server that blocks its clients does not look fast. With a concurrency (closed loop), each stream sends its next
-request when its last one has ended.
+With a rate (open loop), requests are due at the times of a Poisson process, whatever the server does, and with a trace at those of
+the trace. Their latencies count from then, so that a server that blocks its clients does not look fast. With a concurrency (closed
+loop), each stream sends its next request when its last one has ended.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from phalanx.bench import report
+from phalanx.bench import prefix_hits, report
 from phalanx.bench.streaming_client import ApiEndpoint, Sample, body_of, refusal, send
 from phalanx.errors import EngineError, OptionError, RequestError
 from phalanx.hardware import provenance
+from phalanx.planner import arrivals
+from phalanx.planner.arrivals import Arrival
 
 PERCENTS = (50, 90, 95, 99)
 _WARM_TOKENS = 8
@@ -40,7 +43,10 @@ SendOne = Callable[[int, float], Awaitable[Sample]]
 
 @dataclass(frozen=True)
 class Load:
-    """The load. rate: requests per second, inf for all at once. concurrency: streams. Exactly one of them is given.
+    """The load. rate: requests per second, inf for all at once. concurrency: streams. trace: a file as of `planner.arrivals`, whose
+    first requests are sent. Exactly one of them is given, or a trace and a concurrency, which then counts instead of its times.
+
+    speed: how many times as fast as in the trace requests come. shorten: how many times fewer tokens they have.
 
     length_range: prompts and outputs have a random number of tokens each, uniform from this part of input_len and output_len up to
     all of it; 1: all have as many. skip_first: requests that are sent first and count for throughput only: in a closed loop streams
@@ -61,12 +67,17 @@ class Load:
     warmup: int = 1
     timeout: float = 600.0
     model: str | None = None
+    trace: str | None = None
+    speed: float = 1.0
+    shorten: int = 1
 
     def __post_init__(self) -> None:
-        if (self.rate is None) == (self.concurrency is None):
+        if self.trace is not None:
+            self._require_suits_trace()
+        elif (self.rate is None) == (self.concurrency is None):
             raise OptionError(
                 f"rate={self.rate} and concurrency={self.concurrency} do not say when requests are sent",
-                why="exactly one of them is needed", next="give --rate or --concurrency",
+                why="exactly one of them is needed", next="give --rate or --concurrency, or a --trace",
             )  # fmt: skip
         if self.rate is not None and not self.rate > 0:
             raise OptionError(f"rate={self.rate} is not above 0", next="give requests per second, or inf")
@@ -79,17 +90,71 @@ class Load:
         if self.vocab_size <= _FIRST_ID:
             raise OptionError(f"vocab_size={self.vocab_size} leaves no token ids", why=f"ids below {_FIRST_ID} are not used")
 
+    def _require_suits_trace(self) -> None:
+        if self.rate is not None or self.length_range != 1:
+            raise OptionError(
+                f"rate={self.rate} and length_range={self.length_range} do not apply to a trace",
+                held=f"{self.trace} tells when requests come and how long they are", next="leave them out; --speed makes it faster",
+            )  # fmt: skip
+        if not 0 < self.speed < math.inf:
+            raise OptionError(f"speed={self.speed} is not above 0", next="2: twice as fast as in the trace")
+
+    @cached_property
+    def arrivals(self) -> list[Arrival]:
+        """The requests of the trace; empty without one."""
+        if self.trace is None:
+            return []
+        rows = arrivals.of(self.trace, isl=self.input_len, osl=self.output_len, requests=self.requests, seed=self.seed)
+        return arrivals.shortened(arrivals.paced(rows, self.speed), self.shorten)
+
+    def due(self) -> list[float] | None:
+        """Seconds from the start at which requests are due; None in a closed loop."""
+        if self.concurrency is not None:
+            return None
+        if self.trace is not None:
+            return [each.at for each in self.arrivals]
+        return arrival_times(self.rate or math.inf, self.requests, self.seed)
+
+    def as_json(self) -> dict[str, Any]:
+        """What was asked for; requests and lengths as the trace has them."""
+        settings = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) is not None}
+        if self.rate is not None:
+            settings["rate"] = rate_as_json(self.rate)
+        if self.trace is not None:
+            longest = {name: max(getattr(each, name) for each in self.arrivals) for name in ("input_len", "output_len")}
+            settings |= {"requests": len(self.arrivals), **longest}
+        return settings
+
+    def _of_content(self, arrival: Arrival, number: int) -> list[int]:
+        """The token ids of a prompt of the trace: equal where its contents are."""
+        contents = arrival.content or [f"request {number}"]
+        length = arrival.hashed if arrival.content else arrival.input_len
+        ids: list[int] = []
+        for content in contents:
+            ids += _random_tokens(f"{self.seed} {content}", length, self.vocab_size)
+        return ids[: arrival.input_len]
+
     def prompts(self) -> list[list[int]]:
+        if self.trace is not None:
+            return [self._of_content(arrival, number) for number, arrival in enumerate(self.arrivals)]
         rng = random.Random(self.seed)
         lengths = self._lengths(self.input_len, "prompts")
         return [[rng.randrange(_FIRST_ID, self.vocab_size) for _ in range(length)] for length in lengths]
 
     def output_lens(self) -> list[int]:
+        if self.trace is not None:
+            return [arrival.output_len for arrival in self.arrivals]
         return self._lengths(self.output_len, "outputs")
 
     def _lengths(self, most: int, what: str) -> list[int]:
         rng = random.Random(f"{self.seed} {what}")
         return [rng.randint(max(1, round(self.length_range * most)), most) for _ in range(self.requests)]
+
+
+@lru_cache(maxsize=4096)
+def _random_tokens(seed: str, count: int, vocab_size: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(_FIRST_ID, vocab_size) for _ in range(count)]
 
 
 def arrival_times(rate: float, count: int, seed: int) -> list[float]:
@@ -112,30 +177,38 @@ def run(url: str, key: str | None, load: Load, offline_file: Path | None = None,
     """
     endpoint = ApiEndpoint.of(url, key)
     offline = None if offline_file is None else offline_row(offline_file, load)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        model, samples = runner.run(_drive(endpoint, load))
-    figures = summary(samples, load.skip_first)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        model, samples, hits = runner.run(_drive(endpoint, load))
+    figures = require_some(summary(samples, load.skip_first), endpoint)
+    return {
+        "about": provenance.collect(commit).as_json(),
+        "asked": load.as_json() | {"url": endpoint.base, "model": model},
+        "results": {**figures, **relative_throughput(figures["output_tok_s"], offline), "prefix_cache": hits},
+    }
+
+
+def rate_as_json(rate: float) -> float | str:
+    return "inf" if math.isinf(rate) else rate
+
+
+def require_some(figures: dict[str, Any], endpoint: ApiEndpoint) -> dict[str, Any]:
+    """The figures of `summary`. Raises RequestError when every request failed."""
     if not figures["completed"]:
         messages = {error: f": {message}" for error, message in figures["said"].items()}
         errors = ", ".join(f"{error} ({count}){messages.get(error, '')}" for error, count in figures["errors"].items())
         raise RequestError(
-            f"all {load.requests} requests to {endpoint.base} failed", why=errors,
+            f"all {figures['failed']} requests to {endpoint.base} failed", why=errors,
             next=_KEY if {"status 401", "status 403"} & figures["errors"].keys() else "",
         )  # fmt: skip
-    requested = {name: value for name, value in vars(load).items() if value is not None} | {"url": endpoint.base, "model": model}
-    if load.rate is not None:
-        requested["rate"] = "inf" if math.isinf(load.rate) else load.rate
-    return {
-        "about": provenance.collect(commit).as_json(),
-        "asked": requested,
-        "results": {**figures, **relative_throughput(figures["output_tok_s"], offline)},
-    }
+    return figures
 
 
 def offline_row(path: Path, load: Load) -> dict[str, Any]:
     """The row of an offline report with the same work. Raises OptionError."""
     workload = f"batch-{load.requests}x{load.input_len}x{load.output_len}"
     failure = f"the offline report {path} cannot be used"
+    if load.trace is not None:
+        raise OptionError(failure, why="the requests of a trace have lengths of their own", next="leave out --offline or --trace")
     if load.length_range < 1:
         raise OptionError(failure, why="its requests all have as many tokens", next="leave out --offline or --length_range")
     cure = f"make one with `phalanx bench throughput --workload {workload} --json FILE`"
@@ -166,21 +239,24 @@ def relative_throughput(rate: float, offline: dict[str, Any] | None) -> dict[str
     }
 
 
-async def _drive(endpoint: ApiEndpoint, load: Load) -> tuple[str, list[Sample]]:
-    model = load.model or await _model_of(endpoint)
+async def _drive(endpoint: ApiEndpoint, load: Load) -> tuple[str, list[Sample], prefix_hits.Hits | None]:
+    model = load.model or await model_of(endpoint)
     prompts, output_lens = load.prompts(), load.output_lens()
 
-    async def one(number: int, due: float, most: int = load.output_len) -> Sample:
+    async def one(number: int, due: float, most: int = 1 << 62) -> Sample:
         tokens = min(most, output_lens[number])
         body = body_of(model, prompts[number], tokens)
         return await send(endpoint, body, due=due, expected=tokens, timeout=load.timeout)
 
-    warm = range(min(load.warmup, load.requests))
+    warm = range(min(load.warmup, len(prompts)))
     await asyncio.gather(*(one(number, time.perf_counter(), _WARM_TOKENS) for number in warm))
-    if load.rate is not None:
-        return model, await open_loop(one, arrival_times(load.rate, load.requests, load.seed))
-    assert load.concurrency is not None
-    return model, await closed_loop(one, load.requests, load.concurrency)
+    async with httpx.AsyncClient(base_url=endpoint.base, headers=endpoint.headers, timeout=10.0) as client:
+        before, due = await prefix_hits.read(client), load.due()
+        if due is None:
+            samples = await closed_loop(one, len(prompts), load.concurrency or 1)
+        else:
+            samples = await open_loop(one, due)
+        return model, samples, prefix_hits.between(before, await prefix_hits.read(client))
 
 
 async def open_loop(one: SendOne, due: Sequence[float]) -> list[Sample]:
@@ -205,7 +281,7 @@ async def closed_loop(one: SendOne, requests: int, concurrency: int) -> list[Sam
     return [samples[number] for number in range(requests)]
 
 
-async def _model_of(endpoint: ApiEndpoint) -> str:
+async def model_of(endpoint: ApiEndpoint) -> str:
     """The first model that the server names. Raises EngineError where no server answers, RequestError where it names none."""
     try:
         async with httpx.AsyncClient(base_url=endpoint.base, headers=endpoint.headers, timeout=10.0) as client:
@@ -224,7 +300,7 @@ async def _model_of(endpoint: ApiEndpoint) -> str:
         raise RequestError(failure, held="its answer names none", why=refusal(answer.content), next=cure) from None
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:
@@ -280,22 +356,34 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
 
 def table(document: report.Document) -> Any:
     load, figures = document["asked"], document["results"]
+    if load.get("rate") is not None:
+        how = f"{load['rate']} requests/s"
+    else:
+        how = f"{load['concurrency']} streams" if load.get("concurrency") is not None else f"times {load['speed']:g} the trace's"
+    part = load.get("length_range", 1.0)
+    lengths = "" if part == 1 else f", each {part:.0%} to 100% of that"
+    skipped = f", latencies without the first {load['skip_first']}" if load.get("skip_first") else ""
+    longest = f", at most, of {load['trace']}" if load.get("trace") is not None else ""
+    work = f"{load['requests']} x {load['input_len']} in / {load['output_len']} out{longest}{lengths}{skipped}"
+    fractions = [figures["fraction_of_offline"], figures["fraction_of_roof"]]
+    shown = "of the offline figure {}, of its roofline {}".format(*map(report.percent_text, fractions))
+    captions = [prefix_hits.text(figures["prefix_cache"]), shown if fractions[0] else _NO_ROOFLINE]
+    return latency_table(document, f"{work}, {how}", "\n".join(captions))
+
+
+def latency_table(document: report.Document, work: str, caption: str = "") -> Any:
+    """The latencies of `summary`, and its figures with more of a caption."""
+    figures = document["results"]
     names = ["mean", *(f"p{p}" for p in PERCENTS), "max"]
     titles = {"ttft_ms": "first token", "itl_ms": "between events", "tpot_ms": "per token, of a request", "e2e_ms": "whole request"}
     rows = [
         [text, *(f"{figures[name][column]:.2f}" if figures[name] else "-" for column in names)] for name, text in titles.items()
     ]  # fmt: skip
-    how = f"{load['rate']} requests/s" if load.get("rate") is not None else f"{load['concurrency']} streams"
-    part = load.get("length_range", 1.0)
-    lengths = "" if part == 1 else f", each {part:.0%} to 100% of that"
-    skipped = f", latencies without the first {load['skip_first']}" if load.get("skip_first") else ""
-    work = f"{load['requests']} x {load['input_len']} in / {load['output_len']} out{lengths}{skipped}"
     errors = "".join(f"; {count} x {error}" for error, count in figures["errors"].items())
     messages = "".join(f"\n{error}: {message}" for error, message in figures["said"].items())
-    fractions = [figures["fraction_of_offline"], figures["fraction_of_roof"]]
-    shown = "of the offline figure {}, of its roofline {}".format(*map(report.percent_text, fractions))
-    caption = (
+    total = (
         f"{figures['output_tok_s']:,.0f} output tok/s, {figures['requests_s']:.2f} requests/s over {figures['seconds']:.1f} s; "
-        f"{figures['completed']} complete, {figures['failed']} failed{errors}{messages}\n{shown if fractions[0] else _NO_ROOFLINE}"
+        f"{figures['completed']} complete, {figures['failed']} failed{errors}{messages}"
     )
-    return report.table(f"{load['model']} at {load['url']}: {work}, {how}; ms", ["", *names], rows, caption)
+    title = f"{document['asked']['model']} at {document['asked']['url']}: {work}; ms"
+    return report.table(title, ["", *names], rows, f"{total}\n{caption}" if caption else total)

@@ -31,7 +31,8 @@ class Sample:
 
     begin: when it was due. arrivals: when each event with at least one token arrived. error: None, or the kind of failure, with
     equal text for equal failures. message: the server's own message about it. completion_tokens: as the server counts them; the
-    number of events where it does not say.
+    number of events where it does not say; prompt_tokens, cached_tokens: of the prompt and of what was found of it, 0 where it does
+    not say. texts: of the events, if they were to be kept.
     """
 
     begin: float
@@ -40,14 +41,23 @@ class Sample:
     completion_tokens: int = 0
     error: str | None = None
     message: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    texts: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         return self.error is None
 
 
+class _PromptTokens(msgspec.Struct):
+    cached_tokens: int | None = 0
+
+
 class _Usage(msgspec.Struct):
     completion_tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_details: _PromptTokens | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -109,14 +119,16 @@ def body_of(model: str, token_ids: Sequence[int], output_len: int) -> dict[str, 
     }  # fmt: skip
 
 
-async def send(endpoint: ApiEndpoint, body: dict[str, Any], *, due: float, expected: int, timeout: float) -> Sample:
+async def send(
+    endpoint: ApiEndpoint, body: dict[str, Any], *, due: float, expected: int, timeout: float, keep_text: bool = False
+) -> Sample:  # fmt: skip
     """Send a request and read its answer to the end. Never raises for failures of the server or the network: they are in
     `Sample.error`.
 
-    expected: the number of new tokens; another number is an error.
+    expected: the number of new tokens; another number is an error. keep_text: in `Sample.texts`.
     """
     loop = asyncio.get_running_loop()
-    answer = _Answer(Sample(due), endpoint.request(body), loop.create_future())
+    answer = _Answer(Sample(due), endpoint.request(body), loop.create_future(), keep_text=keep_text)
     try:
         async with asyncio.timeout(timeout):
             await loop.create_connection(
@@ -138,8 +150,8 @@ async def send(endpoint: ApiEndpoint, body: dict[str, Any], *, due: float, expec
 
 
 class _Answer(asyncio.Protocol):
-    def __init__(self, sample: Sample, request: bytes, done: asyncio.Future[None]) -> None:
-        self.sample, self.done = sample, done
+    def __init__(self, sample: Sample, request: bytes, done: asyncio.Future[None], *, keep_text: bool) -> None:
+        self.sample, self.done, self._keep_text = sample, done, keep_text
         self._request = request
         self._parser = httptools.HttpResponseParser(self)
         self._text = b""
@@ -204,8 +216,12 @@ class _Answer(asyncio.Protocol):
             self.sample.error = f"error event: {kind}" if kind else "error event"
         if chunk.choices:
             self.sample.arrivals.append(now)
+            if self._keep_text:
+                self.sample.texts.append(str(chunk.choices[0].get("text") or ""))
         if chunk.usage is not None:
-            self.sample.completion_tokens = chunk.usage.completion_tokens
+            usage, details = chunk.usage, chunk.usage.prompt_tokens_details
+            self.sample.completion_tokens, self.sample.prompt_tokens = usage.completion_tokens, usage.prompt_tokens
+            self.sample.cached_tokens = 0 if details is None else details.cached_tokens or 0
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()

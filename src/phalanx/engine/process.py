@@ -40,6 +40,7 @@ from phalanx.engine.executor import RANK_EXECUTOR, Executor, load_executor
 from phalanx.engine.experts import ExpertLoads
 from phalanx.engine.grammar import Grammars
 from phalanx.engine.grammar_threads import GrammarThreads
+from phalanx.engine.limits import COPIED_BYTES
 from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_client_message
 from phalanx.engine.messages import (
     EngineFacts,
@@ -75,9 +76,6 @@ FULL_COLLECTION = 100_000
 0.2 s for a hundred prompts of 20,000 tokens, in which no rank gets a step."""
 SWITCH_INTERVAL_SECONDS = 1e-3
 """For how long a thread that follows a grammar keeps the interpreter lock from the loop; Python's default is 5 ms."""
-COPIED_BYTES = 128 << 20
-"""Of KV blocks that come back from host memory in one step, on one rank, while requests run, and of those that go there: over
-PCIe 5 (some 50 GB/s, which was not measured here) 2.7 ms, beside the step that computes meanwhile."""
 VOCABULARY_SECONDS = 30.0
 """How long the first constrained request waits for the client's vocabulary, which comes while the engine starts."""
 _LINGER_MS = 3000  # how long the last messages may take to leave when the process ends

@@ -36,13 +36,14 @@ _TIME = re.compile(r"(?P<second>[^.]+?:\d\d)(?:\.(?P<part>\d+))?(?P<zone>Z|[+-]\
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. at: seconds from the first one; input_len, output_len: tokens. content: a number for each HASHED tokens of the
+    """One request. at: seconds from the first one; input_len, output_len: tokens. content: a number for each `hashed` tokens of the
     prompt, equal for equal beginnings; empty where nothing is known of it, so that it shares nothing."""
 
     at: float
     input_len: int
     output_len: int
     content: tuple[int, ...] = ()
+    hashed: int = HASHED
 
     def tokens(self, number: int) -> list[int]:
         """Token ids that are equal where the content is; `number`: of the request, for those that share nothing."""
@@ -50,7 +51,7 @@ class Arrival:
             return [number + 1] * self.input_len
         ids: list[int] = []
         for block in self.content:
-            ids += [block + 1] * HASHED
+            ids += [block + 1] * self.hashed
         del ids[self.input_len :]
         return ids
 
@@ -158,6 +159,19 @@ def _tokens(row: Mapping[str, Any], name: str, line: int) -> int:
 def _fault(line: int, name: str, value: object, wanted: str) -> ValueError:
     shown = "missing" if value is None else repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}.."
     return ValueError(f"line {line}: {name} is {shown}; it must be {wanted}")
+
+
+def shortened(arrivals: Sequence[Arrival], factor: int) -> list[Arrival]:
+    """The same requests with so many times fewer tokens, where what was equal in the prompts is. Raises OptionError where HASHED is
+    not a multiple of the factor."""
+    if factor < 1 or HASHED % factor:
+        raise OptionError(
+            f"a trace cannot be {factor} times shorter", held=f"it tells contents by {HASHED} tokens", next="give 1, 2, 4, 8 ..",
+        )  # fmt: skip
+    return [
+        replace(each, input_len=-(-each.input_len // factor), output_len=-(-each.output_len // factor), hashed=HASHED // factor)
+        for each in arrivals
+    ]
 
 
 def paced(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:

@@ -178,15 +178,20 @@ class RankMemory:
         return self.weights + self.state + self.beside + self.graphs + self.block
 
 
-def host_tokens(shape: ModelShape, layout: Layout, gpus_per_node: int, memory: int, sizes: Sizes) -> int:
-    """Tokens of prefixes that so many bytes of each host keep, in all replicas. Raises CapacityError where they hold no block."""
+def blocks_on_host(shape: ModelShape, layout: Layout, gpus_per_node: int, memory: int, sizes: Sizes) -> int:
+    """KV blocks that so many bytes of each host keep of a data-parallel index. Raises CapacityError where they hold none."""
     caches, draft = stage_caches(shape, sizes.kv, sizes.dtype, layout), sizes.draft
     if draft is not None:
         caches = (*caches[:-1], (*caches[-1], *network_caches(draft, sizes.kv, layout.tp)))
     ranks = [block_bytes(each, sizes.block_size) for each in caches for _ in range(layout.tp * layout.dp)]
     here = max(sum(ranks[first : first + gpus_per_node]) for first in range(0, len(ranks), gpus_per_node))
     copies = min(layout.replicas, max(gpus_per_node // len(ranks), 1))  # on one host
-    blocks = host_blocks(memory, copies * here, 2 * memory, host="a host")  # which is taken to have the memory
+    return host_blocks(memory, copies * here, 2 * memory, host="a host")  # which is taken to have the memory
+
+
+def host_tokens(shape: ModelShape, layout: Layout, gpus_per_node: int, memory: int, sizes: Sizes) -> int:
+    """Tokens of prefixes that so many bytes of each host keep, in all replicas. Raises as `blocks_on_host`."""
+    blocks, draft = blocks_on_host(shape, layout, gpus_per_node, memory, sizes), sizes.draft
     groups = len(group_windows([*model_cache(shape), *([] if draft is None else network_caches(draft, sizes.kv))]))
     return blocks * sizes.block_size * layout.dp * layout.replicas // groups
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config.model import ModelShape
-from phalanx.engine.limits import SchedulerOptions, depth_of
+from phalanx.engine.limits import COPIED_BYTES, SchedulerOptions, depth_of
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.layout import Layout
-from phalanx.layout.cache import default_snapshots, group_windows, request_bytes
+from phalanx.layout.cache import default_snapshots, group_windows, kv_dtype, request_bytes
 from phalanx.layout.families import model_cache
 from phalanx.layout.memory import tokens_kept
-from phalanx.planner import search, simulate
+from phalanx.planner import footprint, search, simulate
 from phalanx.planner.arrivals import Arrival
 from phalanx.planner.coefficients import document as document_of_coefficients
 from phalanx.planner.cost import Costs, MachineModel
@@ -40,11 +40,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What one replica is: its costs, the limits of its scheduler, and what lies before it."""
+    """What one replica is: its costs, the limits of its scheduler, and what lies before it. block_seconds: of a KV block's copy
+    from host memory."""
 
     costs: Costs
     options: SchedulerOptions
     frontend: Frontend = NO_FRONTEND
+    block_seconds: float = 0.0
 
     @property
     def kv_tokens(self) -> int:
@@ -55,16 +57,22 @@ class ReplicaSpec:
     @classmethod
     def of(
         cls, shape: ModelShape, machine: MachineModel, request: PlanRequest, layout: Layout, *, prefix_caching: bool = True,
-        frontend: Frontend = NO_FRONTEND,
+        frontend: Frontend = NO_FRONTEND, sharing: int = 1,
     ) -> ReplicaSpec:  # fmt: skip
-        """Raises LayoutError for a layout that cannot be, CapacityError for one that does not fit."""
+        """sharing: replicas that share the host memory of the request, if it has some, as far as a host holds so many. Raises
+        LayoutError for a layout that cannot be, CapacityError for one that does not fit."""
         fits = search.fitting(shape, machine, request, layout)
         if isinstance(fits, Rejected):
             if not fits.short:
                 raise LayoutError(f"{layout.name} cannot run", why=fits.reason)
             changes = search.nearest(shape, machine, request, [fits])
             raise CapacityError(f"{layout.name} does not fit", why=fits.reason, next="; ".join(changes))
-        caches = model_cache(shape)
+        caches, host = model_cache(shape), 0
+        if request.kv_host_memory and prefix_caching:
+            kv = kv_dtype(request.kv_cache_dtype, request.dtype)
+            sizes = footprint.Sizes(request.dtype, kv, fits.slots, request.max_num_tokens, search.BLOCK)
+            shared = replace(layout, replicas=sharing)
+            host = footprint.blocks_on_host(shape, shared, machine.gpus_per_node, request.kv_host_memory, sizes)
         options = SchedulerOptions(
             num_blocks=fits.rank.blocks,
             block_size=search.BLOCK,
@@ -77,8 +85,10 @@ class ReplicaSpec:
             windows=group_windows(caches),
             prefix_caching=prefix_caching,
             state_snapshots=default_snapshots(fits.slots) if prefix_caching and request_bytes(caches) else 0,
+            host_blocks=host,
+            copied_blocks=max(1, COPIED_BYTES // max(fits.rank.block, 1)),
         )
-        return cls(fits.costs, options, frontend)
+        return cls(fits.costs, options, frontend, fits.rank.block / machine.gpu.pcie_bandwidth)
 
     @property
     def layout(self) -> Layout:
@@ -89,7 +99,7 @@ class ReplicaSpec:
         options = self.options
         if not any(arrival.content for arrival in arrivals[:100]):
             options = SchedulerOptions(**{**vars(options), "prefix_caching": False})
-        return simulate.run(self.costs, options, arrivals, replicas, concurrency, self.frontend)
+        return simulate.run(self.costs, options, arrivals, replicas, concurrency, self.frontend, block_seconds=self.block_seconds)
 
 
 def frontend_of(machine: MachineModel, path_ms: float | None = None, event_us: float | None = None) -> tuple[Frontend, str]:
@@ -177,6 +187,7 @@ def document(
             "requests": len(arrivals),
             "concurrency": concurrency,
             "kv_tokens": replica.kv_tokens,
+            "host_blocks": replica.options.host_blocks,
             "max_batch_size": replica.options.max_batch_size,
             "slo_ttft_ms": _ms(bounds.ttft),
             "slo_tpot_ms": _ms(bounds.tpot),
@@ -198,6 +209,7 @@ def document(
         "within_slo": good / len(result.served) if result.served else 1.0,
         "prefix_hit_rate": result.hits / result.queries if result.queries else 0.0,
         "prefix_hits": result.hits,
+        "prefix_hits_on_host": result.host_hits,
         "prompt_tokens": sum(each.input_len for each in done),
         "preemptions": result.preemptions,
         "busy": result.busy / (seconds * replicas),
@@ -230,9 +242,12 @@ def text(report: dict[str, Any]) -> str:
     for name in ("ttft_ms", "tpot_ms", "e2e_ms", "queued_ms"):
         values = report[name]
         lines.append(f"{name:12}" + "".join(f"{values[each]:12,.1f}" for each in ("mean", "p50", "p90", "p99")))
+    on_host = report["prefix_hits_on_host"] / max(report["prefix_hits"], 1) * report["prefix_hit_rate"]
+    host = f" ({on_host:.1%} in host memory)" if request["host_blocks"] else ""
     lines.append(
         f"{report['output_tokens_per_second']:,.0f} output tokens/s, {report['requests_per_second']:.2f} requests/s, busy "
-        f"{report['busy']:.0%}, prefix cache {report['prefix_hit_rate']:.1%} of prompt tokens, {report['preemptions']} preempted"
+        f"{report['busy']:.0%}, prefix cache {report['prefix_hit_rate']:.1%} of prompt tokens{host}, "
+        f"{report['preemptions']} preempted"
     )
     if request["slo_ttft_ms"] is not None or request["slo_tpot_ms"] is not None:
         lines.append(

@@ -74,8 +74,9 @@ class Served:
 
 @dataclass
 class SimulatedReplica:
-    """One replica in simulated time: its scheduler, and when each stage is free. sent: when the last event was. ends:
-    when the latest steps leave the last stage, as many as there are stages, the oldest first."""
+    """One replica in simulated time: its scheduler, and when each stage is free. block_seconds: of a KV block's copy from host
+    memory, for which its step waits. sent: when the last event was. ends: when the latest steps leave the last stage, as many as
+    there are stages, the oldest first."""
 
     scheduler: AnyScheduler
     costs: Costs
@@ -86,6 +87,7 @@ class SimulatedReplica:
     frontend: Frontend = NO_FRONTEND
     observe: Callable[[Work], None] | None = None
     power: PowerCredit = field(default_factory=PowerCredit)
+    block_seconds: float = 0.0
     sent: float = 0.0
     open: int = 0
     busy: float = 0.0
@@ -104,8 +106,9 @@ class SimulatedReplica:
             if now > self.free[0]:
                 self.power.rest(now - self.free[0])
             begin, costs = max(now, self._tokens_returned(step)), self._stages(step)
+            copies = self.block_seconds * max(len(batch.loaded) for batch in step.batches)
             for stage, seconds in enumerate(costs):
-                begin = max(begin, self.free[stage]) + seconds
+                begin = max(begin, self.free[stage]) + seconds + copies
                 self.free[stage] = begin
             self.busy += max(costs)
             self.flying.append((step, begin))
@@ -199,7 +202,7 @@ def _by_8(tokens: int) -> int:
 @dataclass(frozen=True)
 class SimulationResult:
     """Of one simulation. seconds: simulated; cpu: seconds of one core that it took; hits, queries: prompt tokens that the prefix
-    cache had, and was asked for."""
+    cache had, and was asked for; host_hits: of the hits, those from host memory."""
 
     served: list[Served]
     seconds: float
@@ -211,6 +214,7 @@ class SimulationResult:
     preemptions: int
     busy: float
     replicas: int
+    host_hits: int = 0
 
     @property
     def tokens_per_core_second(self) -> float:
@@ -221,10 +225,11 @@ class SimulationResult:
 def run(
     costs: Costs, options: SchedulerOptions, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None,
     frontend: Frontend = NO_FRONTEND, *, scheduler_of: Callable[[SchedulerOptions, int], AnyScheduler] | None = None,
-    observe: Callable[[Work], None] | None = None,
+    observe: Callable[[Work], None] | None = None, block_seconds: float = 0.0,
 ) -> SimulationResult:  # fmt: skip
     """Serve the arrivals. concurrency: a closed loop of so many requests, at whatever times they were to come. frontend: of each
     replica. scheduler_of: that of so many dp indices with these limits together; None: the engine's. observe: called at each step.
+    block_seconds: as of SimulatedReplica.
 
     A request goes to the replica with the fewest open ones. Raises EngineError where the scheduler stands still.
     """
@@ -232,7 +237,10 @@ def run(
     served: dict[str, Served] = {}
     make = scheduler_of or engine_scheduler
     simulated = [
-        SimulatedReplica(make(options, costs.layout.dp), costs, served, frontend=frontend, observe=observe) for _ in range(replicas)
+        SimulatedReplica(
+            make(options, costs.layout.dp), costs, served, frontend=frontend, observe=observe, block_seconds=block_seconds
+        )
+        for _ in range(replicas)
     ]
     if concurrency is not None:
         end = _closed_loop(simulated, arrivals, served, concurrency)
@@ -250,6 +258,7 @@ def run(
         sum(s.preemptions for s in stats),
         sum(e.busy for e in simulated),
         replicas,
+        sum(s.host_hits for s in stats),
     )
 
 

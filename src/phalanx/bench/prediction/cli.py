@@ -286,6 +286,7 @@ def simulate(
     max_num_tokens: StepTokens = 8192,
     max_seq_len: SeqLen = None,
     prefix_caching: Prefixes = True,
+    kv_host_memory: HostBytes = 0,
     path_ms: PathMs = None,
     event_us: EventUs = None,
     seed: int = 0,
@@ -305,7 +306,7 @@ def simulate(
         gpus_per_node=gpus_per_node, nodes=nodes, isl=isl, osl=osl, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
         replicas=replicas, requests=requests, speed=speed, concurrency=concurrency, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
         slo_part=slo_part, gpu_hour=gpu_hour, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
-        max_seq_len=max_seq_len, path_ms=path_ms, event_us=event_us,
+        max_seq_len=max_seq_len, path_ms=path_ms, event_us=event_us, kv_host_memory=kv_host_memory,
     )  # fmt: skip
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
@@ -314,12 +315,13 @@ def simulate(
     request = request_of(
         shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
         slo_tpot=slo_tpot, max_batch_size=256 if max_batch_size is None else max_batch_size, max_num_tokens=max_num_tokens,
-        max_seq_len=min(longest, shape.max_positions) if max_seq_len is None else max_seq_len,
+        max_seq_len=min(longest, shape.max_positions) if max_seq_len is None else max_seq_len, kv_host_memory=kv_host_memory,
     )  # fmt: skip
     frontend, frontend_source = scenario.frontend_of(machine, path_ms, event_us)
     replica = scenario.ReplicaSpec.of(
-        shape, machine, request, Layout(pp_size, ep_size, tp_size), prefix_caching=prefix_caching, frontend=frontend
-    )
+        shape, machine, request, Layout(pp_size, ep_size, tp_size), prefix_caching=prefix_caching, frontend=frontend,
+        sharing=machine.gpus_per_node if find_replicas else replicas,
+    )  # fmt: skip
     bounds = scenario.Bounds(request.slo_ttft, request.slo_tpot, slo_part)
     if find_replicas:
         replicas = scenario.fewest_replicas(replica, trace_rows, bounds)
