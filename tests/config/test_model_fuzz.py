@@ -55,6 +55,7 @@ EIGHT_EXPERTS: dict[str, tuple[str, ...]] = {
     "NemotronH": ("n_routed_experts", "num_local_experts"),
     "MiniMaxM2": ("num_local_experts", "num_experts"),
     "HYV3": ("num_experts", "num_local_experts"),
+    "Ernie4_5_Moe": ("moe_num_experts", "num_experts"),
     "Qwen3Next": ("num_experts",),
     "Qwen3_5Moe": ("num_experts",),
 }
@@ -159,6 +160,12 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "sliding_window_pattern": (2, 3), "layer_types": (None, ["full_attention", "sliding_attention"] * 2),
     },
     "Ernie4_5": {"head_dim": (None, 16, 32), "use_bias": (True, False)},
+    "Ernie4_5_Moe": {
+        "num_key_value_heads": (2, 4), "head_dim": (None, 16), "moe_k": (2, 3), "moe_num_shared_experts": (0, 1),
+        "moe_intermediate_size": (32,), "moe_layer_start_index": (0, 2), "moe_layer_end_index": (-1, 2),
+        "moe_layer_interval": (1, 2), "moe_norm_min": (1e-6,),
+        "num_nextn_predict_layers": (1,), "moe_use_aux_free": (True,), "moe_gate": ("topk",),
+    },
     "HYV3": {
         "head_dim": (16, 32), "attention_bias": (True, False), "num_experts_per_tok": (2,), "num_shared_experts": (1, 2),
         "moe_intermediate_size": (32,), "router_scaling_factor": (2.5,), "num_nextn_predict_layers": (0, 1),
@@ -280,6 +287,10 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
             dense = [layer for layer, kind in enumerate(read.mlp_layer_types) if kind == "dense"]
             facts["shared"] = read.num_shared_experts * read.moe_intermediate_size
             facts["scale"] = read.router_scaling_factor
+        if stem == "Ernie4_5_Moe":
+            inside = range(read.moe_layer_start_index, read.moe_layer_end_index + 1)
+            dense = [i for i in range(layers) if i not in inside or (i + 1) % read.moe_layer_interval]
+            facts["shared"], facts["floor"] = read.moe_num_shared_experts * read.moe_intermediate_size, read.moe_norm_min
         if stem == "NemotronH":
             dense = [layer for layer, kind in enumerate(read.layer_types) if kind != "moe"]
             facts["shared"], facts["scale"] = read.moe_shared_expert_intermediate_size, read.routed_scaling_factor
@@ -382,6 +393,7 @@ def ours(stem: str, shape: ModelShape, stated: dict[str, Any], reference: dict[s
         facts["experts"], facts["dense"] = (experts.count, experts.per_token), experts.dense_layers
         facts["renormalize"], facts["shared"] = experts.renormalize, experts.shared
         facts["swiglu"], facts["scale"] = experts.swiglu, None if experts.scoring is None else experts.scoring.scale
+        facts["floor"] = None if experts.scoring is None else experts.scoring.floor
     return {name: facts[name] for name in reference}
 
 

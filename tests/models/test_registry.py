@@ -86,6 +86,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     }),
     "ernie4-5": ("ernie4_5", {"num_attention_heads": 12, "num_key_value_heads": 3, "use_bias": True}),
+    "ernie4-5-moe": ("ernie4_5_moe", {"num_attention_heads": 12, "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "ernie4-5-moe-stacked": ("ernie4_5_moe", {"stacked": True, "moe_layer_start_index": 0, "moe_layer_end_index": 1}),
     "hy-v3": ("hy_v3", {"num_attention_heads": 12, "num_key_value_heads": 3, "attention_bias": True}),
     "hy-v3-stacked": ("hy_v3", {"stacked": True, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "gemma2": ("gemma2", {"num_attention_heads": 12, "num_key_value_heads": 3, "tie_word_embeddings": True}),

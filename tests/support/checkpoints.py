@@ -112,6 +112,9 @@ _FAMILIES |= {
     "phi3": ("Phi3", {"sliding_window": None}),
     "olmo2": ("Olmo2", {}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {
+        "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
+    }),
     "cohere": ("Cohere", {"logit_scale": 0.4}),
     "cohere2": ("Cohere2", {"logit_scale": 0.4, "sliding_window": 6}),
     "hy_v3": ("HYV3", {
@@ -216,6 +219,8 @@ def scatter_weights(model: torch.nn.Module, std: float) -> None:
                 weight.normal_(0.0, 2.0)
             elif name.endswith("A_log"):  # states last for some tokens, or for many
                 weight.uniform_(-5.0, 0.0)
+            elif name.endswith("e_score_correction_bias"):
+                weight.uniform_(-0.3, 0.2)  # beside a softmax
             elif weight.dim() == 1:
                 weight.uniform_(0.5, 1.5)
             else:

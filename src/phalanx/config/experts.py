@@ -22,12 +22,14 @@ class ClampedSwiGlu(NamedTuple):
 class Scoring(NamedTuple):
     """How a router's logits, which are fp32 here, choose experts: by the `function` of all of them, plus a bias where the
     router has one, of the best `top_groups` of `groups` runs of experts. A group's score is its best expert's, or (sigmoid) the sum
-    of its best two. The chosen weights have no bias; `scale` multiplies them, after they are renormalized or not."""
+    of its best two. The chosen weights have no bias; `scale` multiplies them, after they are renormalized or not. floor: what they
+    are divided by at least (Ernie), since a bias may choose experts whose softmax is next to 0."""
 
     function: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    floor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,21 @@ def read_hy_v3(fields: JsonFields) -> Experts:
         fields, 192, 8, width, shared=width * shared,
         dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "dense"),
         scoring_bias=True, scoring=Scoring("sigmoid", scale=fields.positive("router_scaling_factor", 2.826)),
+    )  # fmt: skip
+
+
+def read_ernie_moe(fields: JsonFields) -> Experts:
+    """Ernie 4.5's fields: a softmax over all experts, with a bias that only chooses, renormalized; experts in every
+    moe_layer_interval-th layer from moe_layer_start_index to moe_layer_end_index, -1 for the last."""
+    width, layers = fields.count("moe_intermediate_size", 1536), fields.count("num_hidden_layers")
+    start, interval = int(fields.number("moe_layer_start_index", 1)), fields.count("moe_layer_interval", 1)
+    end = int(fields.number("moe_layer_end_index", -1))
+    end = layers - 1 if end == -1 else end
+    return _experts(
+        fields, 64, 6, width, names=("moe_num_experts", "num_experts"), per_token_names=("moe_k", "num_experts_per_tok"),
+        shared=width * int(fields.number("moe_num_shared_experts", 2)), scoring_bias=True,
+        scoring=Scoring(floor=fields.positive("moe_norm_min", 1e-12)),
+        dense_layers=tuple(layer for layer in range(layers) if not start <= layer <= end or (layer + 1) % interval),
     )  # fmt: skip
 
 
@@ -229,16 +246,16 @@ def _require_groups(fields: JsonFields, result: Experts) -> Experts:
 
 def _experts(
     fields: JsonFields, count: int, per_token: int, intermediate: int, *,
-    names: tuple[str, ...] = ("num_experts", "num_local_experts"), **traits: Any,
+    names: tuple[str, ...] = ("num_experts", "num_local_experts"),
+    per_token_names: tuple[str, ...] = ("num_experts_per_tok",), **traits: Any,
 ) -> Experts:  # fmt: skip
-    """count, per_token: by default. names: the spellings of the former's field, in which versions of
+    """count, per_token: by default. names, per_token_names: the spellings of their fields, in which versions of
     transformers differ."""
-    experts = Experts(
-        fields.count(fields.either(*names), count), fields.count("num_experts_per_tok", per_token), intermediate, **traits
-    )
+    per_token_name = fields.either(*per_token_names)
+    experts = Experts(fields.count(fields.either(*names), count), fields.count(per_token_name, per_token), intermediate, **traits)
     if experts.per_token > experts.count:
         raise ModelError(
-            f"{fields.file} has num_experts_per_tok={experts.per_token}", held=f"the model has {experts.count} experts",
+            f"{fields.file} has {per_token_name}={experts.per_token}", held=f"the model has {experts.count} experts",
             why="a token reaches distinct experts",
         )  # fmt: skip
     return experts

@@ -15,6 +15,7 @@ from phalanx.config.experts import (
     Experts,
     read_deepseek_v2,
     read_deepseek_v3,
+    read_ernie_moe,
     read_glm4_moe,
     read_gpt_oss,
     read_granite_hybrid,
@@ -296,6 +297,15 @@ FAMILIES = {
     "Ernie4_5ForCausalLM": Family(
         131072, "head_dim use_bias", kv_heads=2, head_dim=128, input_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias",
         rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True, tied=True,
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        131072, """
+        head_dim moe_num_experts num_experts moe_k num_experts_per_tok moe_num_shared_experts moe_intermediate_size
+        moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min num_nextn_predict_layers
+        """, "moe_capacity moe_multimodal_dispatch_use_allgather moe_group moe_orthogonal_loss_lambda",
+        {"moe_gate": ("topk",), "moe_use_aux_free": (True,)}, model_type="ernie4_5_moe", kv_heads=4, input_bias=None,
+        output_bias=None, mlp_bias=None, experts=read_ernie_moe, rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True,
+        tied=True,
     ),
     "HYV3ForCausalLM": Family(
         131072, """

@@ -211,10 +211,10 @@ def _is_finite(values: Tensor) -> Tensor:
 
 def _without_mtp(files: Located, shape: ModelShape) -> Located:
     """The tensors without those of the multi-token prediction layers, which lie behind the last layer or, of Qwen3-Next, in
-    "mtp."; a log line counts these."""
+    "mtp.", of Ernie in "model.mtp_"; a log line counts these."""
     layers = set(range(shape.num_layers, shape.num_layers + shape.mtp_layers))
     layers |= {int(match[1]) for name in files if (match := re.match(r"model\.layers\.(\d+)\.eh_proj\.", name))}
-    prefixes = ("mtp.", *(f"model.layers.{layer}." for layer in sorted(layers) if layer >= shape.num_layers))
+    prefixes = ("mtp.", "model.mtp_", *(f"model.layers.{layer}." for layer in sorted(layers) if layer >= shape.num_layers))
     skipped = {name for name in files if name.startswith(prefixes)}
     if skipped:
         logger.info(

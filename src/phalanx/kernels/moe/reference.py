@@ -42,7 +42,7 @@ def grouped_topk(logits: Tensor, bias: Tensor | None, scoring: Scoring, top_k: i
     ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, ids)
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20).clamp_min(scoring.floor)
     return Routing(weights * scoring.scale, ids.to(torch.int32))
 
 

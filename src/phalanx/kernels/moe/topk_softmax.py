@@ -125,7 +125,7 @@ def _store_tiles(pairs, tiles, counts, load, chosen, slot, real, first, local_ex
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["kv_slots", "load"])
 def _topk_softmax(
     logits, logit_bias, bias, x, log_weights, kv_slots, physical, weights, ids, pairs, tiles, counts, load, tokens, experts,
-    hidden, first, local_experts, scale, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, DRAWN: tl.constexpr,
+    hidden, first, local_experts, scale, floor, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, DRAWN: tl.constexpr,
     SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_LANES: tl.constexpr,
     ALONE: tl.constexpr, COPIES: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr,
     PARTS: tl.constexpr, KIND: tl.constexpr, SM: tl.constexpr,
@@ -163,7 +163,8 @@ def _topk_softmax(
     slot, chosen, weight = _largest(score, share, expert, inside, experts, TOP_K, SLOTS)
     real = slot < TOP_K
     if RENORMALIZE:
-        weight = weight / (tl.sum(tl.where(real, weight, 0.0), 0) + (1e-20 if SIGMOID else 0.0))
+        total = tl.sum(tl.where(real, weight, 0.0), 0) + (1e-20 if SIGMOID else 0.0)
+        weight = weight / tl.maximum(total, floor)  # 0 where there is none
     weight *= scale  # 1 where there is none
     chosen = _placed(chosen, physical, kv_slots, token, COPIES)
     place = token.to(tl.int64) * TOP_K + slot
@@ -196,7 +197,7 @@ def topk_softmax(
         _topk_softmax[(tokens,)](
             parts, logit_bias, bias, x, None if pattern is None else pattern.log_weights, kv_slots, physical, weights, ids,
             *(tiles or (None, None, None))[:3], load, tokens, experts, x.shape[1], first, local_experts,
-            rule.scale if pattern is None else 1.0, TOP_K=top_k, RENORMALIZE=renormalize, DRAWN=pattern is not None,
+            rule.scale if pattern is None else 1.0, rule.floor, TOP_K=top_k, RENORMALIZE=renormalize, DRAWN=pattern is not None,
             SIGMOID=rule.function == "sigmoid", GROUPS=rule.groups, TOP_GROUPS=rule.top_groups, GROUP_SIZE=experts // rule.groups,
             GROUP_LANES=group_lanes, ALONE=tokens == 1, COPIES=0 if physical is None else physical.shape[1] - 1, EXPERTS=lanes,
             SLOTS=max(2, triton.next_power_of_2(top_k)), FIELDS=TILE_FIELDS, PARTS=1 if parts is None else len(parts),

@@ -45,6 +45,18 @@ def hy_v3(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
             yield replace(tensor, fused=Fused(released, rows)) if released else tensor
 
 
+def ernie_moe(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
+    """Ernie 4.5: the tensors of GLM-4.5; checkpoints have the router in fp32, and its bias as a row beside it."""
+    prefix = f"model.layers.{index}"
+    yield from dense.attention(shape, prefix)
+    for tensor in feed_forward(shape, prefix, index, "moe_statics.e_score_correction_bias"):
+        if tensor.name.endswith("e_score_correction_bias"):
+            name = f"{prefix}.mlp.gate.moe_statics.e_score_correction_bias"
+            yield replace(tensor, shape=(1, *tensor.shape), fused=Fused(name, 1))
+        else:
+            yield replace(tensor, kept="fp32") if tensor.gemm == "router" else tensor
+
+
 def feed_forward(
     shape: ModelShape, prefix: str, index: int, bias: str = "gate.e_score_correction_bias"
 ) -> Iterator[WeightTensor]:  # fmt: skip

@@ -50,6 +50,7 @@ DECLARATIONS = {
     "DeepseekV3ForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
     "Glm4MoeForCausalLM": LayerDeclaration(deepseek.glm4_moe),
     "HYV3ForCausalLM": LayerDeclaration(deepseek.hy_v3),
+    "Ernie4_5_MoeForCausalLM": LayerDeclaration(deepseek.ernie_moe),
     "GraniteMoeHybridForCausalLM": LayerDeclaration(mamba2.granite_hybrid, mamba2.cache, mamba2.GRANITE_SPELLINGS),
     "NemotronHForCausalLM": LayerDeclaration(mamba2.nemotron_h, mamba2.cache, mamba2.NEMOTRON_SPELLINGS),
     "GptOssForCausalLM": LayerDeclaration(gpt_oss.layer),

@@ -28,7 +28,7 @@ class Router(Sliced):
         self.in_fp32, count = experts.scoring is not None, experts.count
         self.batch_invariant = context.batch_invariant
         self.stem = self.tensor.name.removesuffix("weight")
-        self.weight = context.weight(*self.tensor.shape)
+        self.weight = context.weight(*self.tensor.shape, dtype=torch.float32 if self.tensor.kept == "fp32" else None)
         self.bias = context.weight(count) if f"{self.stem}bias" in context.declared else None
         own = (each for each in context.declared.values() if each.name.startswith(f"{prefix}."))
         self.correction = next((each for each in own if each.name.endswith("e_score_correction_bias")), None)
@@ -58,4 +58,4 @@ class Router(Sliced):
             yield Slice(f"{self.stem}bias", self.tensor.shape[:1], self.bias)
         for tensor, weight in ((self.tensor, self.weight), (self.correction, self.e_score_correction_bias)):
             if tensor is not None and weight is not None:
-                yield Slice(tensor.name, tensor.shape, weight, stacked=Stacked.of(tensor))
+                yield Slice(tensor.name, tensor.shape, weight.view(tensor.shape), stacked=Stacked.of(tensor))
