@@ -45,11 +45,12 @@ from phalanx.engine.messages import (
     Started,
     Step,
     StepBatch,
+    StepExtent,
     Stopped,
 )
 from phalanx.layout import Layout
 
-DECODES = (1, 64, 256, 512)
+DECODES = (1, 16, 64, 256, 512)
 KINDS = [*(f"decode-{rows}" for rows in DECODES), "prefill", "mixed"]
 VOCABULARY = 64
 BLOCK = 16
@@ -202,8 +203,7 @@ class StubOutput:
         return time.perf_counter() >= self._due
 
     def results(self) -> tuple[list[RowResult], int]:
-        tokens = [0 if row.samples else None for row in self._rows]
-        return [RowResult(tokens=[token]) for token in tokens], zlib.crc32(bytes(8 * len(tokens)))
+        return [RowResult([0] if row.samples else []) for row in self._rows], zlib.crc32(bytes(8 * len(self._rows)))
 
 
 def stub_runner(log: Log, device_s: float) -> Any:
@@ -217,7 +217,7 @@ def stub_runner(log: Log, device_s: float) -> Any:
             self.free_at, self.kind = 0.0, ""
             self.tables, self.prompts = BlockTables(512, 4096, BLOCK, torch.device("cpu")), PromptLogprobs()
 
-        def run(self, step: StepBatch) -> StubOutput:
+        def run(self, step: StepBatch, extent: StepExtent | None = None) -> StubOutput:  # noqa: ARG002  of one dp index
             kind = kind_of(step)
             log.mark(kind)
             for slot in step.released:
@@ -343,7 +343,8 @@ def measure_elsewhere(args: argparse.Namespace) -> dict[str, Any]:
             sys.executable, str(script), "--ranks", str(args.ranks), "--steps", str(args.steps),
             "--device_ms", str(args.device_ms), "--json", str(figures),
         ]  # fmt: skip
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(root / "src")})
+        path = os.pathsep.join([str(root / "src"), str(root)])
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path})
         costs: dict[str, Any] = json.loads(figures.read_text())
     return costs
 
