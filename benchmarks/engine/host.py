@@ -40,6 +40,7 @@ from phalanx.engine.messages import (
     RankFacts,
     RequestRejected,
     RequestUpdate,
+    RowOutput,
     RowResult,
     Shutdown,
     Started,
@@ -202,8 +203,8 @@ class StubOutput:
     def ready(self) -> bool:
         return time.perf_counter() >= self._due
 
-    def results(self) -> tuple[list[RowResult], int]:
-        return [RowResult([0] if row.samples else []) for row in self._rows], zlib.crc32(bytes(8 * len(self._rows)))
+    def outputs(self) -> tuple[list[RowOutput], int]:
+        return [0 if row.samples else RowResult() for row in self._rows], zlib.crc32(bytes(8 * len(self._rows)))
 
 
 def stub_runner(log: Log, device_s: float) -> Any:
@@ -217,7 +218,7 @@ def stub_runner(log: Log, device_s: float) -> Any:
             self.free_at, self.kind = 0.0, ""
             self.tables, self.prompts = BlockTables(512, 4096, BLOCK, torch.device("cpu")), PromptLogprobs()
 
-        def run(self, step: StepBatch, extent: StepExtent | None = None) -> StubOutput:  # noqa: ARG002  of one dp index
+        def run(self, step: StepBatch, extent: StepExtent | None = None) -> StubOutput:
             kind = kind_of(step)
             log.mark(kind)
             for slot in step.released:

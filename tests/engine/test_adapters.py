@@ -17,6 +17,7 @@ from phalanx.engine.messages import AdaptersChanged, AddRequest, LoadAdapter, Pl
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import AdapterNotFound, PhalanxError, WeightError
 from phalanx.layout.adapter import AdapterFile
+from tests.support.engine_client import each_update
 
 OPTIONS = SchedulerOptions(num_blocks=100, block_size=4, max_batch_size=8, max_num_tokens=32, max_seq_len=64)
 
@@ -54,7 +55,7 @@ class Served:
             self.works += [work for work in step.before if isinstance(work, PlaceAdapter)]
             self.ranks.submit(step)
         for result in self.ranks.collect():
-            messages = self.scheduler.process_result(result)
+            messages = each_update(self.scheduler.process_result(result))
             self.ended += [message.request_id for message in messages if message.finish_reason]  # type: ignore[union-attr]
 
     def running(self) -> set[str]:

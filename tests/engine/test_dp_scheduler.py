@@ -13,6 +13,7 @@ from phalanx.engine.fake import StepChecker, fake_tokens
 from phalanx.engine.limits import SchedulerOptions
 from phalanx.engine.messages import AddRequest, RequestUpdate, RowResult, Step, StepResult
 from phalanx.errors import RequestError, StepDiverged
+from tests.support.engine_client import each_update
 
 VOCAB = 50
 LIMITS = SchedulerOptions(num_blocks=40, block_size=4, max_batch_size=4, max_num_tokens=32, max_seq_len=80, vocab_size=VOCAB)
@@ -42,7 +43,7 @@ class Ranks:
         return step
 
     def process_result(self) -> None:
-        for update in self.scheduler.process_result(self.results.popleft()):
+        for update in each_update(self.scheduler.process_result(self.results.popleft())):
             assert isinstance(update, RequestUpdate)
             self.tokens.setdefault(update.request_id, []).extend(update.tokens)
 

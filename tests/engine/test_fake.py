@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.config import SamplingParams
 from phalanx.engine.fake import FakeExecutor, StepChecker, fake_tokens
-from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepRow
+from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepRow, row_result
 from phalanx.errors import StepDiverged
 
 GREEDY = SamplingParams(temperature=0)
@@ -43,7 +43,7 @@ def test_a_request_by_hand_yields_its_tokens() -> None:
         checker.run(step(3, StepRow(0, 7, 1, [], [], True))),
         checker.run(step(4, StepRow(0, 8, 1, [], [5], True))),
     ]
-    tokens = [result.batches[0][0].tokens[0] for result in results]
+    tokens = [row_result(result.batches[0][0]).tokens[0] for result in results]
     assert tokens == fake_tokens(list(range(6)), GREEDY, seed=9, vocab_size=40, count=4)
 
 

@@ -24,6 +24,7 @@ from phalanx.engine.request import Request
 from phalanx.engine.request_blocks import RequestBlocks
 from phalanx.engine.scheduler import Scheduler
 from phalanx.errors import EngineError, StepDiverged
+from tests.support.engine_client import each_update
 from tests.support.engine_drafts import proposer
 from tests.support.engine_grammar import VOCAB
 from tests.support.fuzz import fuzz_seeds
@@ -364,7 +365,7 @@ def crowd(seed: int) -> Scheduler:
             ranks.submit(step)
             results += ranks.collect()
         elif results:
-            for update in scheduler.process_result(results.popleft()):
+            for update in each_update(scheduler.process_result(results.popleft())):
                 assert isinstance(update, RequestUpdate)
                 tokens[update.request_id] += update.tokens
     ranks.shutdown()

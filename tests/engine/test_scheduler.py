@@ -29,6 +29,7 @@ from phalanx.engine.messages import (
 )
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import CapacityError, EngineError, PromptTooLong, RequestError, StepDiverged
+from tests.support.engine_client import each_update
 from tests.support.engine_drafts import proposer
 from tests.support.engine_grammar import VOCAB, Evens
 
@@ -73,7 +74,7 @@ class Ranks:
             pass
 
     def process_result(self) -> None:
-        for update in self.scheduler.process_result(self.results.popleft()):
+        for update in each_update(self.scheduler.process_result(self.results.popleft())):
             if isinstance(update, RequestRejected):
                 self.refused[update.request_id] = update
             else:

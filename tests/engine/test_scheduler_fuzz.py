@@ -25,6 +25,7 @@ from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, 
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import CapacityError, PromptTooLong
 from phalanx.layout.adapter import AdapterFile
+from tests.support.engine_client import each_update
 from tests.support.engine_drafts import proposer
 from tests.support.engine_grammar import VOCAB, Evens
 from tests.support.fuzz import fuzz_seeds
@@ -128,7 +129,7 @@ class Simulation:
 
     def process(self) -> None:
         messages = self.scheduler.process_result(self._results.popleft()) if self._results else []
-        for message in [*messages, *self.scheduler.process_grammar_calls()]:
+        for message in each_update([*messages, *self.scheduler.process_grammar_calls()]):
             assert not isinstance(message, RequestRejected), message
             self.answers.setdefault(message.request_id, Answer()).take(message)
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from phalanx.engine.messages import Step, StepBatch, StepRow
-from phalanx.engine.step_times import LEAST_LIMIT, SURE_STEPS, StepLoad, StepTimes
+from phalanx.engine.step_times import LEAST_LIMIT, RUN_STEPS, SURE_STEPS, StepLoad, StepTimes
 
 
 def machine(load: StepLoad) -> float:
@@ -61,6 +61,18 @@ def test_the_prediction_follows_clocks_that_fall() -> None:
     assert times.seconds(load) == pytest.approx(3 * machine(load), rel=0.2)
 
 
+def test_a_prediction_knows_the_latest_steps_also_in_the_midst_of_a_run() -> None:
+    """Decode steps of one size are fitted together, but not later than somebody asks."""
+    for count in range(1, 3 * RUN_STEPS):
+        times, load = StepTimes(), StepLoad(32, 32_000, 0)
+        ran(times, [load] * 200)
+        assert times.seconds(load) == pytest.approx(machine(load), rel=1e-3)
+        ran(times, [load] * count, speed=2.0)
+        left = 0.99**count
+        least_squares = (left + (1 - left) / 2) / (left + (1 - left) / 4)  # of relative errors
+        assert times.seconds(load) / machine(load) == pytest.approx(least_squares, rel=0.03), count
+
+
 def test_what_prompts_cost_is_not_forgotten_while_only_decodes_run() -> None:
     times = StepTimes()
     ran(times, mixed(400))
@@ -99,6 +111,7 @@ def test_a_fit_that_has_come_to_nothing_recovers() -> None:
     """Steps longer than three times their prediction were taken as three times: one of 0 seconds then ended the engine."""
     times, loads = StepTimes(), mixed(300)
     ran(times, loads)
+    times._end_run()
     times._fit._c = [0.0] * 5
     assert times.seconds(loads[0]) is None
     assert times.limit(loads[0]) == times._step_timeout

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.config.options import EngineOptions
 from phalanx.engine.executor import Executor
-from phalanx.engine.messages import RankFacts, SlotAssignment, Step, StepBatch, StepExtent, StepRow
+from phalanx.engine.messages import RankFacts, SlotAssignment, Step, StepBatch, StepExtent, StepRow, row_result
 from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError, RankDied, RankStalled, WeightError
 from phalanx.executor import protocol
 from phalanx.executor.heartbeat import HeartbeatMonitor
@@ -103,7 +103,7 @@ def test_a_rank_killed_within_an_exchange_is_named(make_executor: Make, tmp_path
     executor.submit(Step(1, batches, StepExtent.of(batches)))
     (result,) = await_results(executor.collect, 1)
     assert result.batches[1] == []
-    assert result.batches[0][0].tokens
+    assert row_result(result.batches[0][0]).tokens
     os.kill(ranks[victim], signal.SIGSTOP)
     batches = [StepBatch(rows=[StepRow(0, 3, 1, [], samples=True)]), StepBatch()]
     executor.submit(Step(2, batches, StepExtent.of(batches)))  # the other rank now waits in the exchange

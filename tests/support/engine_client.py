@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from phalanx.engine.fake import FakeExecutor
 from phalanx.engine.grammar import OpenMatcher
 from phalanx.engine.grammar_threads import GrammarThreads
 from phalanx.engine.loop import Loop
-from phalanx.engine.messages import AddRequest, EngineToClient, RequestUpdate, Shutdown
+from phalanx.engine.messages import AddRequest, EngineToClient, NextTokens, RequestUpdate, Shutdown
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 
 SIZES: dict[str, int] = {"num_blocks": 64, "block_size": 4, "max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 128}
@@ -23,6 +24,12 @@ SIZES: dict[str, int] = {"num_blocks": 64, "block_size": 4, "max_batch_size": 8,
 
 def no_grammar(compiled: str) -> Any:
     raise ValueError(f"{compiled!r} is no grammar")
+
+
+def each_update(messages: Iterable[Any]) -> Iterator[Any]:
+    """The messages, with one for each request of NextTokens."""
+    for message in messages:
+        yield from message.updates() if isinstance(message, NextTokens) else [message]
 
 
 class Client:
@@ -60,7 +67,8 @@ class Client:
         deadline = time.monotonic() + seconds
         while sum(isinstance(message, kind) for message in self.heard) < count:
             assert self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))), f"{count} {kind.__name__} did not come"
-            self.heard += [msgspec.msgpack.decode(frame, type=EngineToClient) for frame in self.socket.recv_multipart()]
+            messages = [msgspec.msgpack.decode(frame, type=EngineToClient) for frame in self.socket.recv_multipart()]
+            self.heard += each_update(messages)
         return [message for message in self.heard if isinstance(message, kind)]
 
     def tokens(self, name: str) -> list[int]:

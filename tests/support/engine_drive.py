@@ -15,7 +15,7 @@ import transformers
 
 from phalanx.config.options import EngineOptions
 from phalanx.config.sampling_params import SamplingParams
-from phalanx.engine.messages import RowResult, SlotAssignment, Step, StepBatch, StepResult, StepRow
+from phalanx.engine.messages import RowResult, SlotAssignment, Step, StepBatch, StepResult, StepRow, row_result
 from phalanx.executor.rank_executor import RankExecutor
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -86,7 +86,7 @@ class Drive:
         self.step(batch)
         (result,) = await_results(self._collect, 1)
         assert result.number == self.number
-        return result.batches[0]
+        return [row_result(output) for output in result.batches[0]]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], count: int, *, chunk: int = 64, ahead: bool = False,
@@ -129,11 +129,9 @@ class Drive:
             for result in await_results(self._collect, in_flight - 1 if ahead else in_flight):
                 in_flight -= 1
                 for slot, row in enumerate(result.batches[0]):
-                    assert row.tokens
-                    tokens[slot] += row.tokens
+                    tokens[slot] += row_result(row).tokens
         for result in await_results(self._collect, in_flight):
             for slot, row in enumerate(result.batches[0]):
-                assert row.tokens
-                tokens[slot] += row.tokens
+                tokens[slot] += row_result(row).tokens
         self.run(StepBatch(released=list(range(len(prompts)))))
         return tokens

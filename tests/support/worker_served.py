@@ -18,6 +18,7 @@ from phalanx.executor.rank_executor import RankExecutor
 from phalanx.layout.cache import group_windows
 from phalanx.layout.families import model_cache
 from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.engine_client import each_update
 from tests.support.engine_drive import BLOCK, await_results, options
 
 LIMITS: dict[str, Any] = {
@@ -62,7 +63,7 @@ def served(
             while (step := scheduler.schedule()) is not None:
                 executor.submit(step)
             for result in await_results(executor.collect, 1) if scheduler.steps_in_flight else []:
-                for update in scheduler.process_result(result):
+                for update in each_update(scheduler.process_result(result)):
                     assert isinstance(update, RequestUpdate)
                     answer = answers.setdefault(update.request_id, [[], [], None])
                     answer[0] += update.tokens

@@ -26,6 +26,7 @@ from phalanx.executor.rank_executor import RankExecutor
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.token_return import FIRST, LAST, TokenReturn
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.engine_client import each_update
 from tests.support.engine_drive import BLOCK, await_results, options
 from tests.support.worker_graphs import BLOCKS, Counting, Stage, alike, requests, serve, step_runner
 
@@ -196,7 +197,7 @@ class Served:
                 executor.submit(step)
             for result in await_results(executor.collect, 1) if scheduler.steps_in_flight else []:
                 ended += 1
-                for update in scheduler.process_result(result):
+                for update in each_update(scheduler.process_result(result)):
                     assert isinstance(update, RequestUpdate)
                     self.updates.setdefault(update.request_id, []).append(update)
 

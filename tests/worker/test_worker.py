@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.engine.messages import DECODE_GRAPH, MIXED_GRAPH, RankFacts, RowResult, Step, StepBatch
+from phalanx.engine.messages import DECODE_GRAPH, MIXED_GRAPH, RankFacts, RowOutput, Step, StepBatch
 from phalanx.executor.protocol import Stop
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.layout.rank_progress import RankProgress
@@ -112,9 +112,9 @@ class Later:
         self.left -= 1
         return self.left < 0
 
-    def results(self) -> tuple[list[RowResult], int]:
+    def outputs(self) -> tuple[list[RowOutput], int]:
         assert self.left < 0, "it would wait for the device"
-        return [RowResult([5])], 7
+        return [5], 7
 
 
 class Line:

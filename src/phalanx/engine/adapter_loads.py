@@ -54,8 +54,8 @@ class AdapterLoads:
 
     @property
     def busy(self) -> bool:
-        """Whether a load is under way."""
-        return bool(self._loading)
+        """Whether `poll` may have something to do."""
+        return bool(self._loading) or self._adapters.leaving
 
     def load(self, message: LoadAdapter) -> AdaptersChanged | None:
         """Begin a load. The answer, where it cannot begin."""

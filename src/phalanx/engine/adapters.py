@@ -144,6 +144,11 @@ class Adapters:
         del self._by_name[name]
         self._gone.append(adapter)
 
+    @property
+    def leaving(self) -> bool:
+        """Whether `forgotten` has any to look at."""
+        return bool(self._gone)
+
     def forgotten(self, open_adapters: Callable[[], Iterable[Adapter | None]]) -> list[int]:
         """The keys of those without a name that no open request has any more: ranks may drop them."""
         if not self._gone:

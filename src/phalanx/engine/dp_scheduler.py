@@ -19,6 +19,7 @@ from phalanx.engine.grammar import OpenMatcher, TokenMatcher, no_grammars
 from phalanx.engine.grammar_threads import GrammarCall, GrammarThreads, InlineGrammarCalls
 from phalanx.engine.messages import (
     AddRequest,
+    NextTokens,
     Stats,
     Step,
     StepBatch,
@@ -234,7 +235,7 @@ class DpScheduler(StepScheduler[list[int | None]]):
 
     def _forget_ended(self, messages: Messages) -> None:
         for message in messages:
-            if self._requests[message.request_id].ended:
+            if not isinstance(message, NextTokens) and self._requests[message.request_id].ended:
                 del self._requests[message.request_id], self._placed[message.request_id]
 
 

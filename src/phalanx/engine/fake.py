@@ -31,6 +31,7 @@ from phalanx.engine.messages import (
     PlaceAdapter,
     RankFacts,
     RankStats,
+    RowOutput,
     RowResult,
     SlotAssignment,
     Step,
@@ -168,7 +169,7 @@ class StepChecker:
         for assignment in batch.admitted:
             self._admit(assignment)
         self._check_rows(batch.rows)
-        results = [self._run_row(row, batch.propose) for row in batch.rows]
+        results = [_output(self._run_row(row, batch.propose)) for row in batch.rows]
         for row in batch.rows:
             state = self.slots[row.slot]
             self._drop(row.slot, state, self._live(state.computed))
@@ -378,6 +379,11 @@ class StepChecker:
     def _require(self, valid: bool, violation: str) -> None:
         if not valid:
             raise StepDiverged(f"step {self._number} breaks a rule", why=violation, next="report this with the log")
+
+
+def _output(result: RowResult) -> RowOutput:
+    """As ranks report it."""
+    return result.tokens[0] if len(result.tokens) == 1 and result == RowResult(result.tokens) else result
 
 
 class FakeExecutor:

@@ -63,11 +63,14 @@ class GrammarCall:
 class InlineGrammarCalls:
     """Runs each call at once: for schedules that are simulated."""
 
-    busy = False
-
     def __init__(self) -> None:
         self.notify: Callable[[], None] = lambda: None
         self._ended: list[GrammarCall] = []
+
+    @property
+    def busy(self) -> bool:
+        """Calls have not been collected."""
+        return bool(self._ended)
 
     def begin(self, owner: Any, work: Callable[[], Any], *, spent: float = 0.0, quick: bool = True) -> GrammarCall:
         call = GrammarCall(owner, work, spent, quick)

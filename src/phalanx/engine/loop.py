@@ -33,6 +33,7 @@ from phalanx.engine.messages import (
     GetStats,
     Heartbeat,
     LoadAdapter,
+    NextTokens,
     RebalanceExperts,
     RequestRejected,
     RequestUpdate,
@@ -193,8 +194,9 @@ class Loop:
                 break
         if self._opening or self._openings.busy:  # a request that was aborted leaves its call behind
             self._add_opened()
-        for answer in self._loads.poll(self._open_adapters):
-            self._queue(answer)
+        if self._loads.busy:
+            for answer in self._loads.poll(self._open_adapters):
+                self._queue(answer)
 
     def _process_results(self) -> None:
         results = self._executor.collect()
@@ -204,14 +206,13 @@ class Loop:
             if self._experts is not None:
                 self._experts.step_done(result.number, result.moved)
             for message in self._scheduler.process_result(result):
-                if isinstance(message, RequestRejected) and message.error["kind"] == LogitsNotFinite.__name__:
-                    logger.error("request %s ends: %s", message.request_id, PhalanxError.from_wire(message.error))
                 self._queue(message)
             self._changes.step_done(result)
             self._times.ended(result.number, self._progressed, alone=len(results) == 1)
-        self._scheduler.grammar_calls.wait()
-        for message in self._scheduler.process_grammar_calls():
-            self._queue(message)
+        if self._scheduler.grammar_calls.busy:
+            self._scheduler.grammar_calls.wait()
+            for message in self._scheduler.process_grammar_calls():
+                self._queue(message)
 
     def _submit(self) -> None:
         if (step := self._changes.next_step()) is not None:
@@ -407,8 +408,14 @@ class Loop:
             if id in self._scores:
                 self._scores[id].append(message)
                 return
+        elif isinstance(message, NextTokens) and self._scores:
+            for update in message.updates():
+                self._queue(update)
+            return
         elif isinstance(message, RequestRejected):
             self._scores.pop(message.request_id, None)
+            if message.error["kind"] == LogitsNotFinite.__name__:
+                logger.error("request %s ends: %s", message.request_id, PhalanxError.from_wire(message.error))
         self._outbox.append(message)
 
     def _queue_scores(self) -> None:

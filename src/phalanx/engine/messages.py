@@ -152,11 +152,22 @@ class RequestUpdate(msgspec.Struct, tag=True, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the next ones, until the first token; the very first is None
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | None = None  # the stop token id that ended it, unless that is an eos
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    cached_tokens: int = 0  # in the one with the first token: prompt tokens found in the prefix cache
     accepted: int = 0  # tokens that were drafts
     rejected: int = 0  # drafts that were verified, and are no tokens
     scheduled: int = 0  # in the one with the first token: when the request's first step was made, microseconds of time.monotonic()
     pooled: bytes = b""  # with params.pooling: float32, little endian
+
+
+class NextTokens(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """One more token of each of these requests, and nothing else: what most updates are, together for a step."""
+
+    request_ids: list[str]
+    tokens: list[int]
+
+    def updates(self) -> list[RequestUpdate]:
+        """The same as one message of each request."""
+        return [RequestUpdate(id, [token]) for id, token in zip(self.request_ids, self.tokens, strict=True)]
 
 
 class RequestRejected(msgspec.Struct, tag=True, array_like=True):
@@ -336,7 +347,8 @@ class Heartbeat(msgspec.Struct, tag=True, array_like=True):
 
 
 EngineToClient = (
-    RequestUpdate | RequestRejected | AdaptersChanged | Started | Stats | ExpertStats | ModelState | Failed | Stopped | Heartbeat
+    RequestUpdate | NextTokens | RequestRejected | AdaptersChanged | Started | Stats | ExpertStats | ModelState | Failed | Stopped
+    | Heartbeat
 )  # fmt: skip
 
 # ---- engine -> ranks -------------------------------------------------------------------------------------------------
@@ -540,10 +552,19 @@ class WorkResult(msgspec.Struct, array_like=True):
     freed: int = 0
 
 
+RowOutput = int | RowResult
+"""What a row gives. Most rows give one token and nothing else: they are that token."""
+
+
+def row_result(output: RowOutput) -> RowResult:
+    """The same with all fields."""
+    return RowResult([output]) if isinstance(output, int) else output
+
+
 class StepResult(msgspec.Struct, array_like=True):
-    """Per dp index, one RowResult per row, in the order of the rows. works: of each rank, where the step changed the model."""
+    """Per dp index, one output per row, in the order of the rows. works: of each rank, where the step changed the model."""
 
     number: int
-    batches: list[list[RowResult]]
+    batches: list[list[RowOutput]]
     moved: float | None = None  # seconds that the step's moves of experts took on the slowest rank
     works: dict[int, WorkResult] = {}

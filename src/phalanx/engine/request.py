@@ -10,9 +10,9 @@ import msgspec
 
 from phalanx.engine.adapters import Adapter
 from phalanx.engine.grammar import TokenMatcher
-from phalanx.engine.messages import AddRequest, RequestUpdate, RowResult, SlotAssignment, TokenLogprobs
+from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, RowResult, SlotAssignment, TokenLogprobs
 from phalanx.engine.prefix import root_key
-from phalanx.errors import PhalanxError, RequestError
+from phalanx.errors import LogitsNotFinite, PhalanxError, RequestError
 
 
 @dataclass
@@ -105,6 +105,16 @@ class Request:
         adapter = -1 if self.adapter is None else self.adapter.slot
         return SlotAssignment(self.slot, self.tokens.copy(), self.prompt_length, params, self.seed, sorted(self.stop_ids), adapter)
 
+    def without_token(self) -> RequestRejected:
+        """The request ends, since its logits are not finite."""
+        self.ended = True
+        failure = LogitsNotFinite(
+            f"the logits of token {len(self.tokens)} are NaN or infinite",
+            why="weights are not finite, or values exceed the range of the dtype",
+            next="look for such weights in the server's log; with dtype='fp16' try 'bf16'",
+        )
+        return RequestRejected(self.id, failure.to_wire())
+
     def take_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
         """Append those of positions start+1 on, of which a recomputation may repeat some."""
         if self.prompt_logprobs is not None:
@@ -137,14 +147,27 @@ class Request:
             raise RequestError(f"the grammar failed on token {token}", why=repr(error)) from error
         return followed
 
+    def take_token(self, token: int) -> bool:
+        """Append a sampled token, if the client is to hear nothing else: it is not the first one, ends nothing, and no grammar
+        follows it. False: nothing has changed."""
+        length = len(self.tokens)
+        if length == self.prompt_length or length + 1 >= self.limit or self.constrained or token < 0 or token in self.stop_ids:
+            return False
+        self.tokens.append(token)
+        self.in_flight -= 1
+        self.pending -= 1
+        if self.drafts:
+            self.drafts = []
+        return True
+
     def take_tokens(self, result: RowResult, *, complete_at: int | None = None) -> RequestUpdate:
         """Append sampled tokens, up to the first that ends the request, and return the update for the client; `ended` is set then.
         complete_at: see `Followed`."""
         tokens, taken = self.tokens, result.tokens[: self.limit - len(self.tokens)]
-        update = RequestUpdate(self.id, taken, cached_tokens=self.cached_tokens)
+        update = RequestUpdate(self.id, taken)
         if len(tokens) == self.prompt_length:
             update.prompt_logprobs, update.scheduled = self.prompt_logprobs, self.scheduled
-            update.pooled = result.pooled
+            update.cached_tokens, update.pooled = self.cached_tokens, result.pooled
         for number, token in enumerate(taken):
             if number == complete_at or self.stops_at(token, number):
                 update.finish_reason = "stop"

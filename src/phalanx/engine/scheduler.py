@@ -28,6 +28,7 @@ from phalanx.engine.limits import SchedulerOptions, length_limit
 from phalanx.engine.messages import (
     NO_DRAFT,
     AddRequest,
+    NextTokens,
     RequestRejected,
     RequestUpdate,
     RowResult,
@@ -36,12 +37,13 @@ from phalanx.engine.messages import (
     StepBatch,
     StepResult,
     StepRow,
+    row_result,
 )
 from phalanx.engine.request import Followed, Request
 from phalanx.engine.request_blocks import RequestBlocks, forecast_of
 from phalanx.engine.step_draft import ADMITTED_TOKENS, DecodeCounts, StepDraft
 from phalanx.engine.step_scheduler import Messages, StepScheduler
-from phalanx.errors import EngineError, LogitsNotFinite, RequestError, StepDiverged
+from phalanx.errors import EngineError, RequestError, StepDiverged
 from phalanx.layout.layout import max_chunk
 
 __all__ = ["Scheduler", "SchedulerOptions"]
@@ -67,6 +69,10 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         self.kv = RequestBlocks(options)
         self.pool, self.parts = self.kv.pool, [self]
         self.running: list[Request] = []  # in order of arrival
+        # Whether constrained requests, which wait for the engine to know their tokens where those of others return on the device,
+        # have a budget of their own. Not where a step may have fewer tokens than rows: the oldest must never be without one.
+        self._parts_decodes = options.returns_tokens and options.chunked_prefill and options.max_rows < options.max_num_tokens
+        self._token_lag, self._max_rows = options.token_lag, options.max_rows
         self._slots = list(range(options.max_batch_size - 1, -1, -1))
         self._released: list[int] = []
         self._seeds = seeds or random.Random(options.seed)
@@ -119,7 +125,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         if len(self._in_flight) >= self.options.depth or not self._requests:
             return None
         draft, eligible = self._draft()
-        self._add_drafts(draft, eligible)
+        if self.options.max_drafts:
+            draft.take_drafts(self.options, eligible, self.choose_drafts, waiting=bool(self.waiting))
         self.pace = draft.take_pace(self.times, self.options, self.running, eligible, waiting=bool(self.waiting)) or self.pace
         self._continue_running(draft, eligible)
         self._admit_waiting(draft, now)
@@ -128,18 +135,6 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             decode_rows.sort(key=lambda pair: not pair[1].verifies)
         rows = decode_rows + draft.prefill_rows
         return self._close(draft, rows) if rows or self._too_early() else None
-
-    def _add_drafts(self, draft: StepDraft, eligible: list[Request]) -> None:
-        """Decide how many drafts the decode rows of the step verify, and how many are proposed."""
-        if self.options.max_drafts:
-            budget = min(draft.rows_left, draft.decode_budget + draft.constrained_budget)
-            proposed = [request.proposed for request in eligible if request.decoding]
-            rows = min(len(proposed), budget)
-            prompts = bool(self.waiting) or any(len(r.tokens) + r.pending - r.submitted > 1 for r in eligible)
-            draft.propose = self.choose_drafts(max(rows, 1))
-            draft.ahead = draft.propose if self.options.drafts_keep_kv else 0
-            most = min(draft.propose, max(proposed, default=0))
-            draft.take_drafts(most, rows, prompts=prompts, chunked=self.options.chunked_prefill)
 
     def _too_early(self) -> bool:
         """Whether a request waits only for steps between the one that samples its token and its next one, and not for the token:
@@ -158,7 +153,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     @property
     def _latest_sampling(self) -> int | None:
         """The latest step whose tokens the next step may take before the engine knows them; None: a request waits for its token."""
-        lag = self.options.token_lag
+        lag = self._token_lag
         return None if lag is None else self.counters.steps + 1 - lag
 
     def empty_step(self) -> Step | None:
@@ -168,28 +163,11 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     def _draft(self) -> tuple[StepDraft, list[Request]]:
         """The budgets of this step, and the running requests that can go on."""
         options = self.options
-        self.kv.states.begin_step()
+        if options.state_snapshots:
+            self.kv.states.begin_step()
         pipelined = options.pipeline_stages > 1
-        latest = self._latest_sampling
-        eligible: list[Request] = []
-        plain, constrained = DecodeCounts(), DecodeCounts()
-        for request in self.running:
-            pending = request.pending
-            goal = len(request.tokens) + pending
-            if goal >= request.limit:
-                continue
-            decodes = constrained if self._decodes_apart(request) else plain
-            decode = goal - request.submitted == 1
-            decodes.all += decode
-            if pending and (latest is None or request.constrained):
-                continue
-            if latest is not None and request.sampled_in > latest and self._in_slot(request):
-                continue
-            eligible.append(request)
-            decodes.ready += decode
-            decodes.last += decode and goal + 1 == request.limit
-            decodes.without_block += decode and request.submitted < request.capacity
-        rows, budget, constrained_budget = options.max_rows, plain.ready, constrained.ready
+        eligible, budget, constrained_budget = self._eligible()
+        rows = self._max_rows
         claims = Claims(self.adapters.slots)
         arrivals = self._arrivals(claims) if pipelined or not options.chunked_prefill else []
         if pipelined:
@@ -201,13 +179,14 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             ready, total = (len(requests) + len(arrivals) - long for requests in (eligible, self.running))
             rows = max(1, min(rows, long - (-ready // missing), long - (-total // stages)))
             prompts_wait = bool(self.waiting) or budget + constrained_budget < len(eligible)
-            budget, constrained_budget = (self._decode_share(one, prompts_wait) for one in (plain, constrained))
+            plain, constrained = DecodeCounts.of(self.running, eligible, apart=self._parts_decodes)
+            budget, constrained_budget = (each.share(stages, prompts_wait=prompts_wait) for each in (plain, constrained))
             if constrained_budget:
                 # The token of a constrained request takes one step longer than those of others, which have filled the next step by
                 # then, each time: it has a place beside their share, and where a step holds no more rows, one of theirs. But not if
                 # it needs a block, which it may not get: its place could stay empty in every step.
-                budget = min(budget, options.max_rows - min(constrained.without_block, constrained_budget))
-                rows = min(options.max_rows, max(rows, budget + constrained_budget))
+                budget = min(budget, self._max_rows - min(constrained.without_block, constrained_budget))
+                rows = min(self._max_rows, max(rows, budget + constrained_budget))
         if options.chunked_prefill:
             budget = min(budget, rows, options.max_num_tokens)
             constrained_budget = min(constrained_budget, rows, options.max_num_tokens - budget)
@@ -218,16 +197,24 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         first_tokens = min(len(prompts[0].tokens) - prompts[0].submitted, options.max_num_tokens) if prompts else 0
         return StepDraft(claims, rows, options.max_num_tokens - first_tokens, first_tokens), eligible
 
-    def _decodes_apart(self, request: Request) -> bool:
-        """Whether the request waits for the engine to know its tokens, where those of others return on the device, and has a budget
-        of its own. Not where a step may have fewer tokens than rows: the oldest request, for which others give their blocks back,
-        must never be without one."""
-        options = self.options
-        apart = options.returns_tokens and options.chunked_prefill and options.max_rows < options.max_num_tokens
-        return apart and request.constrained
-
-    def _decode_share(self, decodes: DecodeCounts, prompts_wait: bool) -> int:
-        return decodes.share(self.options.pipeline_stages, prompts_wait=prompts_wait)
+    def _eligible(self) -> tuple[list[Request], int, int]:
+        """The running requests that can go on, and how many of them decode: those with the budget of all, and those apart."""
+        latest, parted, decodes, apart = self._latest_sampling, self._parts_decodes, 0, 0
+        eligible: list[Request] = []
+        for request in self.running:
+            pending = request.pending
+            goal = len(request.tokens) + pending
+            if goal >= request.limit or (pending and (latest is None or request.constrained)):
+                continue
+            if latest is not None and request.sampled_in > latest and self._in_slot(request):
+                continue
+            eligible.append(request)
+            if goal - request.submitted == 1:
+                if parted and request.constrained:
+                    apart += 1
+                else:
+                    decodes += 1
+        return eligible, decodes, apart
 
     def _arrivals(self, claims: Claims) -> list[Request]:
         """The waiting requests for which there are slots and blocks now (without what the prefix cache saves)."""
@@ -247,7 +234,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     def _continue_running(self, draft: StepDraft, eligible: list[Request]) -> None:
         """Rows for the running requests, in order of arrival."""
-        decode_rows = draft.decode_rows
+        decode_rows, parted = draft.decode_rows, self._parts_decodes
         for number, request in enumerate(eligible):
             if not draft.rows_left:
                 return
@@ -255,41 +242,48 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             if len(tokens) + request.pending - start > 1:
                 self._continue_prompt(draft, request, islice(eligible, number + 1, None))
                 continue
-            apart = self._decodes_apart(request)
+            apart = parted and request.constrained
             budget = draft.constrained_budget if apart else draft.decode_budget
             if not budget or request.slot < 0:  # preempted for a request before it
                 continue
             drafts = draft.drafts if request.decoding else 0
-            blocks: list[int] = []
-            if start + request.drafted + drafts + draft.ahead >= request.capacity:
-                more = self._blocks_of_decode(request, drafts + draft.ahead)
-                if more is None:
-                    continue
-                blocks = more
-            known = [tokens[start]] if start < len(tokens) and not request.drafted else []
-            masks: list[bytes] = []
-            if request.matcher is not None:
-                masks = request.masks[: 1 + drafts] or [request.matcher.mask()]
-            if drafts:  # the slot has them, unless the engine must know them
-                known = known + (request.drafts[:drafts] + [NO_DRAFT] * drafts)[:drafts] if self._knows_drafts(request) else []
-            row = StepRow(
-                request.slot, start + request.drafted, 1 + drafts, known, blocks, True, masks, drafts, late=request.drafted
-            )
+            ahead = drafts + draft.ahead
+            blocks = self._blocks_of_decode(request, ahead) if start + request.drafted + ahead >= request.capacity else []
+            if blocks is None:
+                continue
+            if drafts or request.drafted or request.matcher is not None:
+                row = self._verifying_row(request, drafts, blocks)
+            else:
+                row = StepRow(request.slot, start, 1, [tokens[start]] if start < len(tokens) else [], blocks, True)
             request.submitted = start + 1
-            request.drafted += drafts
             request.pending += 1
             request.decoding, request.proposed = True, draft.propose
             if request.drafts or request.masks:
                 request.drafts, request.masks = [], []
             decode_rows.append((request, row))
             draft.rows_left -= 1
-            draft.constrained_budget -= apart
-            draft.decode_budget -= not apart
+            if apart:
+                draft.constrained_budget -= 1
+            else:
+                draft.decode_budget -= 1
+
+    def _verifying_row(self, request: Request, drafts: int, blocks: list[int]) -> StepRow:
+        """The decode row of a request that has drafts, now or in flight, or a grammar."""
+        start, tokens = request.submitted, request.tokens
+        known = [tokens[start]] if start < len(tokens) and not request.drafted else []
+        masks: list[bytes] = []
+        if request.matcher is not None:
+            masks = request.masks[: 1 + drafts] or [request.matcher.mask()]
+        if drafts:  # the slot has them, unless the engine must know them
+            known = known + (request.drafts[:drafts] + [NO_DRAFT] * drafts)[:drafts] if self._knows_drafts(request) else []
+        row = StepRow(request.slot, start + request.drafted, 1 + drafts, known, blocks, True, masks, drafts, late=request.drafted)
+        request.drafted += drafts
+        return row
 
     def _knows_drafts(self, request: Request) -> bool:
         """Whether the engine must know the drafts of the request's rows: for the masks of its grammar, or since tokens do not
         return on the device to the stage that embeds them."""
-        return request.constrained or self.options.token_lag is None
+        return request.constrained or self._token_lag is None
 
     def _blocks_of_decode(self, request: Request, ahead: int) -> list[int] | None:
         """The blocks that a decode row needs, and those of so many drafts as far as nobody else needs them; None where there is
@@ -429,16 +423,22 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     def _close(self, draft: StepDraft, rows: list[tuple[Request, StepRow]]) -> Step:
         self.counters.steps += 1
+        number = self.counters.steps
         for request, row in rows:
             request.in_flight += 1
             if row.samples:
-                request.sampled_in = self.counters.steps
+                request.sampled_in = number
         for request, _ in draft.prefill_rows:
             self.kv.register(request)  # not earlier: a row must not share what another row of its own step computes
-        step_rows, copies, of_blocks = [row for _, row in rows], self.kv.states.take_copies(), self.pool.host.take_copies()
-        adapted = bool(self.adapters.slots.occupants) and any(request.adapter is not None for request, _ in rows)
-        batch = StepBatch(self._released, draft.assignments, step_rows, draft.propose, copies, adapted, *of_blocks)
-        step = Step(self.counters.steps, [batch], before=list(self.adapters.slots.works()))
+        batch = StepBatch(self._released, draft.assignments, [row for _, row in rows], draft.propose)
+        step = Step(self.counters.steps, [batch])
+        if self.options.state_snapshots:
+            batch.state_copies = self.kv.states.take_copies()
+        if self.options.host_blocks:
+            batch.saved, batch.loaded = self.pool.host.take_copies()
+        if self.adapters.slots.occupants:
+            batch.adapted = any(request.adapter is not None for request, _ in rows)
+            step.before += self.adapters.slots.works()
         self._in_flight.append((step.number, rows))
         self._released = []
         return step
@@ -456,35 +456,48 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         self._in_flight.popleft()
         messages: Messages = []
         ended: list[Request] = []
-        for (request, row), row_result in zip(rows, result.batches[0], strict=True):
+        plain = NextTokens([], [])
+        ids, tokens = plain.request_ids, plain.tokens
+        for (request, row), output in zip(rows, result.batches[0], strict=True):
             if request.ended:
                 continue
-            if row_result.prompt_logprobs:
-                request.take_prompt_logprobs(row.start, row_result.prompt_logprobs)
-            if not row.samples:
-                request.in_flight -= 1
-                continue
-            if not (tokens := row_result.tokens):
-                raise StepDiverged(f"step {number} sampled no token for request {request.id}", held="its row was to sample one")
-            if min(tokens) < 0:
-                messages.append(self._end_without_token(request, ended))
-                continue
-            if row.drafts or row_result.drafted:
-                self._count_drafts(row, row_result)
-            if request.slot >= 0:  # else it was preempted
-                request.drafted -= row.drafts
-                request.submitted += len(tokens) - 1
-            if request.matcher is not None and not request.stops_at(tokens[0]):
-                request.grammar_row = row_result
-                self.grammar_calls.begin(
-                    request, partial(request.follow, tokens, row_result.drafts), spent=request.grammar_seconds,
-                    quick=request.grammar_quick,
-                )  # fmt: skip
-                continue
-            messages.append(self._take_tokens(request, row_result, ended))
-            request.drafts = row_result.drafts
+            if type(output) is int and row.samples and not row.drafts and request.take_token(output):
+                ids.append(request.id)
+                tokens.append(output)
+            else:
+                self._process_row(request, row, row_result(output), messages, ended)
+        self.counters.generation_tokens += len(tokens)
+        if tokens:
+            messages.append(plain)
         self._remove(ended)
-        return messages + self.process_grammar_calls()
+        return messages + self.process_grammar_calls() if self.grammar_calls.busy else messages
+
+    def _process_row(self, request: Request, row: StepRow, result: RowResult, messages: Messages, ended: list[Request]) -> None:
+        """The result of a row, which may be any."""
+        if result.prompt_logprobs:
+            request.take_prompt_logprobs(row.start, result.prompt_logprobs)
+        if not row.samples:
+            request.in_flight -= 1
+            return
+        if not (tokens := result.tokens):
+            raise StepDiverged(f"a step sampled no token for request {request.id}", held="its row was to sample one")
+        if min(tokens) < 0:
+            ended.append(request)
+            self.counters.nonfinite_requests += 1
+            messages.append(request.without_token())
+            return
+        if row.drafts or result.drafted:
+            self._count_drafts(row, result)
+        if request.slot >= 0:  # else it was preempted
+            request.drafted -= row.drafts
+            request.submitted += len(tokens) - 1
+        if request.matcher is not None and not request.stops_at(tokens[0]):
+            request.grammar_row = result
+            work = partial(request.follow, tokens, result.drafts)
+            self.grammar_calls.begin(request, work, spent=request.grammar_seconds, quick=request.grammar_quick)
+            return
+        messages.append(self._take_tokens(request, result, ended))
+        request.drafts = result.drafts
 
     def process_grammar_calls(self) -> Messages:
         """As `StepScheduler`."""
@@ -511,18 +524,6 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             messages.append(RequestRejected(request.id, call.error.to_wire()))
         self._remove(ended)
         return messages
-
-    def _end_without_token(self, request: Request, ended: list[Request]) -> RequestRejected:
-        """End a request whose logits are not finite."""
-        request.ended = True
-        ended.append(request)
-        self.counters.nonfinite_requests += 1
-        failure = LogitsNotFinite(
-            f"the logits of token {len(request.tokens)} are NaN or infinite",
-            why="weights are not finite, or values exceed the range of the dtype",
-            next="look for such weights in the server's log; with dtype='fp16' try 'bf16'",
-        )
-        return RequestRejected(request.id, failure.to_wire())
 
     def _count_drafts(self, row: StepRow, result: RowResult) -> None:
         """Count the drafts of a row that were verified, and those that were accepted."""

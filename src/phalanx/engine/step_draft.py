@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +32,23 @@ class DecodeCounts:
     ready: int = 0
     last: int = 0
     without_block: int = 0
+
+    @classmethod
+    def of(cls, running: Iterable[Request], eligible: Iterable[Request], *, apart: bool) -> tuple[DecodeCounts, DecodeCounts]:
+        """Of the running requests, of which these can go on: first those that decode with the budget of all; then, with `apart`,
+        the constrained ones."""
+        plain, constrained, can_go_on = cls(), cls(), set(eligible)
+        for request in running:
+            goal = len(request.tokens) + request.pending
+            if goal >= request.limit or goal - request.submitted != 1:
+                continue
+            decodes = constrained if apart and request.constrained else plain
+            decodes.all += 1
+            if request in can_go_on:
+                decodes.ready += 1
+                decodes.last += goal + 1 == request.limit
+                decodes.without_block += request.submitted < request.capacity
+        return plain, constrained
 
     def share(self, stages: int, *, prompts_wait: bool) -> int:
         """Those that one step may hold. A step full of decodes takes no prompt, and while it is in flight the steps with prompts,
@@ -188,11 +205,23 @@ class StepDraft:
         if self.pace is not None:
             self.pace.take(start, count)
 
-    def take_drafts(self, most: int, rows: int, *, prompts: bool, chunked: bool) -> None:
+    def take_drafts(
+        self, options: SchedulerOptions, eligible: Sequence[Request], choose: Callable[[int], int], *, waiting: bool
+    ) -> None:  # fmt: skip
+        """Decide how many drafts the decode rows of the step verify, and how many are proposed. choose: see
+        `StepScheduler.choose_drafts`. waiting: requests wait for a slot."""
+        proposed = [request.proposed for request in eligible if request.decoding]
+        rows = min(len(proposed), self.rows_left, self.decode_budget + self.constrained_budget)
+        self.propose = choose(max(rows, 1))
+        self.ahead = self.propose if options.drafts_keep_kv else 0
+        if rows:
+            prompts = waiting or any(len(r.tokens) + r.pending - r.submitted > 1 for r in eligible)
+            most = min(self.propose, max(proposed))
+            self._verify(most, rows, prompts=prompts, chunked=options.chunked_prefill)
+
+    def _verify(self, most: int, rows: int, *, prompts: bool, chunked: bool) -> None:
         """Let each of so many decode rows verify drafts, at most `most`: no more than leave each of these rows its place, and
         prompts half of the step."""
-        if not rows:
-            return
         if chunked:
             budget = self.prefill_budget // 2 if prompts else self.prefill_budget
             self.drafts = min(most, budget // rows)

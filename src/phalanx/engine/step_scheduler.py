@@ -13,7 +13,7 @@ from phalanx.engine.adapters import Adapter, Adapters
 from phalanx.engine.grammar import OpenMatcher, TokenMatcher
 from phalanx.engine.grammar_threads import GrammarThreads, InlineGrammarCalls
 from phalanx.engine.limits import SchedulerOptions
-from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, Stats, Step, StepResult
+from phalanx.engine.messages import AddRequest, NextTokens, RequestRejected, RequestUpdate, Stats, Step, StepResult
 from phalanx.engine.request import Request
 from phalanx.engine.step_draft import StepPace
 from phalanx.engine.step_times import StepTimes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def _ignore(drafts: int, accepted: int) -> None: ...
 
 
-Messages = list[RequestUpdate | RequestRejected]
+Messages = list[RequestUpdate | NextTokens | RequestRejected]
 StepRows = TypeVar("StepRows")
 
 
@@ -78,8 +78,8 @@ class StepScheduler(ABC, Generic[StepRows]):
 
     @abstractmethod
     def process_result(self, result: StepResult) -> Messages:
-        """Take in the result of the oldest step in flight. Returns one RequestUpdate per request with a new token, RequestRejected
-        where a grammar failed.
+        """Take in the result of the oldest step in flight. Returns a RequestUpdate or a part of NextTokens for each request with a
+        new token, RequestRejected where a grammar failed.
 
         Raises StepDiverged when the result is not that step's.
         """

@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phalanx.engine.messages import Step
+from phalanx.engine.messages import Step, StepBatch
 
 LEAST_LIMIT, LIMIT_FACTOR = 5.0, 10.0
 """A step counts as stuck after so many times its predicted time, and so many seconds at least. A clock at a third of its frequency
@@ -36,6 +36,9 @@ FORGET_STEPS = 2048
 """After so many steps the time of a size that was not met is forgotten: requests have grown longer meanwhile."""
 LATE_RATIOS, LATE_PERCENTILE = 64, 0.97
 """From how many of the latest steps with prompts, and as which percentile, `margin` is taken."""
+RUN_STEPS = 16
+"""So many decode steps of one size, one after the other, are fitted as one: a step of a small model takes less than the fit of each
+would."""
 
 
 class StepLoad(NamedTuple):
@@ -50,28 +53,47 @@ class StepLoad(NamedTuple):
     @classmethod
     def of(cls, step: Step) -> StepLoad:
         """Each field is that of the index that has the most of it."""
-        parts = []
-        for batch in step.batches:
-            tokens = kv_tokens = pairs = 0
-            for row in batch.rows:
-                count, start = row.count, row.start
-                tokens += count
-                if count == 1 or row.drafts:
-                    kv_tokens += count * (start + count)
-                else:
-                    pairs += count * (2 * start + count + 1) // 2
-            parts.append(cls(tokens, kv_tokens, pairs, batch.propose))
-        return parts[0] if len(parts) == 1 else cls(*map(max, zip(*parts, strict=True)))
+        if len(step.batches) == 1:
+            return cls._of_batch(step.batches[0])
+        return cls(*map(max, zip(*map(cls._of_batch, step.batches), strict=True)))
+
+    @classmethod
+    def _of_batch(cls, batch: StepBatch) -> StepLoad:
+        rows = batch.rows
+        tokens = sum([row.count for row in rows])
+        if tokens == len(rows):  # decode rows without drafts: by far the most steps
+            return cls(tokens, sum([row.start for row in rows]) + tokens, 0, batch.propose)
+        kv_tokens = pairs = 0
+        for row in rows:
+            count, start = row.count, row.start
+            if count == 1 or row.drafts:
+                kv_tokens += count * (start + count)
+            else:
+                pairs += count * (2 * start + count + 1) // 2
+        return cls(tokens, kv_tokens, pairs, batch.propose)
 
     @property
     def attention(self) -> int:
         return self.kv_tokens + self.pairs
 
 
-@dataclass
+@dataclass(slots=True)
 class _Time:
     seconds: float
     step: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """Decode steps of one size, one after the other. longest: seconds that count of one of them. kv_tokens, seconds: of all."""
+
+    tokens: int
+    drafts: int
+    time: _Time
+    longest: float = math.inf
+    steps: int = 0
+    kv_tokens: int = 0
+    seconds: float = 0.0
 
 
 class StepTimes:
@@ -83,7 +105,8 @@ class StepTimes:
         """That have ended."""
         self._decodes: dict[tuple[int, int], _Time] = {}  # by the size of their tokens, and drafts
         self._fit = _Fit()
-        self._measured = 0
+        self._run: _Run | None = None  # not in the fit yet
+        self._measured = 0  # steps in the fit
         self._most_tokens = self._most_attention = 0
         self._submitted: dict[int, tuple[StepLoad | None, float]] = {}  # in flight, the oldest first
         self._ended_at = 0.0
@@ -104,24 +127,54 @@ class StepTimes:
         self.steps += 1
         if load is None or not alone or seconds <= 0:
             return
-        if not load.pairs:
-            self._decode_ended(load, seconds)
-        elif self._measured >= SURE_STEPS:
-            self._compared(seconds / max(self._fit.seconds(load), 1e-6))
-        # A step that waited for something else, or whose result was seen late, tells little; but what was predicted may be wrong.
-        predicted = self.seconds(load)
-        self._fit.add(load, seconds if predicted is None else max(min(seconds, 3 * predicted), seconds / 10))
-        self._measured += 1
-        self._most_tokens, self._most_attention = max(self._most_tokens, load.tokens), max(self._most_attention, load.attention)
+        run = self._run
+        if load.pairs:
+            self._prompts_ended(load, seconds)
+            return
+        if run is None or run.tokens != load.tokens or run.drafts != load.drafts or run.steps == RUN_STEPS:
+            run = self._begin_run(load, seconds)
+        run.time.seconds += TIME_WEIGHT * (min(seconds, 2 * run.time.seconds) - run.time.seconds)
+        run.time.step = self.steps
+        run.steps += 1
+        run.kv_tokens += load.kv_tokens
+        run.seconds += seconds if seconds <= run.longest else max(run.longest, seconds / 10)
+        self._met(load)
+        if self._measured < SURE_STEPS:
+            self._end_run()
 
-    def _decode_ended(self, load: StepLoad, seconds: float) -> None:
-        kind = _size(load.tokens), load.drafts
-        known = self._decodes.get(kind)
-        if known is None:
-            self._decodes[kind] = _Time(seconds, self.steps)
-        else:
-            known.seconds += TIME_WEIGHT * (min(seconds, 2 * known.seconds) - known.seconds)
-            known.step = self.steps
+    def _prompts_ended(self, load: StepLoad, seconds: float) -> None:
+        self._end_run()
+        if self._measured >= SURE_STEPS:
+            self._compared(seconds / max(self._fit.seconds(load), 1e-6))
+        self._fit.add(load, max(min(seconds, self._longest(load)), seconds / 10))
+        self._measured += 1
+        self._met(load)
+
+    def _begin_run(self, load: StepLoad, seconds: float) -> _Run:
+        self._end_run()
+        time = self._decodes.setdefault((_size(load.tokens), load.drafts), _Time(seconds, self.steps))
+        run = self._run = _Run(load.tokens, load.drafts, time, self._longest(load))
+        return run
+
+    def _end_run(self) -> None:
+        """Take the run into the fit: the mean of its steps counts as often as there are."""
+        run, self._run = self._run, None
+        if run is not None:
+            load = StepLoad(run.tokens, run.kv_tokens // run.steps, 0, run.drafts)
+            self._fit.add(load, run.seconds / run.steps, run.steps)
+            self._measured += run.steps
+
+    def _longest(self, load: StepLoad) -> float:
+        """What counts of the time of a step, at most: one that waited for something else, or whose result was seen late, tells
+        little. But what was predicted may be wrong: a tenth of its time counts at least."""
+        predicted = self._predicted(load)
+        return math.inf if predicted is None else 3 * predicted
+
+    def _met(self, load: StepLoad) -> None:
+        if load.tokens > self._most_tokens:
+            self._most_tokens = load.tokens
+        if load.attention > self._most_attention:
+            self._most_attention = load.attention
 
     def _compared(self, ratio: float) -> None:
         if len(self._ratios) == LATE_RATIOS:
@@ -133,11 +186,16 @@ class StepTimes:
 
     def seconds(self, load: StepLoad) -> float | None:
         """How long a step takes; None where too little was measured to tell, as of decodes after nothing but prompts."""
+        self._end_run()
+        return self._predicted(load)
+
+    def _predicted(self, load: StepLoad) -> float | None:
+        """`seconds`, without what is not in the fit yet."""
         return self._fit.seconds(load) or None if self._measured >= SURE_STEPS and self._reaches(load) else None
 
     def limit(self, load: StepLoad | None) -> float:
         """Seconds after which a step is stuck. load: as in `submitted`."""
-        seconds = None if load is None else self.seconds(load)
+        seconds = None if load is None else self._predicted(load)
         return self._step_timeout if seconds is None else min(max(LEAST_LIMIT, LIMIT_FACTOR * seconds), self._step_timeout)
 
     def oldest(self, now: float) -> tuple[int, float, float] | None:
@@ -182,14 +240,16 @@ class _Fit:
         self._squares = [[0.0] * 5 for _ in range(5)]  # sums of x_i x_j / seconds^2
         self._sums = [0.0] * 5  # of x_i / seconds
 
-    def add(self, load: StepLoad, seconds: float) -> None:
-        """One step took so long."""
+    def add(self, load: StepLoad, seconds: float, steps: int = 1) -> None:
+        """So many steps, one after the other, took so long each."""
         x = [value / seconds for value in (1.0, *load)]
+        left = WEIGHT_LEFT**steps
+        weight = (1 - left) / (1 - WEIGHT_LEFT)  # of the steps together
         for i, row in enumerate(self._squares):
-            at_i = x[i]
+            at_i = weight * x[i]
             for j in range(5):
-                row[j] = WEIGHT_LEFT * row[j] + at_i * x[j]
-            self._sums[i] = WEIGHT_LEFT * self._sums[i] + at_i
+                row[j] = left * row[j] + at_i * x[j]
+            self._sums[i] = left * self._sums[i] + at_i
         for _ in range(2):
             self._descend()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from phalanx.engine.messages import RowResult, StepResult
+from phalanx.engine.messages import RowOutput, StepResult
 from phalanx.errors import StepDiverged
 from phalanx.executor.protocol import StepDone
 from phalanx.layout.layout import Layout
@@ -23,7 +23,7 @@ class _InFlightStep:
     limit: float
     calls: dict[int, bytes] = field(default_factory=dict)  # of ranks that have run it, of collectives
     tokens: dict[int, tuple[int, int]] = field(default_factory=dict)  # dp index -> (rank, CRC of its tokens)
-    rows: dict[int, list[RowResult]] = field(default_factory=dict)  # dp index -> results
+    rows: dict[int, list[RowOutput]] = field(default_factory=dict)  # dp index -> results
     delivered: bool = False
     moved: float | None = None  # on the slowest rank so far
 

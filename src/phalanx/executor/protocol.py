@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from phalanx.config.sampling_params import MAX_LOGPROBS
-from phalanx.engine.messages import PackedCounts, RankFacts, RowResult, Step, WorkResult
+from phalanx.engine.messages import PackedCounts, RankFacts, RowOutput, Step, WorkResult
 from phalanx.errors import StepDiverged
 from phalanx.executor.cluster_keys import ClusterKeys
 from phalanx.layout.adapter import AdapterPart
@@ -90,7 +90,7 @@ class StepDone(msgspec.Struct, tag=True, array_like=True):
     number: int
     digest: bytes
     tokens_crc: int | None = None
-    rows: list[RowResult] | None = None
+    rows: list[RowOutput] | None = None
     moved: float | None = None
     calls: bytes = b""
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.dp_scheduler import DpScheduler
-from phalanx.engine.messages import AddRequest, RowResult, Step, StepResult, StepRow
+from phalanx.engine.messages import AddRequest, NextTokens, RowOutput, Step, StepResult, StepRow
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import EngineError, PhalanxError, RequestError
 from phalanx.layout.attention_calls import padded
@@ -29,7 +29,7 @@ from phalanx.planner.cost import Costs, Work
 from phalanx.planner.power import PowerCredit
 
 AnyScheduler = Scheduler | DpScheduler
-_TOKEN = RowResult([1])  # what every row yields: nothing but its length ends a request here
+_TOKEN: RowOutput = 1  # what every row yields: nothing but its length ends a request here
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,9 @@ class SimulatedReplica:
         served, scheduler, event = self.served, self.scheduler, self.frontend.event
         arrived = max(self.sent, end + self.frontend.path)
         for update in scheduler.process_result(StepResult(step.number, results)):
+            if isinstance(update, NextTokens):  # neither the first nor the last of any request
+                arrived += len(update.tokens) * event
+                continue
             entry, arrived = served[update.request_id], arrived + event
             if not entry.first:
                 entry.first = arrived

@@ -42,6 +42,7 @@ from phalanx.engine.messages import (
     LoadAdapter,
     ModelChange,
     ModelState,
+    NextTokens,
     RebalanceExperts,
     RequestRejected,
     RequestUpdate,
@@ -392,7 +393,11 @@ class EngineProcessClient:
             while True:
                 message = decode(receive(_NOBLOCK))
                 self._silent = 0.0
-                if type(message) is not RequestUpdate:
+                if type(message) is NextTokens:
+                    for id, token in zip(message.request_ids, message.tokens, strict=True):
+                        if (stream := streams.get(id)) is not None:
+                            stream.put(RequestUpdate(id, [token]))
+                elif type(message) is not RequestUpdate:
                     self._handle(message)
                 elif (stream := streams.get(message.request_id)) is not None:
                     stream.put(message)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group
-from phalanx.engine.messages import RowResult, StepBatch, StepExtent, StepRow, max_rows_per_step
+from phalanx.engine.messages import RowOutput, RowResult, StepBatch, StepExtent, StepRow, max_rows_per_step, row_result
 from phalanx.errors import EngineError
 from phalanx.kernels.speculation.drafts import DRAFTS, LAST
 from phalanx.layout.graphs import max_decode_rows
@@ -66,22 +66,24 @@ class StepOutput:
         return (self.sampled is None or self.sampled.ready) and (self.event is None or bool(self.event.query()))  # type: ignore[no-untyped-call]
 
     def results(self) -> tuple[list[RowResult] | None, int | None]:
-        """One RowResult per row, and the CRC-32 of the sampled tokens; both None before the last stage. Waits for the device."""
+        """`outputs` with all fields."""
+        rows, crc = self.outputs()
+        return None if rows is None else [row_result(output) for output in rows], crc
+
+    def outputs(self) -> tuple[list[RowOutput] | None, int | None]:
+        """One per row, and the CRC-32 of the sampled tokens; both None before the last stage. Waits for the device."""
         if self.event is not None:
             self.event.synchronize()
         if self.rows is None:
             return None, None
-        sampled = [] if self.sampled is None else self.sampled.results()
-        crc = zlib.crc32(b"" if self.sampled is None else self.sampled.wait().tobytes())
+        sampled: list[RowOutput] = [] if self.sampled is None else self.sampled.outputs()
+        crc = 0 if self.sampled is None else zlib.crc32(self.sampled.wait().data)
+        if self.drafts is None and self.pooled is None and self.scores is None:
+            return self._in_order(sampled), crc
+        rows = [row_result(output) for output in self._in_order(sampled)]
         if self.drafts is not None:
-            for result, drafts in zip(sampled, self.drafts.tolist(), strict=True):
-                result.drafts = drafts
-        if len(sampled) == self.rows:
-            rows = sampled
-        else:
-            rows = [RowResult() for _ in range(self.rows)]
-            for index, result in zip(self.sampling, sampled, strict=True):
-                rows[index] = result
+            for index, drafts in zip(self.sampling, self.drafts.tolist(), strict=True):
+                rows[index].drafts = drafts
         if self.pooled is not None:
             for index, vector in zip(self.pooling, self.pooled.numpy(), strict=True):
                 rows[index].pooled = vector.astype("<f4").tobytes()
@@ -90,7 +92,16 @@ class StepOutput:
             for index, count in self.scored:
                 rows[index].prompt_logprobs = scores[begin : begin + count]
                 begin += count
-        return rows, crc
+        return [*rows], crc
+
+    def _in_order(self, sampled: list[RowOutput]) -> list[RowOutput]:
+        """The outputs of all rows; given: of those that sample."""
+        if len(sampled) == self.rows:
+            return sampled
+        rows: list[RowOutput] = [RowResult() for _ in range(self.rows or 0)]
+        for index, output in zip(self.sampling, sampled, strict=True):
+            rows[index] = output
+        return rows
 
 
 @dataclass

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.engine.messages import NO_DRAFT, RowResult, TokenLogprobs
+from phalanx.engine.messages import NO_DRAFT, RowOutput, RowResult, TokenLogprobs
 from phalanx.kernels.reference import NOT_FINITE
 
 Longs = np.ndarray[Any, np.dtype[np.int64]]
@@ -87,9 +87,16 @@ class SampledTokens:
         assert self._host_tokens is not None
         return self._host_tokens
 
+    def outputs(self) -> list[RowOutput]:
+        """One per row, in order. A token is negative where there is none, since the logits are not finite."""
+        tokens = self.wait()
+        if tokens.ndim == 1 and self._scores is None:
+            plain: list[RowOutput] = tokens.tolist()
+            return plain
+        return [*self.results()]
+
     def results(self) -> list[RowResult]:
-        """One per row, in order; `logprobs` where the request wants them. A token is negative where there is none, since the
-        logits are not finite."""
+        """`outputs` with all fields; `logprobs` where the request wants them."""
         tokens = self.wait()
         if tokens.ndim == 1:
             results = [RowResult([token]) for token in tokens.tolist()]

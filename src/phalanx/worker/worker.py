@@ -645,7 +645,7 @@ class Worker:
         return [move for move in moves if move is not None]
 
     def _report(self, step: _QueuedStep) -> None:
-        rows, tokens = step.output.results()
+        rows, tokens = step.output.outputs()
         self.channel.progress.finished = step.number
         moved = sum(move.seconds for move in step.moves) if step.moves else None
         rows = rows if self._place.tp_index == 0 else None
