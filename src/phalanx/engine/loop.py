@@ -231,8 +231,7 @@ class Loop:
         if self._experts is not None and self._experts.moving and (move := self._experts.next_move(step.number)) is not None:
             step.before.append(move)
         load = None if step.before or any(batch.loaded for batch in step.batches) else StepLoad.of(step)
-        step.limit = self._times.limit(load)
-        self._times.submitted(step.number, load, self._watch.look())
+        step.limit = self._times.submitted(step.number, load, self._watch.look())
         self._executor.submit(step)
 
     def _move_without_requests(self) -> None:

@@ -108,20 +108,22 @@ class StepTimes:
         self._run: _Run | None = None  # not in the fit yet
         self._measured = 0  # steps in the fit
         self._most_tokens = self._most_attention = 0
-        self._submitted: dict[int, tuple[StepLoad | None, float]] = {}  # in flight, the oldest first
+        self._submitted: dict[int, tuple[StepLoad | None, float, float]] = {}  # in flight, the oldest first
         self._ended_at = 0.0
         self._ratios: deque[float] = deque()
         self._sorted_ratios: list[float] = []
 
     # ---- what is measured --------------------------------------------------------------------------------------------
 
-    def submitted(self, number: int, load: StepLoad | None, now: float) -> None:
-        """A step was submitted. load: None where it does other work, too, so that its time tells nothing."""
-        self._submitted[number] = None if load is None or not load.tokens else load, now
+    def submitted(self, number: int, load: StepLoad | None, now: float) -> float:
+        """A step is submitted. load: None where it does other work, too, so that its time tells nothing. Returns its limit."""
+        limit = self.limit(load)
+        self._submitted[number] = None if load is None or not load.tokens else load, now, limit
+        return limit
 
     def ended(self, number: int, now: float, *, alone: bool = True) -> None:
         """The result of a step came in. alone: no other did at the same time, so that this is when the step ended."""
-        load, began = self._submitted.pop(number, (None, now))
+        load, began, _ = self._submitted.pop(number, (None, now, 0.0))
         seconds = now - max(began, self._ended_at)
         self._ended_at = now
         self.steps += 1
@@ -200,8 +202,8 @@ class StepTimes:
 
     def oldest(self, now: float) -> tuple[int, float, float] | None:
         """The number of the oldest step in flight, for how many seconds it has run, and its limit; None where there is none."""
-        for number, (load, began) in self._submitted.items():
-            return number, now - max(began, self._ended_at), self.limit(load)
+        for number, (_, began, limit) in self._submitted.items():
+            return number, now - max(began, self._ended_at), limit
         return None
 
     @property

@@ -13,7 +13,7 @@ from phalanx.executor.protocol import StepDone
 from phalanx.layout.layout import Layout
 
 
-@dataclass
+@dataclass(slots=True)
 class _InFlightStep:
     digest: bytes
     waiting: set[int]  # ranks that have not run it
@@ -44,7 +44,10 @@ class InFlightSteps:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._last_stage = {rank for rank in range(layout.world) if layout.place(rank).pp_index == layout.pp - 1}
+        self._ranks = set(range(layout.world))
+        self._last_stage = {rank for rank in self._ranks if layout.place(rank).pp_index == layout.pp - 1}
+        self._dp_index = {rank: layout.place(rank).dp_index for rank in self._ranks}
+        self._peers = {rank: [peer for peer in layout.tp_group(rank) if peer != rank] for rank in self._ranks}
         self._steps: dict[int, _InFlightStep] = {}
         self.usual_calls: dict[int, bytes] = {}
         """Of each rank, in the last step that all have run."""
@@ -53,7 +56,7 @@ class InFlightSteps:
         self, number: int, digest: bytes, now: float, *, moves: bool = False, limit: float = math.inf
     ) -> None:  # fmt: skip
         """A step was sent to every rank. moves: it moves experts. limit: seconds that it may take."""
-        self._steps[number] = _InFlightStep(digest, set(range(self._layout.world)), set(self._last_stage), now, moves, limit)
+        self._steps[number] = _InFlightStep(digest, self._ranks.copy(), self._last_stage.copy(), now, moves, limit)
 
     def record(self, done: StepDone, now: float) -> None:
         """A rank has run a step. Raises StepDiverged for a step that is not in flight on it, or another outcome than its peers'."""
@@ -71,7 +74,7 @@ class InFlightSteps:
         step.calls[done.rank] = done.calls
         step.waiting.discard(done.rank)
         step.sampling.discard(done.rank)
-        dp_index = self._layout.place(done.rank).dp_index
+        dp_index = self._dp_index[done.rank]
         if done.tokens_crc is not None:
             first, crc = step.tokens.setdefault(dp_index, (done.rank, done.tokens_crc))
             if crc != done.tokens_crc:
@@ -105,8 +108,9 @@ class InFlightSteps:
 
     def differing(self, number: int, rank: int) -> bool:
         """Whether a rank that has run a step called other collectives in it than a peer of its tensor-parallel group."""
-        calls = self._steps[number].calls if number in self._steps else {}
-        return rank in calls and any(calls.get(peer, calls[rank]) != calls[rank] for peer in self._layout.tp_group(rank))
+        peers = self._peers[rank]
+        calls = self._steps[number].calls if peers and number in self._steps else {}
+        return rank in calls and any(calls.get(peer, calls[rank]) != calls[rank] for peer in peers)
 
     def calls(self, number: int, rank: int) -> bytes | None:
         """Those that a rank called in a step in flight; None where it has not run it."""

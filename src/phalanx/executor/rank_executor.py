@@ -54,6 +54,8 @@ log = get_logger(__name__)
 LOOPBACK = "127.0.0.1"
 ROOT_CAUSE_SECONDS = 1.0
 """How long a report that is not the root cause waits for one that is."""
+LIMITS_SECONDS = 0.05
+"""How often the limits of time are looked at, which are of seconds: there may be a thousand steps in one."""
 STILL_SECONDS = 2.0
 """For how long ranks must tell that they are at the same place before a step that is late counts as stuck: on a machine that is
 busy beyond all measure they still move."""
@@ -107,7 +109,7 @@ class RankExecutor:
         self._experts: dict[int, bytes] = {}
         self._works: dict[int, dict[int, WorkResult]] = {}  # of steps in flight, by rank
         self._failed: PhalanxError | None = None
-        self._last_node_heartbeat = self._examine_at = 0.0
+        self._last_node_heartbeat = self._examine_at = self._limits_due = 0.0
 
     @classmethod
     def from_options(cls, options: EngineOptions, shape: ModelShape, settings: dict[str, Any]) -> RankExecutor:  # noqa: ARG003
@@ -197,7 +199,7 @@ class RankExecutor:
         self._require_open()
         self._check()
         results = self._in_flight.completed()
-        for result in results:
+        for result in results if self._works else ():
             result.works = self._works.pop(result.number, {})
         return results
 
@@ -231,6 +233,9 @@ class RankExecutor:
         if self._reports:
             raise self._await_root_cause()
         now = self._watch.look()
+        if now < self._limits_due:
+            return
+        self._limits_due = now + LIMITS_SECONDS
         if self._nodes and now - self._last_node_heartbeat >= protocol.HEARTBEAT_SECONDS:
             self._last_node_heartbeat = now
             self._send_to_nodes(protocol.EngineHeartbeat())
