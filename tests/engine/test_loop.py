@@ -23,6 +23,7 @@ from phalanx.engine.messages import (
     Failed,
     GetStats,
     Heartbeat,
+    NextTokens,
     RequestRejected,
     RequestUpdate,
     Shutdown,
@@ -81,6 +82,21 @@ def test_requests_are_answered_with_their_own_tokens(make: Callable[..., Client]
     client.hear(Stopped)
     assert client.finish() == 0
     assert not [m for m in client.heard if isinstance(m, (RequestRejected, Failed))]
+
+
+def test_tokens_that_come_with_nothing_else_come_together(make: Callable[..., Client]) -> None:
+    """A step is one message for the client, beside those of requests that begin, end or want more."""
+    client = make()
+    everything = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    client.say(*(AddRequest(f"r{n}", [n, 1, 2], SamplingParams(**everything, logprobs=2 if n == 3 else None)) for n in range(4)))
+    ended(client, 4)
+    together = [message for message in client.messages if isinstance(message, NextTokens)]
+    assert {id for message in together for id in message.request_ids} == {"r0", "r1", "r2"}
+    assert sum(len(message.tokens) for message in together) == 3 * 38, "neither the first token nor the last one"
+    assert max(len(message.tokens) for message in together) == 3
+    updates = [message for message in client.messages if isinstance(message, RequestUpdate)]
+    assert sorted(message.request_id for message in updates) == ["r0"] * 2 + ["r1"] * 2 + ["r2"] * 2 + ["r3"] * 40
+    assert all(len(message.logprobs) == 1 for message in updates if message.request_id == "r3")
 
 
 def test_scores_of_a_long_prompt_come_in_parts(make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> None:

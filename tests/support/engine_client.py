@@ -47,6 +47,7 @@ class Client:
         options = SchedulerOptions(**SIZES, vocab_size=vocab_size)
         self.scheduler = Scheduler(options, open_matcher, grammar_calls=GrammarThreads())
         self.loop = Loop(self.engine_end, self.executor, self.scheduler)
+        self.messages: list[Any] = []  # as they came; `heard` has each token as an update
         self.heard: list[Any] = []
         self.status: int | None = None
         self.thread = threading.Thread(target=self._run)
@@ -68,6 +69,7 @@ class Client:
         while sum(isinstance(message, kind) for message in self.heard) < count:
             assert self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))), f"{count} {kind.__name__} did not come"
             messages = [msgspec.msgpack.decode(frame, type=EngineToClient) for frame in self.socket.recv_multipart()]
+            self.messages += messages
             self.heard += each_update(messages)
         return [message for message in self.heard if isinstance(message, kind)]
 
