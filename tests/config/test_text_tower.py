@@ -19,7 +19,7 @@ from tests.support.models_formation import Formation, run_steps
 from tests.support.models_logits import LENGTHS, STEPS
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2)]
-WRAPPED = ["mistral3", "qwen2_5_vl", "qwen3_vl", "gemma3_vl", "kimi_k25"]
+WRAPPED = ["mistral3", "ministral3_vl", "qwen2_5_vl", "qwen3_vl", "gemma3_vl", "kimi_k25"]
 
 
 @pytest.fixture(scope="module", params=[(name, own) for name in WRAPPED for own in (False, True)], ids=str)

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "mistral-window": ("mistral", {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 20}),
+    "ministral3": ("ministral3", {"num_attention_heads": 12, "num_key_value_heads": 3, "tie_word_embeddings": True}),
     "qwen2-window-above": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen2-tied-12q-3kv": ("qwen2", {"tie_word_embeddings": True, "num_attention_heads": 12, "num_key_value_heads": 3}),
     "qwen3-12q-6kv-biases": ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 6, "attention_bias": True}),
@@ -81,6 +82,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-window": ("phi3", {"sliding_window": 7}),
     "olmo2": ("olmo2", {"num_attention_heads": 12, "num_key_value_heads": 3, "attention_bias": True}),
     "cohere": ("cohere", {"num_attention_heads": 12, "num_key_value_heads": 3, "attention_bias": True}),
+    "cohere-normed-heads": ("cohere", {"num_attention_heads": 8, "num_key_value_heads": 2, "use_qk_norm": True}),
     "cohere2": ("cohere2", {
         "num_attention_heads": 8, "tie_word_embeddings": True,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

@@ -41,6 +41,21 @@ _SIZES: dict[str, Any] = {
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 8}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.7,
+            },
+        },
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
 }
@@ -156,6 +171,10 @@ _SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 48}
 _QWEN_TOWER = {**_SMALL_TOWER, "depth": 1, "num_heads": 2, "out_hidden_size": 48}
 _WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None, "head_dim": 16}, {
+        **_SMALL_TOWER, "model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+        "image_size": 16,
+    }),
+    "ministral3_vl": ("Mistral3", {**_FAMILIES["ministral3"][1], "model_type": "ministral3"}, {
         **_SMALL_TOWER, "model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
         "image_size": 16,
     }),

@@ -107,9 +107,10 @@ class Family:
     sinks: each head's softmax has one more logit, without a value.
     experts, latent, multipliers, gated_delta, mamba, blocks: how their fields are read, in families that have them.
     interleaved: see `Rope`. original_positions: original_max_position_embeddings by default. rope_types: that the family has.
-    yarn: the rope_parameters of a file that has none. rotary_portion: where partial_rotary_factor is read, its default.
-    window_theta: where layers with a window have a RoPE of their own, the default of its theta. nope_full: layers without a window
-    have no RoPE. nope_interval: where no_rope_layers is read, its default: the last of each so many layers has no RoPE.
+    yarn: the rope_parameters of a file that has none. temperature: they have the temperature of queries, too.
+    rotary_portion: where partial_rotary_factor is read, its default. window_theta: where layers with a window have a RoPE of their
+    own, the default of its theta. nope_full: layers without a window have no RoPE. nope_interval: where no_rope_layers is read,
+    its default: the last of each so many layers has no RoPE.
     mtp_layers: multi-token prediction layers behind the last one, by default.
     """
 
@@ -150,6 +151,7 @@ class Family:
     original_positions: int | None = None
     rope_types: tuple[str, ...] = ROPE_TYPES
     yarn: Mapping[str, Any] | None = None
+    temperature: bool = False
     window_theta: float | None = None
     rotary_portion: float | None = None
     nope_full: bool = False
@@ -160,6 +162,10 @@ class Family:
 
 
 _GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_MINISTRAL_YARN = {
+    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 _WINDOW_OF_SOME = "sliding_window use_sliding_window"
 _EXPERTS = "num_local_experts num_experts num_experts_per_tok"
 _DEEPSEEK = """
@@ -198,6 +204,10 @@ _MAMBA_IS = {"mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "time_step
 FAMILIES = {
     "LlamaForCausalLM": Family(2048, "head_dim attention_bias mlp_bias"),
     "MistralForCausalLM": Family(131072, "head_dim sliding_window", kv_heads=8, window="all"),
+    "Ministral3ForCausalLM": Family(
+        262144, "head_dim sliding_window", model_type="ministral3", kv_heads=8, head_dim=128, window="stated", rms_norm_eps=1e-5,
+        yarn=_MINISTRAL_YARN, temperature=True,
+    ),
     "Qwen2ForCausalLM": Family(
         32768, f"head_dim {_WINDOW_OF_SOME} max_window_layers layer_types", "attention_bias", kv_heads=32, window="chosen",
         qkv_bias=True,
@@ -315,7 +325,7 @@ FAMILIES = {
         rms_norm_eps=1e-5, rope_theta=11_158_840.0, mtp_layers=1,
     ),
     "CohereForCausalLM": Family(
-        8192, f"head_dim {_COHERE}", refused=_COHERE_IS, norms="parallel", layer_norm=True, eps_field="layer_norm_eps",
+        8192, f"head_dim use_qk_norm {_COHERE}", refused=_COHERE_IS, norms="parallel", layer_norm=True, eps_field="layer_norm_eps",
         multipliers=cohere_multipliers, rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True, tied=True,
     ),
     "Cohere2ForCausalLM": Family(

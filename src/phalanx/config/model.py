@@ -361,7 +361,9 @@ def _ropes(
     portion = family.rotary_portion
     if fields.reads("rotary_dim"):
         portion = fields.count("rotary_dim", head_dim) / head_dim
-    defaults = RopeDefaults(family.rope_theta, portion, family.yarn, family.original_positions, family.rope_types)
+    defaults = RopeDefaults(
+        family.rope_theta, portion, family.yarn, family.original_positions, family.rope_types, family.temperature
+    )  # fmt: skip
     rope = replace(read_rope(fields, max_positions, defaults, head_dim), interleaved=family.interleaved)
     if family.nope_full or not _has_rope(fields):
         nope_layers = tuple(layer for layer, window in enumerate(windows) if window is None)

@@ -18,6 +18,15 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """The types of layers: without a window, and with one."""
 
 
+class Temperature(NamedTuple):
+    """What queries are multiplied by, so that attention stays sharp over long contexts (Llama-4, Ministral 3):
+    1 + beta * ln(1 + floor((position + shift) / interval)). interval: in tokens."""
+
+    beta: float
+    interval: int
+    shift: int = 0
+
+
 @dataclass(frozen=True)
 class Rope:
     """The mapping of positions to angles. kind: one of ROPE_TYPES. A field that the kind does not use keeps its default.
@@ -26,7 +35,8 @@ class Rope:
     extension, in tokens. attention_factor: multiplies cosines and sines (yarn). softmax_factor: multiplies the softmax's scale in
     the families that read it (mscale_all_dim of DeepSeek). portion: of a head's elements that is rotated, the first ones.
     interleaved: elements 2i and 2i + 1 are rotated together, instead of halves apart. factors: of the wavelengths (longrope), one
-    for each pair: those of contexts up to original_max_positions, and those of longer ones; long: the latter count.
+    for each pair: those of contexts up to original_max_positions, and those of longer ones; long: the latter count. temperature:
+    of the queries, by their positions; None: 1.
     """
 
     kind: str = "default"
@@ -44,6 +54,7 @@ class Rope:
     interleaved: bool = False
     factors: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     long: bool = True
+    temperature: Temperature | None = None
 
     def within(self, max_seq_len: int) -> Rope:
         """For contexts of up to max_seq_len tokens: it decides which factors count (longrope)."""
@@ -70,21 +81,28 @@ _HARMLESS = "finetuned mrope_section mrope_interleaved " + " ".join(_OF_KIND.val
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "attn_factor": (1,), "extrapolation_factor": (1,), "short_mscale": (), "long_mscale": (),
 }  # fmt: skip
+_BETA = "llama_4_scaling_beta"
 TABLES = {kind: FieldTable.of(f"{_OF_ALL} {names}", _HARMLESS, _REFUSED) for kind, names in _OF_KIND.items()}
 """By kind. Harmless are the fields of the other kinds, as in transformers, and those of M-RoPE: a text token's positions in time,
 height and width are equal. A field in none of the tables is an error."""
+_WITH_TEMPERATURE = {
+    kind: FieldTable.of(f"{_OF_ALL} {names} {_BETA}", f"{_HARMLESS} max_position_embeddings", _REFUSED)
+    for kind, names in _OF_KIND.items()
+}
+"""Of families whose object has the temperature of queries, too."""
 
 
 class RopeDefaults(NamedTuple):
     """What a family has where a file states nothing. theta: of rope_theta. portion: of partial_rotary_factor; None: the family
     rotates whole heads. parameters: of a file without an object. original: of original_max_position_embeddings beside the object.
-    kinds: that the family has."""
+    kinds: that the family has. temperature: the object has that of queries, too."""
 
     theta: float
     portion: float | None = None
     parameters: Mapping[str, Any] | None = None
     original: int | None = None
     kinds: tuple[str, ...] = ROPE_TYPES
+    temperature: bool = False
 
 
 def read_rope(fields: JsonFields, max_positions: int, defaults: RopeDefaults, head_dim: int = 0) -> Rope:
@@ -150,8 +168,9 @@ def _read(
             f"{fields.file} has {where}.rope_type={kind!r}, which is not supported",
             held=f"supported are: {', '.join(defaults.kinds)}", next="use a checkpoint with one of these",
         )  # fmt: skip
-    inner = inner.sorted_by(TABLES[kind])
-    if unknown := TABLES[kind].unknown(values):
+    table = (_WITH_TEMPERATURE if defaults.temperature else TABLES)[kind]
+    inner = inner.sorted_by(table)
+    if unknown := table.unknown(values):
         raise ModelError(
             f"{fields.file} has {where}.{unknown[0]}={values[unknown[0]]!r}",
             held=f"fields of rope_type={kind!r}: {', '.join([*_OF_ALL.split(), *_OF_KIND[kind].split()])}",
@@ -169,7 +188,11 @@ def _read(
             f"{fields.file} has {' and '.join(str(len(each)) for each in rope.factors)} factors in short_factor and long_factor",
             held=f"{pairs} pairs of a head are rotated", why="there must be a factor for each",
         )  # fmt: skip
-    return replace(rope, portion=portion)
+    temperature = None
+    if defaults.temperature and inner.value(_BETA):
+        interval = rope.original_max_positions or inner.count("original_max_position_embeddings")
+        temperature = Temperature(inner.positive(_BETA), interval)
+    return replace(rope, portion=portion, temperature=temperature)
 
 
 def _of_kind(fields: JsonFields, inner: JsonFields, kind: str, max_positions: int, defaults: RopeDefaults) -> Rope:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import ModelShape
@@ -25,21 +27,52 @@ _COLUMNS = 8
 """Of a message with two sums for each token, so that every all-reduce strategy takes it."""
 
 
-class WholeQkNorm(Sliced):
-    """An RMS norm of the queries of all heads as one vector, and one of the keys (OLMo-2, MiniMax-M2). The heads are split over the
-    ranks, and so the sums of squares are all-reduced.
+class QkNorm(Sliced):
+    """A norm of queries and one of keys with a weight for each element of each head, before RoPE.
 
-    weight [q_heads + kv_heads of this rank, head_dim]. Of a KV head that several ranks have, the first one counts the squares.
+    weight [q_heads + kv_heads of this rank, head_dim]. The checkpoint has [heads * head_dim], or [heads, head_dim], of each.
     """
 
     def __init__(self, name: str, shape: ModelShape, order: list[int], *, context: LayerContext) -> None:
         super().__init__()
-        self.group, self.eps, self.order, dim = context.group, shape.rms_norm_eps, order, shape.head_dim
+        self.eps, self.order, dim = shape.rms_norm_eps, order, shape.head_dim
         self.tensors = [context.declared[f"{name}.{norm}.weight"] for norm in ("q_norm", "k_norm")]
-        tp, rank = context.group.size, context.group.rank
-        self.parts = [[run for (run,) in tensor.parts(tp, rank)] for tensor in self.tensors]
-        self.q_heads, kv_heads = (sum(map(len, runs)) // dim for runs in self.parts)
+        parts = [tensor.parts(context.group.size, context.group.rank) for tensor in self.tensors]
+        self.runs = [[part[0] for part in each] for each in parts]
+        self.q_heads, kv_heads = (sum(math.prod(map(len, part)) for part in each) // dim for each in parts)
         self.weight = context.weight(self.q_heads + kv_heads, dim)
+
+    def loaded(self) -> None:
+        if self.order:
+            self.weight.copy_(self.weight[:, self.order])
+
+    def slices(self) -> Iterator[Slice]:
+        flat, at = self.weight.view(-1), 0
+        for tensor, runs in zip(self.tensors, self.runs, strict=True):
+            row = math.prod(tensor.shape[1:])
+            for run in runs:
+                count = len(run) * row
+                yield Slice(tensor.name, tensor.shape, flat[at : at + count].view(-1, *tensor.shape[1:]), run.start)
+                at += count
+
+
+class QkLayerNorm(QkNorm):
+    """LayerNorm of each head alone, without a bias (Command-R+)."""
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """heads [T, q_heads + 2 * kv_heads, head_dim]: queries and keys are normed, in place."""
+        normed = heads[:, : len(self.weight)]
+        normed.copy_(F.layer_norm(normed.float(), normed.shape[-1:], None, None, self.eps) * self.weight.float())
+        return heads
+
+
+class WholeQkNorm(QkNorm):
+    """An RMS norm of the queries of all heads as one vector, and one of the keys (OLMo-2, MiniMax-M2). The heads are split over the
+    ranks, and so the sums of squares are all-reduced. Of a KV head that several ranks have, the first one counts the squares."""
+
+    def __init__(self, name: str, shape: ModelShape, order: list[int], *, context: LayerContext) -> None:
+        super().__init__(name, shape, order, context=context)
+        self.group, tp, rank, dim = context.group, context.group.size, context.group.rank, shape.head_dim
         own = [shard.heads(shape.num_heads, shape.num_kv_heads, tp, index).kv for index in range(rank + 1)]
         before = {head for heads in own[:-1] for head in heads}
         counted = [head not in before and head not in own[-1][:at] for at, head in enumerate(own[-1])]
@@ -64,26 +97,15 @@ class WholeQkNorm(Sliced):
         normed.copy_(values.to(heads.dtype) * self.weight)
         return heads
 
-    def loaded(self) -> None:
-        if self.order:
-            self.weight.copy_(self.weight[:, self.order])
-
-    def slices(self) -> Iterator[Slice]:
-        flat, at = self.weight.view(-1), 0
-        for tensor, runs in zip(self.tensors, self.parts, strict=True):
-            for run in runs:
-                yield Slice(tensor.name, tensor.shape, flat[at : at + len(run)], run.start)
-                at += len(run)
-
 
 class GroupedQueryAttention(nn.Module):
     """The attention of layer `layer`; the heads are split over the ranks. The shape says which traits it has:
 
     windows: of this layer, how many tokens a query sees.
     qk_norm: queries and keys are normalized before rope, so that scores cannot grow without bound: each head, or all heads at once
-    (qk_norm_whole).
+    (qk_norm_whole); with layer_norm by LayerNorm, with weights for each head.
     sinks: heads may attend to nothing: each has one more logit, [q_heads of this rank], without a value (gpt-oss).
-    rope_in: RoPE may rotate a part of each head, or none of it.
+    rope_in: RoPE may rotate a part of each head, or none of it; it may have a temperature of the queries.
     multipliers: of the scores, and of what the block adds to the residual stream; and the scores' soft cap.
     gated_delta: the output of each head is multiplied by the sigmoid of a gate, which q_proj gives beside its query.
     """
@@ -106,9 +128,9 @@ class GroupedQueryAttention(nn.Module):
             rotated, rows = self.q_heads + self.kv_heads, self.qkv_proj.method.out_features
             self.qkv_proj.row_order = [head * head_dim + element for head in range(rotated) for element in order]
             self.qkv_proj.row_order += range(rotated * head_dim, rows)
-        self.q_norm = self.k_norm = self.whole_norm = None
-        if shape.qk_norm_whole:
-            self.whole_norm = WholeQkNorm(name, shape, order, context=context)
+        self.q_norm = self.k_norm = self.qk_norm = None
+        if shape.qk_norm_whole or (shape.qk_norm and shape.layer_norm):
+            self.qk_norm = (WholeQkNorm if shape.qk_norm_whole else QkLayerNorm)(name, shape, order, context=context)
         elif shape.qk_norm:
             self.q_norm, self.k_norm = (
                 RmsNorm(
@@ -133,6 +155,8 @@ class GroupedQueryAttention(nn.Module):
     def _heads(self, x: Activation, cos_sin: CosSin, batch: Batch, cache: LayerCache) -> Tensor:
         """x [T, hidden] -> the outputs of this rank's heads [T, q_heads * head_dim]."""
         query, gates = self._rotated_query(x, cos_sin, batch, cache)
+        if cos_sin.temperature is not None:
+            query = query.mul_(cos_sin.temperature)
         context: Tensor = batch.attention.forward(
             query, cache, window=self.window, scale=self.scale, kv_scales=self.kv_store.read_scales,
             sinks=None if self.sinks is None else self.sinks.weight, cap=self.cap,
@@ -148,9 +172,9 @@ class GroupedQueryAttention(nn.Module):
         """x [T, hidden] -> the rotated queries [T, q_heads, head_dim], and the gates of their outputs [T, q_heads * head_dim] where
         there are any; keys and values are stored in the cache."""
         kv_slots = batch.of_group(cache.group).kv_slots
-        if self.whole_norm is not None:
+        if self.qk_norm is not None:
             heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-            return self.kv_store(self.whole_norm(heads), cos_sin, self.q_heads, cache, kv_slots), None
+            return self.kv_store(self.qk_norm(heads), cos_sin, self.q_heads, cache, kv_slots), None
         head_norm = None
         if self.q_norm is not None and self.k_norm is not None:
             head_norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)

@@ -15,6 +15,7 @@ from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.models.cache import LayerCache
 from phalanx.models.layers.activation import Activation
 from phalanx.models.layers.linear import ColumnParallelLinear
+from phalanx.models.layers.rope import CosSin
 from phalanx.models.slices import LayerContext, Slice, Sliced
 
 
@@ -32,17 +33,17 @@ class KvStore(Sliced):
         self.read_scales: tuple[float, float] | None = None
 
     def forward(
-        self, heads: Tensor | Unscaled, cos_sin: tuple[Tensor, Tensor], q_heads: int, cache: LayerCache, slots: Tensor,
+        self, heads: Tensor | Unscaled, cos_sin: CosSin, q_heads: int, cache: LayerCache, slots: Tensor,
         head_norm: HeadNorm | None = None,
     ) -> Tensor:  # fmt: skip
         """heads [T, q_heads + 2 * kv_heads, head_dim], not rotated yet; cos_sin: of the tokens' positions. Stores rotated keys, and
         values, in slots [T] (see `Batch.kv_slots`); returns the rotated queries [T, q_heads, head_dim]."""
         return kernels.rope_store(
-            heads, *cos_sin, cache.key, cache.value, slots, q_heads, self.read_scales, head_norm, cache.token_scales
+            heads, *cos_sin[:2], cache.key, cache.value, slots, q_heads, self.read_scales, head_norm, cache.token_scales
         )
 
     def fused_with_gemv(
-        self, x: Activation, qkv_proj: ColumnParallelLinear, q_heads: int, cos_sin: tuple[Tensor, Tensor], cache: LayerCache,
+        self, x: Activation, qkv_proj: ColumnParallelLinear, q_heads: int, cos_sin: CosSin, cache: LayerCache,
         slots: Tensor,
     ) -> Tensor | None:  # fmt: skip
         """forward(qkv_proj(x)) in one kernel, for x of one token where a kernel takes it; else None, and nothing is stored.
@@ -51,7 +52,7 @@ class KvStore(Sliced):
         gemv_args = qkv_proj.gemv_args(x)
         if gemv_args is None or cache.token_scales is not None:
             return None
-        return qkv_rope_store(gemv_args, *cos_sin, cache.key, cache.value, slots, q_heads, self.read_scales)
+        return qkv_rope_store(gemv_args, *cos_sin[:2], cache.key, cache.value, slots, q_heads, self.read_scales)
 
     def slices(self) -> Iterator[Slice]:
         return iter(())

@@ -5,16 +5,23 @@ and LongRoPE."""
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import kernels
-from phalanx.config.rope import Rope
+from phalanx.config.rope import Rope, Temperature
 
-CosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of the batch's positions, [T, pairs] fp32 each: one for each pair of a head."""
+
+class CosSin(NamedTuple):
+    """Cosines and sines of the batch's positions, [T, pairs] fp32 each: one for each pair of a head. temperature [T, 1, 1] fp32:
+    what multiplies the queries, or None."""
+
+    cos: Tensor
+    sin: Tensor
+    temperature: Tensor | None = None
 
 
 class Rotary(nn.Module):
@@ -27,15 +34,24 @@ class Rotary(nn.Module):
     def __init__(self, rope: Rope, rotary_dim: int, head_dim: int, device: torch.device) -> None:
         super().__init__()
         self.attention_factor, self.rest = rope.attention_factor, (head_dim - rotary_dim) // 2
+        self.temperature = rope.temperature
         self.register_buffer("inv_freq", inv_freq(rope, rotary_dim).to(device), persistent=False)
 
     def forward(self, positions: Tensor) -> CosSin:
-        """positions [T] int64 -> cos and sin, both [T, head_dim / 2] fp32."""
-        if not len(self.inv_freq):
-            cos = torch.ones(len(positions), self.rest, device=positions.device)
-            return cos, torch.zeros_like(cos)
-        cos, sin = kernels.rope_cos_sin(positions, self.inv_freq, self.attention_factor)
-        return (F.pad(cos, (0, self.rest), value=1.0), F.pad(sin, (0, self.rest))) if self.rest else (cos, sin)
+        """positions [T] int64 -> cos and sin, both [T, head_dim / 2] fp32, and the temperature."""
+        if len(self.inv_freq):
+            cos, sin = kernels.rope_cos_sin(positions, self.inv_freq, self.attention_factor)
+        else:
+            cos = sin = torch.empty(len(positions), 0, device=positions.device)
+        if self.rest:
+            cos, sin = F.pad(cos, (0, self.rest), value=1.0), F.pad(sin, (0, self.rest))
+        return CosSin(cos, sin, None if self.temperature is None else temperature(self.temperature, positions))
+
+
+def temperature(rule: Temperature, positions: Tensor) -> Tensor:
+    """positions [T] int64 -> what multiplies their queries, [T, 1, 1] fp32."""
+    steps = torch.div(positions + rule.shift, rule.interval, rounding_mode="floor")
+    return torch.log1p(steps.float()).mul_(rule.beta).add_(1.0).view(-1, 1, 1)
 
 
 def rotary_order(head_dim: int, rotary_dim: int, *, interleaved: bool = False) -> list[int]:
