@@ -34,6 +34,7 @@ class Run:
 
     scheduler: Scheduler | DpScheduler
     noise: float = 0.05
+    seconds: Callable[[StepLoad], float] = machine
     now: float = 0.0
     gaps: list[float] = field(default_factory=list)
     first: dict[str, float] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Run:
             while (step := self.scheduler.schedule()) is not None:
                 load = StepLoad.of(step)
                 self.times.submitted(step.number, load, self.now)
-                self._free = max(self._free, self.now) + machine(load) * (1 + self.noise * self._chance.random())
+                self._free = max(self._free, self.now) + self.seconds(load) * (1 + self.noise * self._chance.random())
                 self._flight.append((step, self._free))
             step, end = self._flight.pop(0)
             self.now = end
@@ -151,6 +152,31 @@ def test_prompts_go_on_where_decodes_alone_take_longer_than_the_bound() -> None:
     for _ in run.steps(lambda: "prompt" in run.ended):
         pass
     assert run.times.steps - begin <= 13
+
+
+def test_a_prompt_goes_on_where_its_context_alone_takes_longer_than_the_bound() -> None:
+    """A kernel that goes through all keys one after the other, as that of an H200 does: 50 ms at 83,000 of them, however few tokens
+    a step has. Steps of LEAST_CHUNK would take minutes."""
+    run = Run(
+        Scheduler(replace(OPTIONS, max_decode_gap=0.05)), seconds=lambda load: machine(load._replace(pairs=0)) + max(
+            0.5e-9 * load.pairs, 0.6e-6 * load.keys
+        ),
+    )  # fmt: skip
+    for number in range(STREAMS):
+        run.add(f"stream {number}", 100, 50_000)
+    for _ in run.steps(lambda: len(run.first) == STREAMS and run.times.steps > 200):
+        pass
+    run.gaps.clear()
+    begin = run.now
+    run.add("long prompt", 150_000, 1)
+    for _ in run.steps(lambda: "long prompt" in run.first):
+        if run.times.steps > 3000:
+            break
+    assert run.first["long prompt"] - begin < 40.0
+    assert max(run.gaps) < 1.6 * (8e-3 + 0.6e-6 * 150_000)
+    pace = run.scheduler.pace  # type: ignore[union-attr]
+    assert pace is not None
+    assert pace.shortest is not None
 
 
 def test_a_prompt_alone_is_not_cut() -> None:

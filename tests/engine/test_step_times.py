@@ -38,9 +38,9 @@ def mixed(count: int, seed: int = 2) -> list[StepLoad]:
 def test_the_load_of_a_step_is_that_of_the_fullest_index() -> None:
     decode, chunk = StepRow(0, 99, 1), StepRow(1, 10, 20)
     verifies = StepRow(2, 50, 3, drafts=2)
-    assert StepLoad.of(Step(1, [StepBatch(rows=[decode, chunk])])) == StepLoad(21, 100, 20 * 10 + 210)
+    assert StepLoad.of(Step(1, [StepBatch(rows=[decode, chunk])])) == StepLoad(21, 100, 20 * 10 + 210, keys=30)
     assert StepLoad.of(Step(1, [StepBatch(rows=[verifies])])) == StepLoad(3, 159, 0)
-    assert StepLoad.of(Step(1, [StepBatch(rows=[decode]), StepBatch(rows=[chunk])])) == StepLoad(20, 100, 410)
+    assert StepLoad.of(Step(1, [StepBatch(rows=[decode]), StepBatch(rows=[chunk])])) == StepLoad(20, 100, 410, keys=30)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -112,7 +112,7 @@ def test_a_fit_that_has_come_to_nothing_recovers() -> None:
     times, loads = StepTimes(), mixed(300)
     ran(times, loads)
     times._end_run()
-    times._fit._c = [0.0] * 5
+    times._fit._c = [0.0] * 6
     assert times.seconds(loads[0]) is None
     assert times.limit(loads[0]) == times._step_timeout
     ran(times, mixed(60, seed=3))

@@ -115,7 +115,7 @@ class Loop:
         self._stalled = ""
         self._idle_reported = True  # the client has the statistics of the idle engine
         self._check_due: float | None = None  # when the accounting is to be checked
-        self._stopping = self._price_told = False
+        self._stopping = self._price_told = self._broken_bound_told = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         self._polled: list[Any] = []
@@ -255,6 +255,7 @@ class Loop:
                 self._begin_rebalance()
                 self._rebalance_due = now + self._rebalance_every
             if now >= self._stats_due:
+                self._tell_broken_bound()
                 self._queue_stats()
                 self._stats_due = now + STATS_SECONDS
         elif not self._idle_reported:
@@ -270,6 +271,17 @@ class Loop:
             self._price_told = bool(line)
             if line:
                 logger.info("%s", line)
+
+    def _tell_broken_bound(self) -> None:
+        """Log once that no step with a prompt can keep the bound on gaps."""
+        for part in self._scheduler.parts:
+            if part.pace is not None and part.pace.shortest is not None and not self._broken_bound_told:
+                self._broken_bound_told = True
+                logger.warning(
+                    "max_decode_gap: the bound of %.0f ms cannot be kept: beside %d decode rows, the shortest step with a prompt "
+                    "takes %.0f ms here, as its context is that long, or decodes take as much; such steps take a quarter more, so "
+                    "that prompts go on", 1e3 * part.pace.bound, part.pace.decodes.tokens, 1e3 * part.pace.shortest,
+                )  # fmt: skip
 
     def _why_stalled(self, now: float) -> str:
         """Why work waits and no step ends; empty while steps do, or there is no work."""

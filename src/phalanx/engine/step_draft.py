@@ -66,6 +66,9 @@ HEADROOM = 0.97
 """The part of a bound that a step's predicted time takes."""
 LEAST_CHUNK = 16
 """Tokens of prompts that each step computes, whatever it takes: prompts go on, too."""
+KEPT_FACTOR = 1.25
+"""Where a step of LEAST_CHUNK takes longer than the bound, so that no step keeps it: how many times as long a step may take. Then
+most of its time is that of the decodes, or of one token's way through a long context, and more tokens cost little."""
 
 
 class StepPace:
@@ -76,10 +79,16 @@ class StepPace:
         self._times, self.bound, self.decodes, self.load = times, bound, load, load
         self._limit = HEADROOM * bound / times.margin
         self._begun = False
+        self.shortest: float | None = None
+        """Seconds of the shortest step with a prompt, where it takes longer than the bound."""
 
     def fit(self, start: int, most: int) -> int:
         """How many tokens of a prompt, from `start` on, the step can take, at most `most`; at least LEAST_CHUNK where it has none
         of a prompt yet."""
+        if not self._begun and most:
+            least = self._times.seconds(self._with(start, min(LEAST_CHUNK, most)))
+            if least is not None and least > self._limit:
+                self.shortest, self._limit = least, KEPT_FACTOR * least
         fitting, beyond = 0, most + 1
         while beyond - fitting > 1:
             middle = (fitting + beyond) // 2
@@ -96,7 +105,10 @@ class StepPace:
 
     def _with(self, start: int, count: int) -> StepLoad:
         load = self.load
-        return load._replace(tokens=load.tokens + count, pairs=load.pairs + count * (2 * start + count + 1) // 2)
+        return StepLoad(
+            load.tokens + count, load.kv_tokens, load.pairs + count * (2 * start + count + 1) // 2, load.drafts,
+            max(load.keys, start + count),
+        )  # fmt: skip
 
 
 class GapPrice(NamedTuple):

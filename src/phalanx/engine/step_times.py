@@ -5,7 +5,7 @@ is an argument.
 
 The prediction is linear in what a step computes,
 
-    seconds = c_0 + c_1 tokens + c_2 kv_tokens + c_3 pairs + c_4 drafts,    no c below 0
+    seconds = c_0 + c_1 tokens + c_2 kv_tokens + c_3 pairs + c_4 drafts + c_5 keys,    no c below 0
 
 fitted by least squares of relative errors to the steps that have run, the older ones less and less. Decode steps, whose time is no
 straight line, have a table by their numbers of tokens and of drafts beside it.
@@ -43,12 +43,15 @@ would."""
 
 class StepLoad(NamedTuple):
     """What one step computes, of the dp index that has the most. tokens: all. kv_tokens: that decode rows read. pairs: of prompt
-    tokens with the keys that each sees. drafts: that it proposes for a row, which may take a pass of a network each."""
+    tokens with the keys that each sees. drafts: that it proposes for a row, which may take a pass of a network each. keys: that the
+    last token of a prompt sees, of the one that has the most: a kernel goes through them one after the other, however few tokens
+    the step has of the prompt."""
 
     tokens: int
     kv_tokens: int
     pairs: int
     drafts: int = 0
+    keys: int = 0
 
     @classmethod
     def of(cls, step: Step) -> StepLoad:
@@ -63,14 +66,15 @@ class StepLoad(NamedTuple):
         tokens = sum([row.count for row in rows])
         if tokens == len(rows):  # decode rows without drafts: by far the most steps
             return cls(tokens, sum([row.start for row in rows]) + tokens, 0, batch.propose)
-        kv_tokens = pairs = 0
+        kv_tokens = pairs = keys = 0
         for row in rows:
             count, start = row.count, row.start
             if count == 1 or row.drafts:
                 kv_tokens += count * (start + count)
             else:
                 pairs += count * (2 * start + count + 1) // 2
-        return cls(tokens, kv_tokens, pairs, batch.propose)
+                keys = max(keys, start + count)
+        return cls(tokens, kv_tokens, pairs, batch.propose, keys)
 
     @property
     def attention(self) -> int:
@@ -238,9 +242,9 @@ class _Fit:
     goes on from step to step."""
 
     def __init__(self) -> None:
-        self._c = [0.0] * 5
-        self._squares = [[0.0] * 5 for _ in range(5)]  # sums of x_i x_j / seconds^2
-        self._sums = [0.0] * 5  # of x_i / seconds
+        self._c = [0.0] * 6
+        self._squares = [[0.0] * 6 for _ in range(6)]  # sums of x_i x_j / seconds^2
+        self._sums = [0.0] * 6  # of x_i / seconds
 
     def add(self, load: StepLoad, seconds: float, steps: int = 1) -> None:
         """So many steps, one after the other, took so long each."""
@@ -249,7 +253,7 @@ class _Fit:
         weight = (1 - left) / (1 - WEIGHT_LEFT)  # of the steps together
         for i, row in enumerate(self._squares):
             at_i = weight * x[i]
-            for j in range(5):
+            for j in range(6):
                 row[j] = left * row[j] + at_i * x[j]
             self._sums[i] = left * self._sums[i] + at_i
         for _ in range(2):
@@ -259,12 +263,13 @@ class _Fit:
         c, squares, sums = self._c, self._squares, self._sums
         for i, row in enumerate(squares):
             if row[i] > 1e-12:  # else no step of this kind was met for a long time, and what is known of it stays
-                others = row[0] * c[0] + row[1] * c[1] + row[2] * c[2] + row[3] * c[3] + row[4] * c[4] - row[i] * c[i]
-                c[i] = max(0.0, (sums[i] - others) / row[i])
+                all_of_row = row[0] * c[0] + row[1] * c[1] + row[2] * c[2] + row[3] * c[3] + row[4] * c[4] + row[5] * c[5]
+                c[i] = max(0.0, c[i] + (sums[i] - all_of_row) / row[i])
 
     def seconds(self, load: StepLoad) -> float:
         c = self._c
-        return c[0] + c[1] * load.tokens + c[2] * load.kv_tokens + c[3] * load.pairs + c[4] * load.drafts
+        tokens, kv_tokens, pairs, drafts, keys = load
+        return c[0] + c[1] * tokens + c[2] * kv_tokens + c[3] * pairs + c[4] * drafts + c[5] * keys
 
 
 _SIZES = [*range(1, 17), *range(24, 65, 8), *range(80, 257, 16), *range(288, 4097, 32)]
