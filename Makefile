@@ -62,6 +62,7 @@ fuzz: $(VENV)/.dev
 	@PHALANX_FUZZ_EXAMPLES=50 PHALANX_FUZZ_SEED=$(SEED) $(PY) -m pytest -q -s tests/serve/test_app_schemathesis.py
 	@PHALANX_FUZZ_FAULTS=200 PHALANX_FUZZ_SEED=$(SEED) $(PY) -m pytest -q -s --timeout=7200 -k random_faults tests/executor/test_stuck_ranks.py
 	@PHALANX_FUZZ_STEPS=500 $(PY) -m pytest -q --timeout=3600 tests/worker/test_memory_profile_variants.py
+	@$(PY) -m benchmarks.engine.host_memory_soak --seed $(SEED) --minutes $$(( ($(SECONDS) + 59) / 60 ))
 	@PHALANX_HOSTILE_SECONDS=60 $(PY) -m pytest -q -s tests/acceptance/test_hostile_host.py
 
 # Real libraries and tools against a real server, each in an environment of its own; minutes, and not a part of CI.
