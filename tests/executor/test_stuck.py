@@ -65,6 +65,12 @@ def test_who_waits_for_one_that_waits_is_not_to_blame() -> None:
     assert "all_reduce of the tensor-parallel group in layer 0" in failure
 
 
+def test_a_result_that_was_lost_on_its_way_blames_no_rank() -> None:
+    failure, evidence = culprit_of(Layout(tp=2), ended(0, reduces(2)), ended(1, reduces(2)))
+    assert failure == "all ranks have finished step 7, and no result of it has come to the engine"
+    assert evidence == "rank 0 (pid 0) has finished step 7; rank 1 (pid 1) has finished step 7"
+
+
 def test_a_stage_that_has_not_sent_is_named() -> None:
     failure, evidence = culprit_of(Layout(pp=2), computing(0, [], 2), inside(1, [Call(0, "pp", "receive")]))
     assert failure.startswith("rank 0 has not come to send of the pipeline, for which rank 1 is in receive of the pipeline before")

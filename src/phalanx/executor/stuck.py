@@ -185,6 +185,9 @@ class _Waits:
         elif self.missing:
             return self._link(min(self.missing))
         late = [view for view in self.views.values() if view.finished < self.step]
+        if not late:
+            where = "; ".join(f"rank {view.rank} ({view.where}) has finished step {view.finished}" for view in self.views.values())
+            return Culprit(f"all ranks have finished step {self.step}, and no result of it has come to the engine", where)
         what = "; ".join(f"rank {view.rank} ({view.where}) {view.doing(self.step)}" for view in late)
         ranks = [view.rank for view in late]
         return Culprit(f"{_names(ranks)} {'does' if len(ranks) == 1 else 'do'} not finish step {self.step}", what)
