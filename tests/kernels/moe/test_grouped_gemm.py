@@ -391,7 +391,10 @@ def test_choice_and_sort_compile(arch: int, alone: bool, experts: int, top_k: in
     from phalanx.kernels.moe.topk_softmax import _topk_softmax
 
     lists = {"pairs": "*i32", "tiles": "*i32", "counts": "*i32", "load": "*i64"}
-    pointers = {"logits": "*fp32", "x": "*bf16", "weights": "*fp32", "ids": "*i32", "kv_slots": "*i64", "scale": "fp32", **lists}
+    pointers = {
+        "logits": "*fp32", "x": "*bf16", "weights": "*fp32", "ids": "*i32", "kv_slots": "*i64", "scale": "fp32", "floor": "fp32",
+        **lists,
+    }  # fmt: skip
     constants: dict[str, Any] = {
         **dict.fromkeys(("logit_bias", "bias", "log_weights", "physical")), "TOP_K": top_k, "RENORMALIZE": True, "DRAWN": False,
         "SIGMOID": False, "GROUPS": 1, "TOP_GROUPS": 1, "GROUP_SIZE": experts, "GROUP_LANES": experts, "ALONE": alone, "COPIES": 0,
