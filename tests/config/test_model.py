@@ -237,7 +237,7 @@ def test_a_size_that_is_missing_or_no_size_is_named(name: str, value: Any) -> No
         ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN}, "rope_parameters with rope_theta=500000.0"),
         ({"rope_parameters": {"rope_type": "llama3"}, "rope_scaling": YARN}, "rope_parameters with rope_type='llama3'"),
         ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts": 4}, "num_experts=4"),
-        ({"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "high must exceed"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "high must be low"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method='bitsandbytes'"),
         ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM'"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]}, "1 layer_types"),

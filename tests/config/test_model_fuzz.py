@@ -24,7 +24,6 @@ from phalanx.config.families import FAMILIES, model_type
 from phalanx.config.json_fields import JsonFields
 from phalanx.config.model import ModelShape
 from phalanx.config.model_fields import MODEL
-from phalanx.config.rope import NOPE
 from phalanx.errors import ModelError
 from phalanx.models.layers.rope import inv_freq
 from tests.support.fuzz import fuzz_seeds
@@ -53,6 +52,7 @@ EIGHT_EXPERTS: dict[str, tuple[str, ...]] = {
     "DeepseekV3": ("n_routed_experts", "num_local_experts"),
     "Glm4Moe": ("n_routed_experts", "num_local_experts"),
     "GraniteMoeHybrid": ("num_local_experts",),
+    "Llama4": ("num_local_experts",),
     "NemotronH": ("n_routed_experts", "num_local_experts"),
     "MiniMaxM2": ("num_local_experts", "num_experts"),
     "HYV3": ("num_experts", "num_local_experts"),
@@ -90,6 +90,13 @@ OF_ALL: dict[str, tuple[Any, ...]] = {
 OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "Llama": {"head_dim": (None, 16, 32), "attention_bias": (True, False), "mlp_bias": (True, False)},
     "Mistral": {"head_dim": (None, 32), "sliding_window": (None, 8)},
+    "Llama4": {
+        "head_dim": (16, 32), "attention_bias": (True, False), "use_qk_norm": (True, False), "no_rope_layers": ([], [1, 0, 0, 1]),
+        "no_rope_layer_interval": (2, 4), "layer_types": (None, ["chunked_attention", "full_attention"] * 2),
+        "attention_chunk_size": (8, 16), "attn_temperature_tuning": (True, False), "attn_scale": (0.2,), "floor_scale": (64,),
+        "intermediate_size_mlp": (64,), "moe_layers": (None, [1, 3]), "interleave_moe_layer_step": (1, 2),
+        "num_experts_per_tok": (1,),
+    },
     "Ministral3": {"head_dim": (None, 32), "sliding_window": (None, 8)},
     "Qwen2": {
         "use_sliding_window": (True, False), "sliding_window": (None, 8), "max_window_layers": (0, 2, 4),
@@ -216,7 +223,8 @@ def generate(seed: int) -> tuple[str, dict[str, Any]]:
         config["num_key_value_heads"] = chance.choice((None, 32))
     if stem in EIGHT_EXPERTS:
         config[chance.choice(EIGHT_EXPERTS[stem])] = 8
-        config.setdefault("num_experts_per_tok", 2)
+        if "moe_k" not in config:
+            config.setdefault("num_experts_per_tok", 1 if stem == "Llama4" else 2)
     if stem.startswith(("Deepseek", "Glm", "Nemotron")):
         config.setdefault("topk_group", 1)
         config.setdefault("n_group", 2)
@@ -245,7 +253,7 @@ def respelled(chance: random.Random, scaling: dict[str, Any]) -> dict[str, Any]:
 
 def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
     """What transformers makes of the file, in the terms of `ours`."""
-    text = "Text" if stem.startswith("Qwen3_5") else ""
+    text = "Text" if stem.startswith(("Qwen3_5", "Llama4")) else ""
     kind = f"{stem}TextConfig" if text or stem == "Gemma3" else f"{stem}Config"
     read = getattr(transformers, kind).from_dict(copy.deepcopy(config))
     folder = read.model_type.removesuffix("_text")
@@ -292,6 +300,9 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
             dense = [layer for layer, kind in enumerate(read.mlp_layer_types) if kind == "dense"]
             facts["shared"] = read.num_shared_experts * read.moe_intermediate_size
             facts["scale"] = read.router_scaling_factor
+        if stem == "Llama4":
+            dense = [layer for layer in range(layers) if layer not in read.moe_layers]
+            facts["shared"] = read.intermediate_size
         if stem == "Ernie4_5_Moe":
             inside = range(read.moe_layer_start_index, read.moe_layer_end_index + 1)
             dense = [i for i in range(layers) if i not in inside or (i + 1) % read.moe_layer_interval]
@@ -322,7 +333,11 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
         facts["attention_out_bias"] = read.attention_out_bias
     if hasattr(read, "use_qk_norm"):
         facts["qk_norm"] = read.use_qk_norm
-    if stem == "SmolLM3":
+    if stem == "Llama4":
+        facts["chunks"] = tuple(read.attention_chunk_size if kind == "chunked_attention" else None for kind in read.layer_types)
+        tuned = read.attn_temperature_tuning and 0 in read.no_rope_layers
+        facts["temperature"] = (read.attn_scale, read.floor_scale, 1) if tuned else None
+    if stem in ("SmolLM3", "Llama4"):
         facts["nope_layers"] = tuple(layer for layer in range(layers) if not read.no_rope_layers[layer])
     if stem.startswith("Gemma"):
         facts["caps"] = read.attn_logit_softcapping, read.final_logit_softcapping
@@ -373,10 +388,12 @@ def ours(stem: str, shape: ModelShape, stated: dict[str, Any], reference: dict[s
         "max_positions": shape.max_positions if stem in RAW_POSITIONS or shape.rope.kind in AS_STATED else None,
         "inv_freq": inv_freq(shape.rope.within(1), shape.rotary_dim(shape.rope)),
         "attention_factor": shape.rope.attention_factor,
-        "qk_norm": shape.qk_norm, "head_dim": shape.head_dim, "mlp_bias": shape.mlp_bias,
+        "chunks": shape.chunks, "qk_norm": shape.qk_norm,
+        "temperature": next((shape.rope_in(each).temperature for each in range(4) if not shape.rope_in(each).portion), None),
+        "head_dim": shape.head_dim, "mlp_bias": shape.mlp_bias,
         "attention_bias": shape.qkv_bias if stem in ("SeedOss", "Glm4Moe") else shape.output_bias,
         "attention_out_bias": shape.output_bias,
-        "nope_layers": tuple(layer for layer in range(shape.num_layers) if shape.rope_in(layer) == NOPE),
+        "nope_layers": tuple(layer for layer in range(shape.num_layers) if not shape.rope_in(layer).portion),
         "multipliers": [
             shape.multipliers.embedding, shape.multipliers.residual, 1 / shape.multipliers.logits, shape.multipliers.attention,
         ],

@@ -18,8 +18,10 @@ from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.models_formation import Formation, run_steps
 from tests.support.models_logits import LENGTHS, STEPS
 
+pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values")  # of transformers, in the vision tower of Llama-4
+
 LAYOUTS = [(1, 1), (2, 1), (1, 2)]
-WRAPPED = ["mistral3", "ministral3_vl", "qwen2_5_vl", "qwen3_vl", "gemma3_vl", "kimi_k25"]
+WRAPPED = ["mistral3", "llama4_vl", "ministral3_vl", "qwen2_5_vl", "qwen3_vl", "gemma3_vl", "kimi_k25"]
 
 
 @pytest.fixture(scope="module", params=[(name, own) for name in WRAPPED for own in (False, True)], ids=str)
@@ -32,6 +34,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         tensors = load_file(folder / "model.safetensors")
         as_released = {key.replace("language_model.model.blocks", "language_model.model.layers"): t for key, t in tensors.items()}
         save_file(as_released, folder / "model.safetensors", {"format": "pt"})
+    if name == "llama4_vl":  # transformers 5.24 asks the output of the text model for that of images
+        model = model.language_model
     generator = torch.Generator().manual_seed(11)
     ids = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
     with torch.inference_mode():

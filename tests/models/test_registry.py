@@ -25,6 +25,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+LLAMA3_STEP = {**LLAMA3, "high_freq_factor": 1.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
 LONGROPE = {
@@ -41,6 +42,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 8, "num_key_value_heads": 1, "rope_parameters": LINEAR,
     }),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama4": ("llama4", {"num_attention_heads": 8, "rope_parameters": LLAMA3_STEP}),
+    "llama4-12q-3kv-no-norm-biases": ("llama4", {
+        "num_attention_heads": 12, "num_key_value_heads": 3, "use_qk_norm": False, "attention_bias": True, "moe_layers": [0, 2],
+        "no_rope_layers": [0, 1, 1], "attention_chunk_size": 4,
+    }),
     "mistral-window": ("mistral", {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 20}),
     "ministral3": ("ministral3", {"num_attention_heads": 12, "num_key_value_heads": 3, "tie_word_embeddings": True}),

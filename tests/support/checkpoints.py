@@ -56,6 +56,22 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "llama4": (
+        "Llama4",
+        {
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 10,
+            "no_rope_layer_interval": 3,
+            "floor_scale": 6,
+            "attn_scale": 0.7,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
 }
@@ -149,7 +165,7 @@ _FAMILIES |= {
     }}),
 }  # fmt: skip
 
-_CONFIGS = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}
+_CONFIGS = {"Gemma3": "Gemma3Text", "Llama4": "Llama4Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}
 """Stems of classes of configurations, where they are not the model's."""
 
 _GATED_DELTA: dict[str, Any] = {
@@ -177,6 +193,9 @@ _WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ministral3_vl": ("Mistral3", {**_FAMILIES["ministral3"][1], "model_type": "ministral3"}, {
         **_SMALL_TOWER, "model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
         "image_size": 16,
+    }),
+    "llama4_vl": ("Llama4", {**_FAMILIES["llama4"][1], "model_type": "llama4_text"}, {
+        **_SMALL_TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16,
     }),
     "qwen2_5_vl": ("Qwen2_5_VL", {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 2, 2]},

@@ -41,6 +41,7 @@ class Experts:
     bias of the router's scores (V3); biases: of router and GEMMs (gpt-oss). swiglu: their activation where it is not
     silu(gate) * up. scoring: of routers in fp32; None: the logits are in the model's dtype, and their softmax chooses. shared_gate:
     what the shared experts give is multiplied by the sigmoid of a gate. gated: all have a gate; else they are relu(up)^2.
+    scales_input: a token's weight multiplies what its only expert reads, not what it gives (Llama-4).
     """
 
     count: int
@@ -55,6 +56,7 @@ class Experts:
     scoring: Scoring | None = None
     shared_gate: bool = False
     gated: bool = True
+    scales_input: bool = False
 
     def touched(self, tokens: float) -> float:
         """Distinct experts that so many tokens reach, on average, each routed uniformly: E (1 - (1 - k/E)^T)."""
@@ -97,6 +99,24 @@ def read_hy_v3(fields: JsonFields) -> Experts:
         dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "dense"),
         scoring_bias=True, scoring=Scoring("sigmoid", scale=fields.positive("router_scaling_factor", 2.826)),
     )  # fmt: skip
+
+
+def read_llama4(fields: JsonFields) -> Experts:
+    """Llama-4's fields: the best expert of each token, whose input is multiplied by the sigmoid of its logit, beside a shared one;
+    in the layers of moe_layers, or in every interleave_moe_layer_step-th."""
+    layers, width = fields.count("num_hidden_layers"), fields.count("intermediate_size", 8192)
+    step, stated = fields.count("interleave_moe_layer_step", 1), fields.value("moe_layers")
+    sparse = range(step - 1, layers, step) if stated is None else stated
+    experts = _experts(
+        fields, 16, 1, width, names=("num_local_experts",), shared=width, scoring=Scoring("sigmoid"), scales_input=True,
+        dense_layers=tuple(layer for layer in range(layers) if layer not in sparse),
+    )  # fmt: skip
+    if experts.per_token > 1:
+        raise ModelError(
+            f"{fields.file} has num_experts_per_tok={experts.per_token}", held="supported is 1, as in all released checkpoints",
+            why="a token's weight multiplies the input of its expert",
+        )  # fmt: skip
+    return experts
 
 
 def read_ernie_moe(fields: JsonFields) -> Experts:

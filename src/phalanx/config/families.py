@@ -20,6 +20,7 @@ from phalanx.config.experts import (
     read_gpt_oss,
     read_granite_hybrid,
     read_hy_v3,
+    read_llama4,
     read_minimax_m2,
     read_mixtral,
     read_nemotron_h,
@@ -100,7 +101,7 @@ class Family:
     window_size: of a file that has no sliding_window; None: no layer has one then.
     qkv_bias: there is one, whatever the file says. attention_bias: the default of that field.
     input_bias, output_bias, mlp_bias: the fields that say whether q, k and v, o_proj and the MLP have biases; None: they have none.
-    qk_norm, qk_norm_whole: see `ModelShape`. Where it has none, the field use_qk_norm may say that there is one.
+    qk_norm, qk_norm_whole, qk_norm_plain: see `ModelShape`. Where it has none, the field use_qk_norm may say that there is one.
     norms: see `Norms`. norm_offset: norms multiply by 1 + weight (Gemma). layer_norm: norms are LayerNorm, without bias. eps_field:
     the field of their epsilon.
     activation: of the MLP, as transformers names it; all but relu2 are of a gate. activation_field: the field that says so.
@@ -132,6 +133,7 @@ class Family:
     mlp_bias: str | None = "mlp_bias"
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    qk_norm_plain: bool = False
     norms: Norms = "before"
     norm_offset: bool = False
     layer_norm: bool = False
@@ -204,6 +206,14 @@ _MAMBA_IS = {"mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "time_step
 FAMILIES = {
     "LlamaForCausalLM": Family(2048, "head_dim attention_bias mlp_bias"),
     "MistralForCausalLM": Family(131072, "head_dim sliding_window", kv_heads=8, window="all"),
+    "Llama4ForCausalLM": Family(
+        131072, """
+        head_dim attention_bias use_qk_norm no_rope_layers no_rope_layer_interval layer_types attention_chunk_size
+        attn_temperature_tuning attn_scale floor_scale intermediate_size_mlp moe_layers interleave_moe_layer_step num_local_experts
+        num_experts_per_tok
+        """, "for_llm_compressor", model_type="llama4_text", kv_heads=8, head_dim=128, mlp_bias=None, qk_norm_plain=True,
+        experts=read_llama4, rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True, nope_interval=4,
+    ),
     "Ministral3ForCausalLM": Family(
         262144, "head_dim sliding_window", model_type="ministral3", kv_heads=8, head_dim=128, window="stated", rms_norm_eps=1e-5,
         yarn=_MINISTRAL_YARN, temperature=True,

@@ -20,7 +20,17 @@ from phalanx.config.latent import Latent
 from phalanx.config.mamba import Block, Mamba2
 from phalanx.config.model_fields import MODEL
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
-from phalanx.config.rope import FULL, NOPE, SLIDING, Rope, RopeDefaults, read_rope, read_ropes_by_type
+from phalanx.config.rope import (
+    CHUNKED,
+    FULL,
+    NOPE,
+    SLIDING,
+    Rope,
+    RopeDefaults,
+    Temperature,
+    read_rope,
+    read_ropes_by_type,
+)
 from phalanx.config.text_tower import PREFIXES, TEXT, WRAPPERS, text_config
 from phalanx.errors import ModelError, UnsupportedArchitecture
 from phalanx.log import get_logger
@@ -30,7 +40,7 @@ log = get_logger(__name__)
 CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 
 
-_FIXED = ("sinks", "qk_norm_whole", "norms", "norm_offset", "layer_norm", "activation")
+_FIXED = ("sinks", "qk_norm_whole", "qk_norm_plain", "norms", "norm_offset", "layer_norm", "activation")
 """Traits that no file states, by their names in `Family` and `ModelShape`."""
 _READ = ("gated_delta", "mamba", "blocks")
 """Traits of fields, likewise; in `Family` is what reads them."""
@@ -46,8 +56,10 @@ class ModelShape:
     checkpoint may have behind the last layer, and which are not loaded. wrapper: the multimodal architecture of which the model is
     the text tower (`text_tower.WRAPPERS`). layer_ropes: of each layer, where they differ from `rope`. multipliers: see
     `Multipliers`. qk_norm: queries and keys are normed before RoPE, each head alone or, with qk_norm_whole, all heads of a token as
-    one vector. norms, norm_offset, layer_norm, activation: see `Family`. gated_delta: of models with layers of the gated delta
-    rule, whose attention has a gate of its output. mamba: of models with layers of Mamba-2. blocks:
+    one vector; with qk_norm_plain the heads that are rotated, without weights. chunks: per layer, the tokens of a run, of
+    which a query sees its own alone (Llama-4); None: it sees all before it. norms, norm_offset, layer_norm, activation: see
+    `Family`. gated_delta: of models with layers of the gated delta rule, whose attention has a gate of its output. mamba: of models
+    with layers of Mamba-2. blocks:
     the only one of each layer; none: each has two, attention, or what stands for it, and a feed-forward block.
     """
 
@@ -80,6 +92,8 @@ class ModelShape:
     layer_ropes: tuple[Rope, ...] = ()
     multipliers: Multipliers = NO_MULTIPLIERS
     qk_norm_whole: bool = False
+    qk_norm_plain: bool = False
+    chunks: tuple[int | None, ...] = ()
     norms: Norms = "before"
     norm_offset: bool = False
     layer_norm: bool = False
@@ -145,8 +159,7 @@ class ModelShape:
         rope, layer_ropes = _ropes(fields, family, max_positions, head_dim, nope_layers, windows)
         experts = None if family.experts is None else family.experts(fields)
         latent = None if family.latent is None else family.latent(fields, rope)
-        vocab_size = fields.count("vocab_size")
-        generation = _generation(fields)
+        vocab_size, generation = fields.count("vocab_size"), _generation(fields)
         shape = cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -160,10 +173,11 @@ class ModelShape:
             rms_norm_eps=fields.positive(family.eps_field, family.rms_norm_eps),
             rope=rope,
             windows=windows,
+            chunks=_chunks(fields, num_layers, nope_layers),
             qkv_bias=family.qkv_bias or _has_bias(fields, family, family.input_bias),
             output_bias=_has_bias(fields, family, family.output_bias),
             mlp_bias=_has_bias(fields, family, family.mlp_bias),
-            qk_norm=family.qk_norm or (fields.reads("use_qk_norm") and fields.flag("use_qk_norm", False)),
+            qk_norm=family.qk_norm or (fields.reads("use_qk_norm") and fields.flag("use_qk_norm", family.qk_norm_plain)),
             tie_word_embeddings=fields.flag("tie_word_embeddings", family.tied),
             experts=experts,
             quantization=_quantization(fields, wrapper, stacked_experts=experts is not None and experts.biases),
@@ -258,6 +272,8 @@ def _quantization(fields: JsonFields, wrapper: str | None, *, stacked_experts: b
 
 def _intermediate_size(fields: JsonFields, experts: Experts | None) -> int:
     """Of the dense layers. A file of a family without any need not state it. Granite 4's MLP is what its experts share, or all."""
+    if fields.reads("intermediate_size_mlp"):
+        return fields.count("intermediate_size_mlp", 16384)
     if experts is None and fields.reads("shared_intermediate_size"):
         return fields.count("shared_intermediate_size", SHARED_WIDTH)
     if experts is None or experts.dense_layers or fields.value("intermediate_size") is not None:
@@ -308,7 +324,7 @@ def _nope_layers(fields: JsonFields, family: Family, num_layers: int) -> tuple[i
     if family.nope_interval is None:
         return ()
     interval, stated = fields.count("no_rope_layer_interval", family.nope_interval), fields.value("no_rope_layers")
-    if stated is None:
+    if not stated:
         return tuple(range(interval - 1, num_layers, interval))
     if not isinstance(stated, list) or len(stated) < num_layers or not all(each in (0, 1) for each in stated):
         raise ModelError(
@@ -335,6 +351,21 @@ def _windows(fields: JsonFields, family: Family, num_layers: int, nope_layers: t
         first = int(fields.number("max_window_layers", 28))
         return tuple(size if layer >= first else None for layer in layers)
     return (size,) * num_layers
+
+
+def _chunks(fields: JsonFields, num_layers: int, nope_layers: tuple[int, ...]) -> tuple[int | None, ...]:
+    """Of the layers with RoPE, or by layer_types."""
+    name = "attention_chunk_size"
+    if not fields.reads(name):
+        return ()
+    kinds = fields.by_layer("layer_types", (CHUNKED, FULL))
+    if fields.values.get(name, 1) is None:
+        if kinds is not None and CHUNKED in kinds:
+            raise ModelError(f"{fields.file} has {name}=null", why=f"layer_types has layers of {CHUNKED}")
+        return ()
+    size = fields.count(name, 8192)
+    chunked = [layer not in nope_layers for layer in range(num_layers)] if kinds is None else [kind == CHUNKED for kind in kinds]
+    return tuple(size if each else None for each in chunked)
 
 
 def _layer_types(fields: JsonFields, family: Family, num_layers: int) -> list[str] | None:
@@ -367,9 +398,13 @@ def _ropes(
     rope = replace(read_rope(fields, max_positions, defaults, head_dim), interleaved=family.interleaved)
     if family.nope_full or not _has_rope(fields):
         nope_layers = tuple(layer for layer, window in enumerate(windows) if window is None)
+    nope = NOPE
+    if fields.reads("attn_temperature_tuning") and fields.value("attn_temperature_tuning") not in (False, 0):
+        beta, interval = fields.positive("attn_scale", 0.1), fields.count("floor_scale", 8192)
+        nope = replace(NOPE, temperature=Temperature(beta, interval, shift=1))
     if len(nope_layers) == len(windows):
-        return NOPE, ()
-    return rope, tuple(NOPE if layer in nope_layers else rope for layer in range(len(windows))) if nope_layers else ()
+        return nope, ()
+    return rope, tuple(nope if layer in nope_layers else rope for layer in range(len(windows))) if nope_layers else ()
 
 
 def _has_rope(fields: JsonFields) -> bool:

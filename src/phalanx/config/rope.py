@@ -14,8 +14,8 @@ from phalanx.errors import ModelError
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 BY_TYPE = ROPE_TYPES[:-1]
 """Those of families that have RoPE by the type of a layer."""
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""The types of layers: without a window, and with one."""
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""The types of layers: without a window, with one, and with attention inside of chunks."""
 
 
 class Temperature(NamedTuple):
@@ -210,9 +210,11 @@ def _of_kind(fields: JsonFields, inner: JsonFields, kind: str, max_positions: in
     if kind == "linear":
         return Rope("linear", theta, factor, original)
     low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
-    if high <= low:
+    if high < low:
         where = inner.prefix.rstrip(".")
-        raise ModelError(f"{fields.file} has {where}.high_freq_factor={high} and low_freq_factor={low}", why="high must exceed low")
+        raise ModelError(
+            f"{fields.file} has {where}.high_freq_factor={high} and low_freq_factor={low}", why="high must be low at least"
+        )
     return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 
 

@@ -35,6 +35,9 @@ WRAPPERS = {
     "Mistral3ForConditionalGeneration": TextTower(
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, ("vision_tower.", "multi_modal_projector.")
     ),
+    "Llama4ForConditionalGeneration": TextTower(
+        {"llama4_text": "Llama4ForCausalLM"}, ("vision_model.", "multi_modal_projector.")
+    ),
     "Qwen2_5_VLForConditionalGeneration": TextTower(
         {"qwen2_5_vl_text": "Qwen2ForCausalLM", "qwen2_5_vl": "Qwen2ForCausalLM"}, ("visual.",),
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "max_window_layers": 80},

@@ -235,8 +235,9 @@ def read(reader: Any, part: Slice, place: StoredTensor, stacked: Stacked | None 
     rows, columns = part.at or ((own, slice(0, part.shape[-1])) if part.dim == 0 else (slice(0, part.shape[0]), own))
     rows = slice(first + rows.start, first + rows.stop)
     if stacked is not None and len(shape) == 3:
-        expert: Tensor = stored[stacked.expert : stacked.expert + 1, rows, columns]
-        return expert[0]
+        own = slice(stacked.expert, stacked.expert + 1)
+        expert: Tensor = stored[own, columns, rows].mT if stacked.transposed else stored[own, rows, columns]
+        return expert[0].contiguous()
     values: Tensor = stored[rows] if len(shape) == 1 or (part.dim == 0 and not part.at) else stored[rows, columns]
     return values
 

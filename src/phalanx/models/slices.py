@@ -26,17 +26,19 @@ _CHUNK_ROWS = 4096  # quantized together, so that their copy in fp32 stays small
 @dataclass(frozen=True)
 class Stacked:
     """Where a tensor is in a checkpoint that has several in one (`declare.Fused`): rows from `row` on of tensor `name` of `shape`,
-    which has all experts of a layer ([experts, rows, columns], of which it is expert `expert`) or none."""
+    which has all experts of a layer ([experts, rows, columns], of which it is expert `expert`) or none. transposed: see `Fused`."""
 
     name: str
     shape: tuple[int, ...]
     expert: int = 0
     row: int = 0
+    transposed: bool = False
 
     @classmethod
     def of(cls, tensor: WeightTensor, expert: int = 0) -> Stacked | None:
         """Of a declared tensor; None where each checkpoint has it alone."""
-        return None if tensor.fused is None else cls(tensor.fused.name, tensor.fused_shape, expert, tensor.fused.row)
+        fused = tensor.fused
+        return None if fused is None else cls(fused.name, tensor.fused_shape, expert, fused.row, fused.transposed)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
 def grouped_topk(logits: Tensor, bias: Tensor | None, scoring: Scoring, top_k: int, renormalize: bool) -> Routing:
     """The `top_k` experts of each row of logits [T, E] as `Scoring` says, in fp32; of equal ones the first. bias [E] fp32."""
     scores = logits.float().softmax(-1) if scoring.function == "softmax" else logits.float().sigmoid()
-    choice = scores if bias is None else scores + bias
+    # Without a bias the order of logits is that of their scores, which may round to 1.
+    choice = logits.float() if bias is None and scoring.groups == 1 else scores if bias is None else scores + bias
     if scoring.groups > 1:
         by_group = choice.view(len(choice), scoring.groups, -1)
         best = by_group.amax(-1) if scoring.function == "softmax" else by_group.topk(2, dim=-1).values.sum(-1)

@@ -152,7 +152,8 @@ def _topk_softmax(
         score = _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS, KIND, SM)
         if SIGMOID:
             share = 1.0 / (1.0 + tl.exp(-score))
-            score = share
+            if bias is not None or GROUPS > 1:  # else the order of logits counts, as scores may round to 1
+                score = share
         else:
             share = tl.exp(score - tl.max(score, 0))
             share = share / tl.sum(share, 0)

@@ -21,11 +21,12 @@ class Fused(NamedTuple):
     """Another place of a tensor on disk: in `name`, which has `rows` rows, from row `row` on.
 
     Of a tensor of each expert, transformers 5 writes all experts into one, [experts, rows, columns]. Phi-3 has the projections of
-    one input in one tensor. A tensor that is alone there has another name only."""
+    one input in one tensor. A tensor that is alone there has another name only. transposed: [experts, columns, rows] (Llama-4)."""
 
     name: str
     rows: int
     row: int = 0
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class WeightTensor:
     def fused_shape(self) -> tuple[int, ...]:
         """Of the tensor that `fused` names."""
         assert self.fused is not None
-        return (*((self.experts,) if self.experts else ()), self.fused.rows, *self.shape[1:])
+        rows = self.fused.rows, *self.shape[1:]
+        return (*((self.experts,) if self.experts else ()), *(rows[::-1] if self.fused.transposed else rows))
 
     def parts(self, tp: int, index: int) -> tuple[tuple[range, ...], ...]:
         """What rank `index` of tp ranks holds, one below the other: of each part a range for each dim. Without the padding of the

@@ -58,7 +58,7 @@ def attention(shape: ModelShape, prefix: str) -> Iterator[WeightTensor]:
     elif shape.qk_norm and shape.layer_norm:
         yield WeightTensor(f"{name}.q_norm.weight", (heads, dim), "heads", "norm", heads=heads)
         yield WeightTensor(f"{name}.k_norm.weight", (kv_heads, dim), "kv_heads", "norm", heads=heads, kv_heads=kv_heads)
-    elif shape.qk_norm:
+    elif shape.qk_norm and not shape.qk_norm_plain:
         yield from (_norm(shape, f"{name}.{each}", dim) for each in ("q_norm", "k_norm"))
     yield from norms(shape, prefix)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import phalanx.layout.families.deepseek as deepseek
 import phalanx.layout.families.dense as dense
 import phalanx.layout.families.gpt_oss as gpt_oss
+import phalanx.layout.families.llama4 as llama4
 import phalanx.layout.families.mamba2 as mamba2
 import phalanx.layout.families.mixtral as mixtral
 import phalanx.layout.families.qwen3_next as qwen3_next
@@ -43,6 +44,7 @@ class LayerDeclaration(NamedTuple):
 
 DENSE = LayerDeclaration(dense.layer)
 DECLARATIONS = {
+    "Llama4ForCausalLM": LayerDeclaration(llama4.layer),
     "MixtralForCausalLM": LayerDeclaration(mixtral.layer),
     "MiniMaxM2ForCausalLM": LayerDeclaration(mixtral.layer),
     "Phi3ForCausalLM": LayerDeclaration(dense.fused_layer),

@@ -101,9 +101,10 @@ class WholeQkNorm(QkNorm):
 class GroupedQueryAttention(nn.Module):
     """The attention of layer `layer`; the heads are split over the ranks. The shape says which traits it has:
 
-    windows: of this layer, how many tokens a query sees.
+    windows, chunks: of this layer, how many tokens a query sees, or of which runs of tokens it sees its own alone.
     qk_norm: queries and keys are normalized before rope, so that scores cannot grow without bound: each head, or all heads at once
-    (qk_norm_whole); with layer_norm by LayerNorm, with weights for each head.
+    (qk_norm_whole); with layer_norm by LayerNorm, with weights for each head; with qk_norm_plain without
+    weights, where heads are rotated: the norm of a head is the same before and behind that.
     sinks: heads may attend to nothing: each has one more logit, [q_heads of this rank], without a value (gpt-oss).
     rope_in: RoPE may rotate a part of each head, or none of it; it may have a temperature of the queries.
     multipliers: of the scores, and of what the block adds to the residual stream; and the scores' soft cap.
@@ -121,6 +122,8 @@ class GroupedQueryAttention(nn.Module):
         self.q_heads, self.kv_heads = rows // head_dim // (2 if gates else 1), kv_rows // head_dim
         self.head_dim, self.has_gates = head_dim, bool(gates)
         self.window, self.scale = shape.windows[layer] if shape.windows else None, shape.multipliers.attention or head_dim**-0.5
+        chunk = shape.chunks[layer] if shape.chunks else None
+        self.chunked = {} if chunk is None else {"chunk": chunk}
         self.cap, rope = shape.multipliers.attention_cap, shape.rope_in(layer)
         order = rotary_order(head_dim, shape.rotary_dim(rope), interleaved=rope.interleaved)
         order = order if order != sorted(order) else []
@@ -129,8 +132,14 @@ class GroupedQueryAttention(nn.Module):
             self.qkv_proj.row_order = [head * head_dim + element for head in range(rotated) for element in order]
             self.qkv_proj.row_order += range(rotated * head_dim, rows)
         self.q_norm = self.k_norm = self.qk_norm = None
+        self.head_norm: HeadNorm | None = None
         if shape.qk_norm_whole or (shape.qk_norm and shape.layer_norm):
             self.qk_norm = (WholeQkNorm if shape.qk_norm_whole else QkLayerNorm)(name, shape, order, context=context)
+        elif shape.qk_norm_plain:
+            if shape.qk_norm and rope.portion:
+                ones = torch.ones(head_dim, dtype=context.dtype, device=context.device)
+                self.register_buffer("ones", ones, persistent=False)
+                self.head_norm = HeadNorm(ones, ones, shape.rms_norm_eps)
         elif shape.qk_norm:
             self.q_norm, self.k_norm = (
                 RmsNorm(
@@ -159,7 +168,7 @@ class GroupedQueryAttention(nn.Module):
             query = query.mul_(cos_sin.temperature)
         context: Tensor = batch.attention.forward(
             query, cache, window=self.window, scale=self.scale, kv_scales=self.kv_store.read_scales,
-            sinks=None if self.sinks is None else self.sinks.weight, cap=self.cap,
+            sinks=None if self.sinks is None else self.sinks.weight, cap=self.cap, **self.chunked,
         )  # fmt: skip
         context = context.reshape(x.shape[0], -1)
         return context if gates is None else sigmoid_mul(context, gates)
@@ -175,10 +184,10 @@ class GroupedQueryAttention(nn.Module):
         if self.qk_norm is not None:
             heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
             return self.kv_store(self.qk_norm(heads), cos_sin, self.q_heads, cache, kv_slots), None
-        head_norm = None
+        head_norm = self.head_norm
         if self.q_norm is not None and self.k_norm is not None:
             head_norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        else:
+        if head_norm is None:
             query = self.kv_store.fused_with_gemv(x, self.qkv_proj, self.q_heads, cos_sin, cache, kv_slots)
             if query is not None:
                 return query, None

@@ -43,7 +43,10 @@ def local_experts(own: range, count: int, context: LayerContext) -> tuple[int, .
 class SparseMoe(nn.Module):
     """sum over a token's experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x)), or another activation, with or without a gate;
     and, where a family has shared experts, their MLP of x, which all ranks of the group split by its features, times the sigmoid of
-    a gate or not."""
+    a gate or not.
+
+    Where a token's weight multiplies its input (`Experts.scales_input`), the routed experts and the router get weight * x: the
+    best expert of it is that of x, as a router has no bias, and its weight, renormalized, is 1."""
 
     def __init__(
         self, prefix: str, experts: Experts, layer: int, *, multiplier: float = 1.0, context: LayerContext
@@ -95,7 +98,8 @@ class SparseMoe(nn.Module):
 
     def set_input_norm(self, norm: RmsNorm) -> None:
         """The norm before the block: it feeds the router in 16 bit, and the experts as they take it."""
-        norm.set_quantizer(self.experts.input_quantizer if self.exchange.takes_quantized else None, keep_norm=True)
+        takes = self.exchange.takes_quantized and not self.config.scales_input
+        norm.set_quantizer(self.experts.input_quantizer if takes else None, keep_norm=True)
 
     def forward(
         self, x: Tensor | NormAndQuantized, residual: Tensor, norm: RmsNorm | None, batch: Batch
@@ -106,6 +110,8 @@ class SparseMoe(nn.Module):
         shared = None if self.shared_experts is None else self.shared_experts.partial_sum(self._for_shared(x, quantized))
         if shared is not None and self.shared_gate is not None:
             shared = sigmoid_mul(shared, kernels.linear(x, self.shared_gate.weight))
+        if self.config.scales_input:
+            x = x * self.router.best(x)
         if batch.dp_tokens is not None:
             total = self.exchanged(x, batch.dp_tokens, quantized)
             total = total if shared is None else total.add_(shared)

@@ -79,7 +79,8 @@ def inv_freq(rope: Rope, head_dim: int) -> Tensor:
         case "llama3":
             # Between the two: linear in the number of rotations over the original context (Llama 3.1's reference implementation).
             rounds = rope.original_max_positions * plain / (2 * math.pi)
-            keep = ((rounds - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+            span = max(rope.high_freq_factor - rope.low_freq_factor, 1e-30)  # Llama-4 Scout has none: a step
+            keep = ((rounds - rope.low_freq_factor) / span).clamp(0.0, 1.0)
         case "yarn":
             low, high = _yarn_range(rope, head_dim)
             keep = 1.0 - ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0.0, 1.0)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx import kernels
 from phalanx.config.experts import Experts
 from phalanx.kernels.moe.dispatch import route, router_logits
 from phalanx.kernels.moe.tensors import ExpertChoice, ExpertTensors, RouterLogits, Routing, TrafficPattern
@@ -45,6 +46,11 @@ class Router(Sliced):
     def forward(self, x: Tensor) -> Tensor | RouterLogits:
         """x [T, hidden] -> logits [T, experts]. It runs where experts are drawn, too, so that a benchmark has its time."""
         return router_logits(x, self.weight, self.bias, in_fp32=self.in_fp32, batch_invariant=self.batch_invariant)
+
+    def best(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> the sigmoid of each token's largest logit [T, 1], in x's dtype."""
+        logits = kernels.linear_fp32(x, self.weight)
+        return logits.amax(-1, keepdim=True).sigmoid().to(x.dtype)
 
     def route(self, x: Tensor, experts: ExpertTensors, padding: Tensor | None = None) -> Routing:
         """x [T, hidden] -> each token's experts; none where `padding` [T] is given and negative. experts: of this rank."""

@@ -21,10 +21,10 @@ class AttentionPlan(Protocol):
     def forward(
         self, query: Tensor, cache: LayerCache, *, window: int | None, scale: float,
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
-        cap: float | None = None,
+        cap: float | None = None, chunk: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """Each query attends to the keys of its own row up to its own position: to the last `window` of them (its own included), or
-        to all.
+        """Each query attends to the keys of its own row up to its own position: to the last `window` of them (its own included), to
+        those of its own run of `chunk` tokens, or to all.
 
         query [T, heads, head_dim]; the batch's own keys and values are in the cache already. kv_scales: the factors of the cached
         keys and of the cached values, where the cache is in e4m3; None for 1. sinks [heads]: one more logit in the softmax of

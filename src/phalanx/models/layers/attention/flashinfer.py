@@ -139,9 +139,10 @@ class FlashInferPlan:
     def forward(
         self, query: Tensor, cache: LayerCache, *, window: int | None, scale: float,
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
-        cap: float | None = None,
+        cap: float | None = None, chunk: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """As AttentionPlan."""
+        """As AttentionPlan, without chunks: see `select_backend`."""
+        assert chunk is None
         if sinks is not None:
             raise ModelError(
                 "attention sinks cannot run with FlashInfer's kernels", held="they run with the Triton kernels and on CPU",

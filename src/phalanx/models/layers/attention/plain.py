@@ -35,7 +35,7 @@ class _Rows:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
 
-    def rows(self, block_size: int, window: int | None, group: int) -> Iterator[_Row]:
+    def rows(self, block_size: int, window: int | None, group: int, chunk: int | None = None) -> Iterator[_Row]:
         """As the layers of a group see them."""
         batch, device = self._batch, self._batch.positions.device
         tables = batch.of_group(group).block_tables
@@ -48,6 +48,8 @@ class _Rows:
             hidden = keys > queries
             if window is not None:
                 hidden |= keys <= queries - window
+            if chunk is not None:
+                hidden |= keys // chunk != queries // chunk
             yield _Row(slice(begin, end), table[keys // block_size].long(), keys % block_size, hidden)
 
 
@@ -70,13 +72,13 @@ class PlainPlan(_Rows):
     def forward(
         self, query: Tensor, cache: LayerCache, *, window: int | None, scale: float,
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
-        cap: float | None = None,
+        cap: float | None = None, chunk: int | None = None,
     ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
         out = torch.zeros_like(query) if out is None else out
         key_scale, value_scale = kv_scales or (1.0, 1.0)
         groups = query.shape[1] // cache.key.shape[2]
-        for row in self.rows(cache.key.shape[1], window, cache.group):
+        for row in self.rows(cache.key.shape[1], window, cache.group, chunk):
             key, value = row.gather(cache.key) * key_scale, row.gather(cache.value) * value_scale
             if cache.token_scales is not None:
                 by_token = cache.token_scales[row.blocks, :, row.offsets].float()

@@ -36,11 +36,12 @@ class QueryChunk:
 
 
 def query_chunks(
-    starts: Sequence[int], lengths: Sequence[int], window: int | None, block_size: int, limit: int
+    starts: Sequence[int], lengths: Sequence[int], window: int | None, block_size: int, limit: int, chunk: int | None = None
 ) -> list[QueryChunk]:
     """Split a batch's rows (Batch.query_starts_cpu, kv_lengths_cpu) so that queries times keys of a chunk stay within `limit`.
 
-    A chunk has only the blocks that some of its queries can see: table entries behind the window may be stale.
+    A chunk has only the blocks that some of its queries can see: table entries behind the window may be stale. chunk: see
+    `AttentionPlan`; the queries of one are in one run.
     """
     chunks = []
     for row, length in enumerate(lengths):
@@ -50,6 +51,9 @@ def query_chunks(
             count = min(most, end - first_token)
             position = length - (end - first_token)
             begin = first_block(position, window, block_size)
+            if chunk is not None:
+                count = min(count, chunk - position % chunk)
+                begin = position // chunk * chunk // block_size
             blocks = (position + count - 1) // block_size + 1 - begin
             chunks.append(QueryChunk(row, first_token, position, count, begin, blocks))
             first_token += count
@@ -99,7 +103,8 @@ class Bundle:
     """
 
     def __init__(
-        self, members: Sequence[QueryChunk], batch: Batch, window: int | None, block_size: int, tables: Tensor
+        self, members: Sequence[QueryChunk], batch: Batch, window: int | None, block_size: int, tables: Tensor,
+        chunk: int | None = None,
     ) -> None:  # fmt: skip
         device = tables.device
         table = torch.tensor([(c.row, c.first_token, c.first_position, c.count, c.first_block) for c in members], dtype=torch.int64)
@@ -120,6 +125,8 @@ class Bundle:
         mask = key_at <= query_at
         if window is not None:
             mask &= key_at > query_at - window
+        if chunk is not None:
+            mask &= key_at // chunk == query_at // chunk
         self.mask = mask.unsqueeze(1)
 
     def attend(
@@ -176,19 +183,21 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) ->
     return torch.cat((q, extra), dim=-1), k, v, F.pad(mask, (0, 1), value=True)
 
 
-def bundled(batch: Batch, window: int | None, block_size: int, group: int) -> tuple[list[Bundle], Tensor]:
+def bundled(
+    batch: Batch, window: int | None, block_size: int, group: int, chunk: int | None = None
+) -> tuple[list[Bundle], Tensor]:  # fmt: skip
     """The bundles of a batch for the layers of a group; and for each of its tokens the row of the bundles' outputs, one behind the
     other, that is its own."""
     tables = batch.of_group(group).block_tables
     device = tables.device
     limit = MASK_LIMITS[device.type]
-    chunks = query_chunks(batch.query_starts_cpu, batch.kv_lengths_cpu, window, block_size, limit)
+    chunks = query_chunks(batch.query_starts_cpu, batch.kv_lengths_cpu, window, block_size, limit, chunk)
     all_bundles, order, at = [], [0] * batch.token_ids.shape[0], 0
     for members in bundles(chunks, block_size, limit):
-        bundle = Bundle(members, batch, window, block_size, tables)
-        for index, chunk in enumerate(members):
+        bundle = Bundle(members, batch, window, block_size, tables, chunk)
+        for index, member in enumerate(members):
             begin = at + index * bundle.queries
-            order[chunk.first_token : chunk.first_token + chunk.count] = range(begin, begin + chunk.count)
+            order[member.first_token : member.first_token + member.count] = range(begin, begin + member.count)
         at += bundle.rows * bundle.queries
         all_bundles.append(bundle)
     host = torch.tensor(order, dtype=torch.int64)
@@ -201,13 +210,15 @@ class BundledPlan:
 
     def __init__(self, batch: Batch, scratch: Scratch) -> None:
         self._batch, self._scratch = batch, scratch
-        self._bundles: dict[tuple[int, int | None], tuple[list[Bundle], Tensor]] = {}
+        self._bundles: dict[tuple[int, int | None, int | None], tuple[list[Bundle], Tensor]] = {}
 
-    def attended(self, group: int, window: int | None, block_size: int, attend: Callable[[Bundle], Tensor]) -> Tensor:
+    def attended(
+        self, group: int, window: int | None, block_size: int, attend: Callable[[Bundle], Tensor], chunk: int | None = None
+    ) -> Tensor:  # fmt: skip
         """attend: a bundle -> the outputs of its rows [R * Q, heads, dim]. Returns those of the tokens [T, heads, dim]."""
-        key = group, window
+        key = group, window, chunk
         if key not in self._bundles:
-            self._bundles[key] = bundled(self._batch, window, block_size, group)
+            self._bundles[key] = bundled(self._batch, window, block_size, group, chunk)
         bundles, order = self._bundles[key]
         outs = [attend(bundle) for bundle in bundles]
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
@@ -219,13 +230,13 @@ class SdpaPlan(BundledPlan):
     def forward(
         self, query: Tensor, cache: LayerCache, *, window: int | None, scale: float,
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
-        cap: float | None = None,
+        cap: float | None = None, chunk: int | None = None,
     ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
         key_scale, value_scale = kv_scales or (1.0, 1.0)
         output = self.attended(
             cache.group, window, cache.key.shape[1],
-            lambda bundle: bundle.attend(query, cache, scale * key_scale, self._scratch, sinks, cap),
+            lambda bundle: bundle.attend(query, cache, scale * key_scale, self._scratch, sinks, cap), chunk,
         )  # fmt: skip
         if value_scale != 1.0:
             output = output * value_scale

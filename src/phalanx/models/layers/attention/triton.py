@@ -87,10 +87,11 @@ class TritonPlan:
     def forward(
         self, query: Tensor, cache: LayerCache, *, window: int | None, scale: float,
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
-        cap: float | None = None,
+        cap: float | None = None, chunk: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """As AttentionPlan, without a cap: see `select_backend`."""
+        """As AttentionPlan, without a cap and chunks: see `select_backend`."""
         assert cap is None
+        assert chunk is None
         batch, backend = self._batch, self._backend
         query = query.contiguous()
         out = torch.empty_like(query) if out is None else out
