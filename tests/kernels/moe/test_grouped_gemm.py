@@ -213,7 +213,7 @@ def check_topk_in_groups() -> None:
     for experts, top_k, bias, scoring in (
         (160, 6, False, Scoring("softmax", 8, 3, 16.0)), (64, 6, False, Scoring("softmax")),
         (256, 8, True, Scoring("sigmoid", 8, 4, 2.5)), (24, 3, True, Scoring("sigmoid", 4, 1, 2.5)),
-        (12, 4, True, Scoring("sigmoid")),
+        (12, 4, True, Scoring("sigmoid")), (64, 6, True, Scoring("softmax")), (20, 4, True, Scoring("softmax", floor=0.3)),
     ):  # fmt: skip
         for tokens, renormalize in itertools.product((1, 3), (False, True)):
             logits = torch.randn(tokens, experts)

@@ -157,6 +157,8 @@ def _topk_softmax(
         else:
             share = tl.exp(score - tl.max(score, 0))
             share = share / tl.sum(share, 0)
+            if bias is not None:  # it corrects shares
+                score = share
         if bias is not None:
             score += tl.load(bias + expert, inside, 0.0)
         if GROUPS > 1:
