@@ -461,10 +461,14 @@ def loading_queue(slots: int, blocks: int = 60, **options: Any) -> tuple[Schedul
 
 def test_requests_pass_one_whose_prefix_comes_in_parts() -> None:
     scheduler, add, step = loading_queue(slots=4)
-    add("loads", [(7 * number) % 97 for number in range(90)])
+    add("loads", [(7 * number) % 97 for number in range(90)], 9)
     add("loads too", [(7 * number + 1) % 97 for number in range(90)])
-    add("short", [9, 9])
-    admitted = [step() for _ in range(60)]
+    add("short", [9, 9], 40)
+    admitted: list[list[str]] = []
+    while not admitted or "loads" not in admitted[-1]:
+        admitted.append(step())
+    assert [request.id for request in scheduler.running] == ["runs", "loads", "short"], "in order of arrival: the last is preempted"
+    admitted += [step() for _ in range(60)]
     order = [name for names in admitted for name in names]
     assert order == ["short", "loads", "loads too"]
     assert admitted[0] == ["short"]

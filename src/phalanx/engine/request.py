@@ -42,8 +42,8 @@ class Request:
         "id", "params", "tokens", "prompt_length", "stop_ids", "eos_ids", "min_length", "seed", "limit", "matcher", "constrained",
         "adapter", "steady", "submitted", "drafted", "pending", "sampled_in", "decoding", "proposed", "in_flight", "slot", "blocks",
         "capacity", "shared", "loads", "sent", "first_live", "keys", "root_key", "registered", "kept_at", "chunk_cap",
-        "to_compute", "cached_tokens", "was_admitted", "scheduled", "ended", "prompt_logprobs", "drafts", "masks", "grammar_row",
-        "grammar_seconds", "grammar_quick",
+        "to_compute", "cached_tokens", "arrival", "was_admitted", "scheduled", "ended", "prompt_logprobs", "drafts", "masks",
+        "grammar_row", "grammar_seconds", "grammar_quick",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,7 @@ class Request:
         self.constrained = matcher is not None
         self.adapter = adapter
         self.steady = not (add.stop_token_ids or add.params.stops or self.constrained)  # only its limit ends it
+        self.arrival = 0  # its number among those of the scheduler
         self.submitted = 0
         self.drafted = 0
         self.pending = 0

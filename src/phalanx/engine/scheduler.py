@@ -17,6 +17,7 @@ The request skips steps meanwhile, and the others do not wait (`process_grammar_
 from __future__ import annotations
 
 import random
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -69,6 +70,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         self.kv = RequestBlocks(options)
         self.pool, self.parts = self.kv.pool, [self]
         self.running: list[Request] = []  # in order of arrival
+        self._arrived = 0
         # Whether constrained requests, which wait for the engine to know their tokens where those of others return on the device,
         # have a budget of their own. Not where a step may have fewer tokens than rows: the oldest must never be without one.
         self._parts_decodes = options.returns_tokens and options.chunked_prefill and options.max_rows < options.max_num_tokens
@@ -94,7 +96,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     def enqueue(self, request: Request) -> None:
         """Queue a request that `request_of` has made."""
-        self._requests[request.id] = request
+        self._requests[request.id], request.arrival = request, self._arrived
+        self._arrived += 1
         self._wait(request)
 
     def abort(self, request_id: str) -> None:
@@ -180,7 +183,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             rows = max(1, min(rows, long - (-ready // missing), long - (-total // stages)))
             prompts_wait = bool(self.waiting) or budget + constrained_budget < len(eligible)
             plain, constrained = DecodeCounts.of(self.running, eligible, apart=self._parts_decodes)
-            budget, constrained_budget = (each.share(stages, prompts_wait=prompts_wait) for each in (plain, constrained))
+            budget, constrained_budget = (self._decode_share(each, prompts_wait) for each in (plain, constrained))
             if constrained_budget:
                 # The token of a constrained request takes one step longer than those of others, which have filled the next step by
                 # then, each time: it has a place beside their share, and where a step holds no more rows, one of theirs. But not if
@@ -215,6 +218,9 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
                 else:
                     decodes += 1
         return eligible, decodes, apart
+
+    def _decode_share(self, decodes: DecodeCounts, prompts_wait: bool) -> int:
+        return decodes.share(self.options.pipeline_stages, prompts_wait=prompts_wait)
 
     def _arrivals(self, claims: Claims) -> list[Request]:
         """The waiting requests for which there are slots and blocks now (without what the prefix cache saves)."""
@@ -351,7 +357,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
 
     def _admit(self, draft: StepDraft, request: Request, hit: list[int], now: int) -> None:
         self.waiting.remove(request)
-        self.running.append(request)
+        insort(self.running, request, key=lambda each: each.arrival)  # others may have passed it while it loaded its prefix
         request.slot = self._slots.pop()
         draft.claims.admit(request.adapter)
         from_host = self.kv.share(request, hit)
