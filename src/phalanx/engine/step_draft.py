@@ -85,15 +85,18 @@ class StepPace:
     def fit(self, start: int, most: int) -> int:
         """How many tokens of a prompt, from `start` on, the step can take, at most `most`; at least LEAST_CHUNK where it has none
         of a prompt yet."""
-        if not self._begun and most:
-            least = self._times.seconds(self._with(start, min(LEAST_CHUNK, most)))
-            if least is not None and least > self._limit:
-                self.shortest, self._limit = least, KEPT_FACTOR * least
+        limit = self._limit
+        if not self._begun and most and self.bound:
+            least = self._times.seconds(self._with(start, min(LEAST_CHUNK, most))) or 0.0
+            if least > self.bound:
+                self.shortest, limit = least, KEPT_FACTOR * least
+            elif least > limit:  # it keeps the bound, without what is left for the noise of steps
+                limit = min(self.bound, KEPT_FACTOR * least)
         fitting, beyond = 0, most + 1
         while beyond - fitting > 1:
             middle = (fitting + beyond) // 2
             seconds = self._times.seconds(self._with(start, middle))
-            if seconds is not None and seconds <= self._limit:
+            if seconds is not None and seconds <= limit:
                 fitting = middle
             else:
                 beyond = middle
