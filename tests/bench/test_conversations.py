@@ -158,9 +158,28 @@ def test_a_server_that_does_not_tokenize(answer):
         asyncio.run(ask())
 
 
+def test_an_answer_that_is_not_tokenized_ends_its_conversation_alone(server, monkeypatch):
+    texts_sent = []
+
+    async def tokens_of(client, model, text):
+        texts_sent.append(text)
+        if len(texts_sent) == 2:  # the first asks whether the server has the route
+            raise httpx.ReadTimeout("too slow")
+        return [5]
+
+    monkeypatch.setattr(conversations, "_tokens_of", tokens_of)
+    results = conversations.run(server.url, None, replace(WANTED, num_conversations=2, num_turns=4))["results"]
+    assert results["errors"] == {"its last answer was not tokenized": 1}
+    assert results["completed"] > 0
+    assert results["unsent"] > 0
+
+
 def test_of_each_turn_what_was_answered():
     samples = [
-        [Sample(1.0, [1.5], 2.0, 1, prompt_tokens=10), Sample(3.0, [3.25], 4.0, 1, prompt_tokens=20, cached_tokens=12)],
+        [
+            Sample(1.0, [1.5], 2.0, 1, prompt_tokens=10, cached_tokens=0),
+            Sample(3.0, [3.25], 4.0, 1, prompt_tokens=20, cached_tokens=12),
+        ],
         [Sample(1.0, [1.1], 2.0, 1, prompt_tokens=10, cached_tokens=4), Sample(3.0, [], 3.1, 0, "timed out")],
     ]
     first, second = conversations.by_turn(samples)
@@ -168,6 +187,8 @@ def test_of_each_turn_what_was_answered():
     assert first["ttft_ms"]["max"] == pytest.approx(500)
     assert (second["completed"], second["prompt_tokens"], second["cached_tokens"]) == (1, 20, 12)
     assert conversations.by_turn([]) == []
+    (untold,) = conversations.by_turn([[Sample(1.0, [1.5], 2.0, 1, prompt_tokens=10)], [samples[1][0]]])
+    assert untold["cached_tokens"] is None, "a server that does not say what it found has not found nothing"
 
 
 def test_counters_of_all_engines_and_of_servers_without_tiers():

@@ -186,7 +186,11 @@ async def _converse(
         samples.append(sample)
         if not sample.ok:
             break
-        answer = (await answered("".join(sample.texts)))[: wanted.output_len]
+        try:
+            answer = (await answered("".join(sample.texts)))[: wanted.output_len]
+        except (httpx.HTTPError, RequestError) as error:
+            samples.append(Sample(time.perf_counter(), error="its last answer was not tokenized", message=str(error)))
+            break
         text += answer + [_FIRST_ID] * (wanted.output_len - len(answer))  # a text may be fewer tokens than it was made of
     return samples
 
@@ -209,13 +213,14 @@ async def _tokens_of(client: httpx.AsyncClient, model: str, text: str) -> list[i
 
 def by_turn(samples: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
     """Of the requests with the same number in their conversations: how many were answered, their prompts' tokens and those of these
-    that were found, as the server counts them, and the time to their first token in ms."""
+    that were found, as the server counts them (None where it does not say), and the time to their first token in ms."""
     rows = []
     for number in range(max((len(each) for each in samples), default=0)):
         good = [each[number] for each in samples if len(each) > number and each[number].ok and each[number].arrivals]
+        cached = [sample.cached_tokens for sample in good]
         rows.append({
             "turn": number + 1, "completed": len(good), "prompt_tokens": sum(sample.prompt_tokens for sample in good),
-            "cached_tokens": sum(sample.cached_tokens for sample in good),
+            "cached_tokens": None if None in cached else sum(each or 0 for each in cached),
             "ttft_ms": load.percentiles([sample.arrivals[0] - sample.begin for sample in good]),
         })  # fmt: skip
     return rows
@@ -229,10 +234,11 @@ def tables(document: report.Document) -> list[Any]:
     names = ["mean", *(f"p{percent}" for percent in load.PERCENTS), "max"]
     rows = []
     for each in results["turns"]:
-        part = each["cached_tokens"] / each["prompt_tokens"] if each["prompt_tokens"] else 0.0
+        has_figure = each["cached_tokens"] is not None and each["prompt_tokens"]
+        part = f"{each['cached_tokens'] / each['prompt_tokens']:.1%}" if has_figure else "-"
         mean = each["prompt_tokens"] / max(each["completed"], 1)
         figures = [f"{each['ttft_ms'][name]:.2f}" if each["ttft_ms"] else "-" for name in names]
-        rows.append([str(each["turn"]), str(each["completed"]), f"{mean:,.0f}", f"{part:.1%}", *figures])
+        rows.append([str(each["turn"]), str(each["completed"]), f"{mean:,.0f}", part, *figures])
     unsent = f"{results['unsent']} requests were not sent, since one before them failed; " if results["unsent"] else ""
     caption = f"{unsent}{prefix_hits.text(results['prefix_cache'])}"
     work = f"{results['completed'] + results['failed']} requests of conversations, {settings['output_len']} out"

@@ -31,8 +31,8 @@ class Sample:
 
     begin: when it was due. arrivals: when each event with at least one token arrived. error: None, or the kind of failure, with
     equal text for equal failures. message: the server's own message about it. completion_tokens: as the server counts them; the
-    number of events where it does not say; prompt_tokens, cached_tokens: of the prompt and of what was found of it, 0 where it does
-    not say. texts: of the events, if they were to be kept.
+    number of events where it does not say; prompt_tokens, cached_tokens: of the prompt and of what was found of it, 0 and None
+    where it does not say. texts: of the events, if they were to be kept.
     """
 
     begin: float
@@ -42,7 +42,7 @@ class Sample:
     error: str | None = None
     message: str = ""
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
     texts: list[str] = field(default_factory=list)
 
     @property
@@ -221,7 +221,7 @@ class _Answer(asyncio.Protocol):
         if chunk.usage is not None:
             usage, details = chunk.usage, chunk.usage.prompt_tokens_details
             self.sample.completion_tokens, self.sample.prompt_tokens = usage.completion_tokens, usage.prompt_tokens
-            self.sample.cached_tokens = 0 if details is None else details.cached_tokens or 0
+            self.sample.cached_tokens = None if details is None else details.cached_tokens or 0
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -110,7 +110,7 @@ class SimulatedReplica:
             for stage, seconds in enumerate(costs):
                 begin = max(begin, self.free[stage]) + seconds + copies
                 self.free[stage] = begin
-            self.busy += max(costs)
+            self.busy += max(costs) + copies
             self.flying.append((step, begin))
             self.ends.append(begin)
 
