@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from phalanx import LLM, SamplingParams
+from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import resolve
 from phalanx.config.serving import ServeOptions
@@ -80,6 +81,7 @@ SIZES = {
 ON_A_GPU = [
     ("llama", {}), ("llama", {"dtype": "fp8", "kv_cache_dtype": "fp8"}), ("mistral", {}), ("qwen3", {"kv_cache_dtype": "int8"}),
     ("mixtral", {}), ("mixtral", {"dtype": "fp8"}), ("llama", {"cuda_graphs": False}),
+    ("qwen3", {"max_num_tokens": 300}),
     ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
 ]  # fmt: skip
 
@@ -125,14 +127,25 @@ def test_kernels_that_depend_on_the_batch_are_refused_by_name(
     ],
 )
 def test_what_it_cannot_promise_is_refused_by_name(folder: Path, fields: dict[str, Any], words: str) -> None:
-    from phalanx.config.model import ModelShape
-
     shape = ModelShape.from_folder(
         write_checkpoint(folder.parent / "moe", "mixtral") if "expert_parallel_size" in fields else folder
     )
     options = EngineOptions.of(model=str(folder), device="cpu", deterministic=True, **fields)
     with pytest.raises(OptionError, match=words):
         resolve(options, shape, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"allreduce_strategy": "NCCL", "tensor_parallel_size": 2}, "excludes allreduce_strategy NCCL on a GPU"),
+        ({"max_loras": 2}, "excludes max_loras on a GPU"),
+    ],
+)
+def test_what_gpus_cannot_promise_is_refused_by_name(folder: Path, fields: dict[str, Any], words: str) -> None:
+    options = EngineOptions.of(model=str(folder), device="cuda", deterministic=True, **fields)
+    with pytest.raises(OptionError, match=words):
+        resolve(options, ModelShape.from_folder(folder), 2)
 
 
 def test_a_mean_over_steps_is_refused() -> None:

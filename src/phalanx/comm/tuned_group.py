@@ -21,6 +21,7 @@ from phalanx.comm.sequence_parallel import ShardedResidual, same_sharding, unsha
 from phalanx.comm.shared_memory import share_text
 from phalanx.comm.strategies import AllReduce, GemmReduceScatter, aligned, aligned_residual, available, one_dtype
 from phalanx.comm.torch_group import TorchGroup
+from phalanx.errors import EngineError
 from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.log import get_logger
@@ -184,6 +185,12 @@ def tuned(
     shortest = {None: table.gemm_rs_min_bytes(), Strategy.GEMM_RS: 0}.get(forced)
     gemm_rs = shortest is not None and message_bytes >= shortest
     strategies = available(base, base.device, fingerprint, message_bytes, timeout=timeout, gemm_rs=gemm_rs)
+    if deterministic and fingerprint.on_gpu and all(each in strategies.refused for each in (Strategy.TWOSHOT, Strategy.ONESHOT)):
+        raise EngineError(
+            "deterministic is not possible on these GPUs", held="all-reduces by NCCL alone",
+            why=f"{strategies.refused[Strategy.TWOSHOT]}; NCCL adds in an order that depends on the size of a step",
+            next="use one GPU or GPUs with peer access, or leave deterministic out",
+        )  # fmt: skip
     rules = Rules(fingerprint, strategies.refused, table.lookup, forced, deterministic)
     _announce(base, table, strategies.refused, tables)
     return TunedGroup(base, rules, strategies.runs, digest)

@@ -77,6 +77,15 @@ def _check_deterministic(options: EngineOptions, shape: ModelShape, device: str)
         ("expert_parallel_size", options.expert_parallel_size > 1, "the groups exchange the tokens of whole steps"),
         ("max_loras", not cpu and options.max_loras > 0, "kernels of adapters divide a step by its adapters"),
         (
+            "allreduce_strategy NCCL", not cpu and options.allreduce_strategy == "NCCL",
+            "NCCL adds in an order that depends on the size of a step",
+        ),
+        (
+            "redundant_experts or rebalance_experts_every",
+            options.redundant_experts > 0 or options.rebalance_experts_every is not None,
+            "a token's copy of an expert, and so the rank that adds it, depends on where its request lies",
+        ),
+        (
             "a model with recurrent layers", not cpu and shape.recurrent is not None,
             "their kernels divide prompts into chunks that begin where a step begins",
         ),

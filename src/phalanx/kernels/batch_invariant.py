@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.capabilities import gpu, sm_arch
 from phalanx.kernels.gemm.block_heuristics import BlockTiling
 from phalanx.kernels.vectors import nearest
 
@@ -107,10 +107,11 @@ def batch_invariant_gemm(
     tiling, sm = tiling or select(tokens, outputs), sm_arch(x.device)
     x = x if x.stride(-1) == 1 else x.contiguous()
     columns = tiling.bytes // x.element_size()
+    stages = min(tiling.stages, max(2, gpu(x.device).shared_memory // ((tiling.tokens + tiling.rows) * tiling.bytes)))
     x_scale, weight_scale = (None, None) if scales is None else (scales[0].expand(tokens, 1).contiguous(), scales[1])
     _batch_invariant_gemm[(triton.cdiv(tokens, tiling.tokens) * triton.cdiv(outputs, tiling.rows),)](
         x, weight, bias, x_scale, weight_scale, out, tokens, outputs, inputs, x.stride(0), out.stride(0), TOKENS=tiling.tokens,
-        ROWS=tiling.rows, COLUMNS=columns, FULL=inputs % columns == 0, SM=sm, num_warps=tiling.warps, num_stages=tiling.stages,
+        ROWS=tiling.rows, COLUMNS=columns, FULL=inputs % columns == 0, SM=sm, num_warps=tiling.warps, num_stages=stages,
         launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

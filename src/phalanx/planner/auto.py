@@ -60,6 +60,8 @@ def choose(options: EngineOptions, shape: ModelShape, machine: MachineModel) -> 
 def _holds(options: EngineOptions, plan: Plan) -> bool:
     """Whether the layout is one for which the options that depend on it have an effect."""
     moves = options.rebalance_experts_every is None or plan.layout.moe_ep > 1
+    if options.deterministic and plan.layout.dp > 1:  # which `resolve` refuses
+        return False
     return moves and (options.expert_exchange in ("AUTO", "ALL_GATHER") or plan.layout.dp > 1)
 
 

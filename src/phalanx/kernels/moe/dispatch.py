@@ -24,7 +24,7 @@ def router_logits(
     if batch_invariant:
         from phalanx.kernels.batch_invariant import batch_invariant_gemm
 
-        return batch_invariant_gemm(x, weight, bias, dtype=torch.float32 if in_fp32 else x.dtype)
+        return batch_invariant_gemm(x.to(weight.dtype), weight, bias, dtype=torch.float32 if in_fp32 else x.dtype)
     if x.is_cuda and has_triton() and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
         tiling = heuristics.select_router(x.shape[0], weight.shape[0])
         if tiling is not None and x.shape[0]:

@@ -105,7 +105,9 @@ def rotate_and_store(
 def _normed(first, second, head, pair, q_norm, k_norm, eps, q_heads, kv_heads, half, SM: tl.constexpr):
     """Both halves of heads, in their dtype: query and key heads RMS-normed, value heads as they are."""
     fp32_first, fp32_second = first.to(tl.float32), second.to(tl.float32)
-    mean = tl.sum(fp32_first * fp32_first + fp32_second * fp32_second, 1, keep_dims=True) / (2 * half)
+    # In fp64 the sum does not depend on how many heads share a program: see `residual_rms_norm`.
+    squares = (fp32_first * fp32_first + fp32_second * fp32_second).to(tl.float64)
+    mean = tl.sum(squares, 1, keep_dims=True).to(tl.float32) / (2 * half)
     inverse = tl.rsqrt(mean + eps)
     is_query = head < q_heads
     w_first = tl.where(is_query, tl.load(q_norm + pair, pair < half, 0.0), tl.load(k_norm + pair, pair < half, 0.0))
