@@ -133,8 +133,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _assert_same(logits: Tensor, expected: Tensor) -> None:
     """Log-probabilities reach -20 here, where fp32's last place is 2e-6. The order of a sum depends on the GEMM library:
-    it moved them by up to 1.2e-4 at tp 4."""
-    torch.testing.assert_close(logits.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=2e-4)
+    it moved them by up to 1.2e-4 at tp 4, and by 2.6e-4 where a temperature makes the scores of queries larger (Ministral 3)."""
+    torch.testing.assert_close(logits.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=4e-4)
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS, ids=[f"tp{tp}pp{pp}" for tp, pp in LAYOUTS])

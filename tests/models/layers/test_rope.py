@@ -65,9 +65,11 @@ def test_longrope_has_the_factors_of_the_longest_context() -> None:
 def test_a_head_is_rotated_as_complex_numbers_are() -> None:
     rotary = Rotary(Rope(theta=100.0), 8, 8, torch.device("cpu"))
     x, positions = torch.randn(5, 3, 8), torch.tensor([0, 1, 7, 200, 4000])
-    rotated = kernels.rope(x, *rotary(positions))
+    cos, sin, temperature = rotary(positions)
+    assert temperature is None
+    rotated = kernels.rope(x, cos, sin)
     angles = positions[:, None].double() * 100.0 ** (-torch.arange(0, 8, 2).double() / 8)
     number = torch.complex(x[..., :4].double(), x[..., 4:].double()) * torch.polar(torch.ones_like(angles), angles)[:, None]
     torch.testing.assert_close(rotated, torch.cat((number.real, number.imag), dim=-1).float(), rtol=1e-3, atol=1e-3)
     assert torch.equal(rotated[0], x[0])
-    assert kernels.rope(x.bfloat16(), *rotary(positions)).dtype == torch.bfloat16
+    assert kernels.rope(x.bfloat16(), cos, sin).dtype == torch.bfloat16
