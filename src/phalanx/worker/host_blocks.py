@@ -13,7 +13,7 @@ beside the steps that are queued, unless their own step has copies out: these wa
 The host memory of a rank is on its GPU's NUMA node as far as that has free pages (`hardware.numa`).
 
 A block of all layers is one piece of host memory, so that each takes one copy over the bus, and a run of slots takes one, too. On
-CPU the same code runs, in one order. On GPUs this has not met a GPU: `tests/worker/test_host_blocks.py` has the test to run first.
+CPU the same code runs, in one order.
 """
 
 from __future__ import annotations
