@@ -1,60 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that dashboards read, what the series say, and the dashboard that comes with the project."""
+"""The names that dashboards read, and what the series say."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.parser import text_string_to_metric_families
 
 from phalanx.engine.messages import Stats
-from phalanx.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, ExpertCounters, Latencies, Metrics
+from phalanx.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, Latencies, Metrics
+from tests.support.filled_metrics import filled, samples
 
 ALERTS = Path(__file__).resolve().parents[1] / "dashboards" / "alerts.yaml"
-DASHBOARD = Path(__file__).resolve().parents[1] / "dashboards" / "phalanx.json"
 STEMS = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "time_to_first_token_seconds_bucket",
     "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_bucket", "prompt_tokens_total", "generation_tokens_total",
     "request_success_total", "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
 ]  # fmt: skip
-
-
-def filled(prefix: str = "phalanx") -> Metrics:
-    metrics = Metrics(prefix=prefix, model_name="demo", version="1.2")
-    metrics.engines = [Stats(
-        running=3, waiting=2, blocks_total=100, blocks_referenced=25, preemptions=1, prefix_queries=50, prefix_hits=20,
-        prompt_tokens=60, generation_tokens=70, rank_bytes={0: {"weights": 10, "kv": 20}, 1: {"weights": 11, "kv": 21}},
-        allreduce={"ONESHOT/RESIDUAL_RMS_NORM": 8, "NCCL/NONE": 9},
-        rank_gauges={
-            0: {
-                "gpu_utilization_perc": 90.0, "power_watts": 650.5, "temperature_celsius": 60.0, "sm_clock_mhz": 1500.0,
-                "nvlink_tx_bytes": 2048.0, "clock_reason/power_cap": 1.0,
-            },
-            1: {"gpu_utilization_perc": 80.0, "power_limit_watts": 700.0},
-        },
-        ran={"decode graph/steps": 5, "decode graph/tokens": 35, "decode graph/padding": 6, "eager/steps": 0},
-        dp_running=[2, 1], dp_blocks_referenced=[20, 5], drafts=9, draft_tokens=25, accepted_tokens=[7, 4],
-        host_total=50, host_used=10, host_hits=15, host_saved=12, host_loaded=4, host_dropped=3,
-    )]  # fmt: skip
-    metrics.experts = {0: ExpertCounters({("0", "0"): 30, ("0", "1"): 10}, {"0": 30, "1": 10}, 1.5)}
-    metrics.startup_phases = {"weights": 1.5}
-    metrics.queue_limits = {"requests": 16, "tokens": 1000}
-    metrics.cache_config = {"block_size": 16, "num_gpu_blocks": 100}
-    metrics.queued = lambda: (4, 400)
-    return metrics
-
-
-def samples(metrics: Metrics) -> dict[str, dict[tuple, float]]:
-    series: dict[str, dict[tuple, float]] = {}
-    for family in text_string_to_metric_families(metrics.exposition()[0].decode()):
-        for one in family.samples:
-            series.setdefault(one.name, {})[tuple(sorted(one.labels.items()))] = one.value
-    return series
 
 
 @pytest.mark.parametrize("prefix", ["phalanx", "vllm"])
@@ -149,34 +114,6 @@ def test_experts_by_layer_and_by_rank():
     assert not [name for name in samples(metrics) if "expert" in name]
 
 
-def queries() -> list[str]:
-    board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    exprs = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    return exprs + [variable["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
-
-
-def test_the_dashboard_asks_for_series_that_are_there():
-    exported = samples(filled())
-    queried = queries()
-    assert len(queried) > 20
-    for expr in queried:
-        named = re.findall(r"((?:phalanx:|process_)\w+)(?:\{([^}]*)\})?", expr)
-        assert named, f"no metric in {expr}"
-        grouped = {word for group in re.findall(r"by \(([^)]*)\)", expr) for word in group.replace(",", " ").split()}
-        for name, selector in named:
-            assert name in exported, f"{name} of the dashboard is not exported"
-            known = {label for labels in exported[name] for label, _ in labels}
-            wanted = grouped | set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", selector))
-            assert wanted <= known, f"{expr}: {name} has no {sorted(wanted - known)}"
-
-
-def test_the_dashboard_shows_every_series():
-    shown = " ".join(queries())
-    for name in samples(filled()):
-        if name.startswith("phalanx:") and not name.endswith(("_count", "_sum")):
-            assert name in shown, f"{name} is on no panel"
-
-
 def test_gauges_of_gpus():
     """Each as NVML answered it, by rank; what no rank answers has no series."""
     series = samples(filled())
@@ -229,7 +166,7 @@ def test_the_endpoint_picker_gets_what_it_reads():
     (adapters,) = series["vllm:lora_requests_info"]
     assert {"max_lora": "0"}.items() <= dict(adapters).items()
     # An empty label is no label in Prometheus; the text has them, and the picker reads the text.
-    text = filled("vllm").exposition()[0].decode()
+    text = filled("vllm").exposition().decode()
     assert 'running_lora_adapters=""' in text
     assert 'waiting_lora_adapters=""' in text
 

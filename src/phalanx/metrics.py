@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -30,6 +30,10 @@ _FINE = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075)
 ITL_BUCKETS = (*_FINE, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 TTFT_BUCKETS = (*_FINE, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 E2E_BUCKETS = (*_FINE, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Every scraper reads this format. prometheus-client writes `:` as `_` in names for scrapers that ask for OpenMetrics without an
+escaping, as Prometheus 2 does, and no dashboard would find them."""
 
 PICKER_PREFIX = "vllm"
 """The prefix of the names that endpoint pickers of the Gateway API Inference Extension read unless they are told others."""
@@ -179,12 +183,10 @@ class Metrics:
         """A request has a field that is accepted without effect. field: body and name, one of a fixed table."""
         self._accepted.labels(**self._labels, field=field).inc()
 
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """The text of `/metrics` and its content type, in the format of the scraper's Accept header. On any thread: thousands of
-        experts take a tenth of a second."""
-        encode, content_type = choose_encoder(accept)
+    def exposition(self) -> bytes:
+        """The text of `/metrics`. On any thread: thousands of experts take a tenth of a second."""
         with self._one_scrape:
-            return encode(self.registry), content_type
+            return generate_latest(self.registry)
 
     def name(self, stem: str) -> str:
         return f"{self.prefix}:{stem}"

@@ -88,7 +88,7 @@ def metrics_text(model: str = "demo", **fields: Any) -> str:
         metrics.refused("queue_full")
     metrics.engines = [Stats(**{"blocks_total": 100, **fields})]
     metrics.queued, metrics.queue_limits = lambda: (queued, 10 * queued), {"requests": limit}
-    return metrics.exposition()[0].decode()
+    return metrics.exposition().decode()
 
 
 @contextlib.contextmanager

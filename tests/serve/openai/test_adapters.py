@@ -135,8 +135,8 @@ def test_metrics_tell_of_adapters_that_have_requests():
         stats.max_adapters, stats.adapters_in_slots = 4, ["a", "b"]
         stats.adapters_running, stats.adapters_waiting = {"b": 2, "a": 1}, {"c": 3}
         server.service.metrics.engines = [stats]
-        text = server.service.metrics.exposition("")[0].decode()
-        again = server.service.metrics.exposition("")[0].decode()
+        text = server.service.metrics.exposition().decode()
+        again = server.service.metrics.exposition().decode()
     info = [line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{")]
     assert all(part in info[0] for part in ('max_lora="4"', 'running_lora_adapters="a,b"', 'waiting_lora_adapters="c"'))
     assert float(info[0].rpartition(" ")[2]) > 1.7e9, "the time of the last change"

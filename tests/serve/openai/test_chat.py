@@ -374,9 +374,9 @@ def test_reasoning_effort_is_for_templates_that_read_it(server, client):
         assert prompt_of(reader) == "lowWhat?"
         reader_client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, reasoning_effort="none")
         assert prompt_of(reader) == "none FalseWhat?"
-        assert "ChatRequest.reasoning_effort" not in reader.service.metrics.exposition()[0].decode()
+        assert "ChatRequest.reasoning_effort" not in reader.service.metrics.exposition().decode()
     client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, reasoning_effort="low")
-    assert "ChatRequest.reasoning_effort" in server.service.metrics.exposition()[0].decode()
+    assert "ChatRequest.reasoning_effort" in server.service.metrics.exposition().decode()
 
 
 def test_the_last_message_goes_on(server, client):

@@ -134,9 +134,17 @@ def test_head(http):
     assert http.head("/nothing").status_code == 404
 
 
-def test_metrics_formats(http):
-    plain = http.get("/metrics")
-    assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
-    other = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
-    assert other.headers["content-type"].startswith("application/openmetrics-text")
-    assert other.text.endswith("# EOF\n")
+# What Prometheus 2.42 and 3 send, an older collector, and a browser.
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;escaping=underscores;q=0.4,*/*;q=0.2",
+        "text/plain;version=1.0.0;escaping=values", "application/openmetrics-text", "text/html", "",
+    ],
+)  # fmt: skip
+def test_metrics_have_their_names_for_every_scraper(http, accept):
+    answer = http.get("/metrics", headers={"accept": accept})
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert "\nphalanx:num_requests_queued{" in answer.text
+    assert "phalanx_" not in answer.text

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from phalanx.engine.messages import AdapterFacts
+from phalanx.metrics import CONTENT_TYPE
 from phalanx.serve.admission import Phase
 from phalanx.serve.openai.schema.openapi import responses_of, status_responses, text_response
 from phalanx.serve.openai.schema.responses import ModelCard, ModelList, VersionResponse
@@ -64,8 +65,8 @@ async def metrics(request: Request) -> Response:
     """Counters, gauges and histograms for Prometheus."""
     service = service_of(request)
     await service.refresh()
-    text, content_type = await asyncio.to_thread(service.metrics.exposition, request.headers.get("accept", ""))
-    return Response(text, headers={"Content-Type": content_type})
+    text = await asyncio.to_thread(service.metrics.exposition)
+    return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
 def _card(service: Service, adapter: AdapterFacts | None = None) -> dict[str, Any]:
