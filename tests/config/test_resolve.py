@@ -91,6 +91,14 @@ def test_a_cache_of_latents_is_not_in_int8():
     assert concrete_kv_cache_dtype("fp8", latent) == "fp8"
 
 
+def test_the_tokens_of_latents_are_divided_over_tensor_parallel_ranks():
+    latent = replace(SHAPE, latent=Latent(None, 64, 32, 16, 32, 1.0, False))
+    with pytest.raises(LayoutError, match=r"^decode_context_parallel_size=3 does not divide tensor_parallel_size=4; .*1, 2, 4"):
+        resolve(options(tensor_parallel_size=4, decode_context_parallel_size=3), latent, gpus=4)
+    resolved = resolve(options(tensor_parallel_size=4, decode_context_parallel_size=2), latent, gpus=4).options
+    assert (resolved.kv_block_size, resolved.block_size) == (16, 32)
+
+
 def test_longer_than_the_model_names_both_numbers():
     with pytest.raises(OptionError, match=r"^max_seq_len=16385 exceeds the model's limit of 16384"):
         resolve(options(max_seq_len=16385), SHAPE, gpus=0)
@@ -121,6 +129,7 @@ def test_whole_prompts_fit_a_step():
         ({"expert_parallel_size": 2}, 0, "^expert_parallel_size=2 needs a model with experts; .*has no experts"),
         ({"moe_expert_parallel_size": 2}, 0, "has no experts"),
         ({"expert_parallel_size": 2, "moe_expert_parallel_size": 2}, 0, "give one of them"),
+        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, 0, "caches keys and values, which ranks split by heads"),
         ({"nnodes": 2, "node_rank": 2}, 0, r"^node_rank=2 is not below nnodes=2; .*use 0\.\.1"),
         ({"nnodes": 2, "tensor_parallel_size": 3}, 0, "^nnodes=2 does not divide"),
     ],

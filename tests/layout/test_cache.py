@@ -109,5 +109,14 @@ def test_heads_are_split_and_latents_are_not():
     assert {layer_cache(latent, 0, "bf16", tp)[0].shape for tp in (1, 2, 4)} == {(1, 576)}
 
 
+def test_the_tokens_of_latents_are_divided_and_others_are_not():
+    latent = [layer_cache(ModelShape.from_config(known("deepseek-v2-lite")), 0, "bf16", 8, dcp) for dcp in (1, 2, 4)]
+    assert [cache[0].allocated(5, 64, slots=1) for cache in latent] == [(5, 64, 1, 576), (5, 32, 1, 576), (5, 16, 1, 576)]
+    assert [block_bytes([cache], 64) for cache in latent] == [64 * 1152, 32 * 1152, 16 * 1152]
+    draft = layer_cache(ModelShape.from_config(known("deepseek-v2-lite")), 1, "bf16", 8)
+    assert block_bytes([latent[1], draft], 64) == (32 + 64) * 1152, "each rank has all of what a draft network keeps"
+    assert layer_cache(shape("Llama"), 0, "bf16", 2, 2) == layer_cache(shape("Llama"), 0, "bf16", 2)
+
+
 def test_the_dtype_of_keys_and_values():
     assert [kv_dtype(option, dtype) for option in ("model", "fp8") for dtype in ("fp8", "fp16")] == ["bf16", "fp16", "fp8", "fp8"]

@@ -36,6 +36,11 @@ def test_tp_is_fastest() -> None:
     layout = Layout(pp=2, dp=2, tp=2)
     assert layout.tp_group(5) == [4, 5]
     assert layout.pp_group(5) == [1, 5]
+    divided = Layout(pp=2, tp=4, dcp=2)
+    assert (divided.dcp_group(5), divided.dcp_group(6), divided.name) == ([4, 5], [6, 7], "tp 4 pp 2 dcp 2")
+    assert Layout(tp=2).dcp_group(1) == [1]
+    with pytest.raises(LayoutError, match="dcp 3 does not divide tp 4"):
+        Layout(tp=4, dcp=3)
 
 
 @pytest.mark.parametrize("axes", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])

@@ -4,7 +4,6 @@ GLM-4.5; and whatever it drafts, requests get what they get without."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.comm.group import Group, Solo
@@ -31,10 +30,11 @@ from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.speculation.model_proposer import ModelProposer
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import BLOCK
+from tests.support.models_deepseek import MTP_LAYERS as LAYERS
+from tests.support.models_deepseek import with_module
 from tests.support.worker_drafts import K, Staged, pipeline_of, require_alike
 from tests.support.worker_graphs import CPU, SLOTS, TOKENS, make_runner, requests, serve
 
-LAYERS = 2
 FAMILIES = ("deepseek_v3", "glm4_moe")
 PROMPT = [5, 9, 200, 7, 11, 42, 99, 3, 250, 8, 17]
 
@@ -44,24 +44,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     """Of each family: the checkpoint, and the one of transformers whose last layer is the module's."""
     parent = tmp_path_factory.mktemp("mtp")
     return {family: with_module(parent, family) for family in FAMILIES}
-
-
-def with_module(parent: Path, family: str) -> tuple[Path, Path]:
-    complete = write_checkpoint(parent / f"{family}_complete", family, num_hidden_layers=LAYERS + 1)
-    folder = write_checkpoint(parent / family, family, num_hidden_layers=LAYERS + 1)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    config.pop("mlp_layer_types", None)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors, generator, prefix = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(4), f"model.layers.{LAYERS}"
-    hidden = config["hidden_size"]
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{prefix}.{name}.weight"] = torch.rand(hidden, generator=generator) + 0.5
-    tensors[f"{prefix}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.3
-    tensors[f"{prefix}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{prefix}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder, complete
 
 
 def reference_drafts(folder: Path, complete: Path, tokens: Sequence[int], count: int) -> list[int]:

@@ -82,15 +82,17 @@ def assert_tokens_twice(llm: LLM, prompts: Prompts, expected: Sequence[Sequence[
 
 
 def assert_layout_gives(
-    expected: Sequence[Sequence[int]], folder: Path, layout: tuple[int, int, int], *, cache_bytes: int, hits: bool = True
-) -> Stats:
-    """layout: (tp, moe_ep, pp) on CPU, in fp32. cache_bytes: so few that requests preempt each other. hits: of the prefix cache."""
+    expected: Sequence[Sequence[int]], folder: Path, layout: tuple[int, int, int], *, cache_bytes: int, hits: bool = True,
+    **options: Any,
+) -> Stats:  # fmt: skip
+    """layout: (tp, moe_ep, pp) on CPU, in fp32. cache_bytes: so few that requests preempt each other. hits: of the prefix cache.
+    options: more of the engine's."""
     tp, moe_ep, pp = layout
     prompts = prompts_of_all_lengths()
     with LLM(
         folder, tensor_parallel_size=tp, moe_expert_parallel_size=moe_ep, pipeline_parallel_size=pp, device="cpu", dtype="fp32",
-        kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6,
-        max_seq_len=longest_request(prompts), kv_cache_bytes=cache_bytes,
+        max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest_request(prompts), kv_cache_bytes=cache_bytes,
+        **({"kv_block_size": BLOCK} | options),
     ) as llm:  # fmt: skip
         stats = assert_tokens_twice(llm, prompts, expected, hits=hits)
     assert stats.preemptions > 0

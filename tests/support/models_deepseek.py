@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.checkpoints import write_checkpoint
@@ -29,3 +32,26 @@ def written(case: str, root: Path) -> tuple[Path, list[Tensor], list[Tensor]]:
     family, overrides = CASES[case]
     folder = write_checkpoint(root / case, family, num_hidden_layers=3, **overrides)
     return folder, *logits_of(folder)
+
+
+MTP_LAYERS = 2
+
+
+def with_module(parent: Path, family: str) -> tuple[Path, Path]:
+    """A checkpoint with a module of multi-token prediction, and the one of transformers whose last layer is the module's."""
+    complete = write_checkpoint(parent / f"{family}_complete", family, num_hidden_layers=MTP_LAYERS + 1)
+    folder = write_checkpoint(parent / family, family, num_hidden_layers=MTP_LAYERS + 1)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": MTP_LAYERS, "num_nextn_predict_layers": 1}
+    config.pop("mlp_layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    generator, prefix = torch.Generator().manual_seed(4), f"model.layers.{MTP_LAYERS}"
+    tensors = load_file(folder / "model.safetensors")
+    hidden = config["hidden_size"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{prefix}.{name}.weight"] = torch.rand(hidden, generator=generator) + 0.5
+    tensors[f"{prefix}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.3
+    tensors[f"{prefix}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{prefix}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, complete

@@ -13,6 +13,7 @@ SWEEPS = (
     "acceptance/test_tokens.py::*-[!2]-?]", "acceptance/test_tokens.py::*-2-[!2]]",
     "acceptance/test_tokens_experts.py::*layout[!1]*", "acceptance/test_tokens_experts.py::*eight_ranks*",
     "acceptance/test_tokens_experts.py::*either_exchange*[!D]]",
+    "acceptance/test_tokens_context_parallel.py::*[[]tp*", "acceptance/test_tokens_context_parallel.py::*module*",
     "acceptance/test_tokens_deepseek.py::*layout[!0]*", "acceptance/test_tokens_gpt_oss.py::*layout[!0]*",
     "acceptance/test_everything.py", "acceptance/test_experts.py::*rebalance*", "acceptance/test_fp8_error.py",
     "acceptance/test_step_kernels.py", "worker/test_token_return.py", "worker/test_memory_profile_variants.py",

@@ -39,13 +39,15 @@ _LOST_PEER = re.compile(
 class Groups:
     """A rank's groups. `tp`: the ranks that split its layers; `pp`: the pipeline stages in order; `world`: all ranks; `dp`: the
     ranks with the same slices for other requests, which hold other experts; `ends`: the first and the last stage of `pp`, where
-    tokens return from the last to the first (a group of its own: over NCCL, sends of one group wait for each other)."""
+    tokens return from the last to the first (a group of its own: over NCCL, sends of one group wait for each other); `dcp`: the
+    ranks of `tp` that divide the tokens of latents."""
 
     tp: Group
     pp: Group
     world: Group
     dp: Group = field(default_factory=Solo)
     ends: Group = field(default_factory=Solo)
+    dcp: Group = field(default_factory=Solo)
 
 
 class TorchGroup:
@@ -245,8 +247,9 @@ def form(
     pp = axis(sorted({tuple(layout.pp_group(r)) for r in range(world)}))
     dp = axis(sorted({tuple(layout.dp_group(r)) for r in range(world)}))
     ends = _form_ends(rank, layout, backend, device, limit) if returns_tokens else Solo()
-    groups = Groups(tp, pp, TorchGroup(all_ranks, device), dp, ends)
-    for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.ends):
+    dcp = tp if layout.dcp == layout.tp else axis(sorted({tuple(layout.dcp_group(r)) for r in range(world)}))
+    groups = Groups(tp, pp, TorchGroup(all_ranks, device), dp, ends, dcp)
+    for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.ends, groups.dcp):
         group.barrier()  # connects now, so that a failure is one of the start
     if backend == "gloo":  # NCCL connects more channels later
         refuse_connections(listening() - before)

@@ -117,6 +117,13 @@ class EngineOptions(BaseModel):
         gt=0,
         description="Seconds between two rebalances of experts, under load. None: only when POST /experts/rebalance asks for one.",
     )
+    decode_context_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Number of tensor-parallel ranks over which the tokens of a cache of latents (DeepSeek) are divided; with 1 "
+        "each rank holds all of them. It must divide tensor_parallel_size. The cache holds as many times more tokens; each layer "
+        "exchanges the queries of decodes and their outputs, and gathers what prompts attend to.",
+    )
     replicas: int = Field(
         1,
         ge=1,
@@ -174,7 +181,13 @@ class EngineOptions(BaseModel):
     kv_cache_bytes: int | None = Field(
         None, ge=1, description="Bytes of KV cache per rank, instead of the fraction. None on CPU: 1 GiB."
     )
-    kv_block_size: int = Field(16, ge=1, le=256, description="Tokens per KV cache block.")
+    kv_block_size: int = Field(
+        16,
+        ge=1,
+        le=256,
+        description="Tokens per KV cache block on a rank. With decode_context_parallel_size a block is as many times larger: each "
+        "of these ranks has this many of its tokens.",
+    )
     enable_prefix_caching: bool = Field(True, description="Share KV cache blocks between requests that begin with the same tokens.")
     kv_host_memory: Annotated[int | Literal["auto"], BeforeValidator(_bytes_or_auto)] = Field(
         0,
@@ -267,6 +280,11 @@ class EngineOptions(BaseModel):
     def max_drafts(self) -> int:
         """Drafts that a row of a step verifies, at most."""
         return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block, on all ranks that divide them."""
+        return self.kv_block_size * self.decode_context_parallel_size
 
     @property
     def index_batch_size(self) -> int:

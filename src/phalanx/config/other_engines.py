@@ -30,7 +30,7 @@ _OFFLOAD = Counterpart(note="weights are not offloaded to host memory; for cache
 _HOST_MEMORY = Counterpart("kv_host_memory", "in bytes, of a host; or auto")
 _SPLIT_SERVERS = Counterpart(note="prefill and decode run on the same ranks; separate servers are not supported")
 _MULTIMODAL = Counterpart(note="models read and write text only")
-_CONTEXT_PARALLEL = Counterpart(note="context parallelism is not supported")
+_CONTEXT_PARALLEL = Counterpart(note="prompts are not divided; for a cache of latents: --decode_context_parallel_size")
 _NO_CODE = Counterpart(note="no code of a checkpoint or a user is run")
 _HUB_FOLDER = Counterpart(note="set HF_HOME")
 _ONE_GRAMMAR = Counterpart(note="there is one back end of structured output, llguidance")
@@ -87,7 +87,6 @@ VLLM = {
     "cpu-offload-gb": _OFFLOAD,
     "kv-offloading-size": _HOST_MEMORY,
     "kv-transfer-config": _SPLIT_SERVERS,
-    "decode-context-parallel-size": _CONTEXT_PARALLEL,
     "prefill-context-parallel-size": _CONTEXT_PARALLEL,
     "limit-mm-per-prompt": _MULTIMODAL,
     "mm-processor-kwargs": _MULTIMODAL,
@@ -188,7 +187,7 @@ SAME = {
         *_ALL, "tokenizer", "served_model_name", "api_key", "tool_call_parser", "kv_cache_dtype", "load_format", "seed",
         "enable_prefix_caching", "enable_chunked_prefill", "generation_config", "speculative_config", "skip_tokenizer_init",
         "nnodes", "node_rank", "master_addr", "master_port", "otlp_traces_endpoint", "enable_sleep_mode", "max_loras",
-        "max_lora_rank", "lora_modules",
+        "max_lora_rank", "lora_modules", "decode_context_parallel_size",
     ),
     "SGLang": (
         *_ALL, "served_model_name", "api_key", "tool_call_parser", "kv_cache_dtype", "load_format", "skip_tokenizer_init",

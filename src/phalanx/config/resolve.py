@@ -176,6 +176,22 @@ def _check_experts(tp: int, moe_ep: int, ep: int, experts: Experts | None) -> No
             )  # fmt: skip
 
 
+def _check_context_parallel(options: EngineOptions, shape: ModelShape) -> None:
+    """Raise LayoutError where decode_context_parallel_size has nothing to divide, or no ranks to divide it over."""
+    size, tp = options.decode_context_parallel_size, options.tensor_parallel_size
+    if size > 1 and shape.latent is None:
+        raise LayoutError(
+            f"decode_context_parallel_size={size} needs a model with latent attention",
+            held=f"{shape.architecture} caches keys and values, which ranks split by heads",
+            next="leave it out; a larger tensor_parallel_size holds more tokens",
+        )  # fmt: skip
+    if tp % size:
+        raise LayoutError(
+            f"decode_context_parallel_size={size} does not divide tensor_parallel_size={tp}",
+            why="the tokens of latents are divided inside the tensor-parallel group", next=f"use one of {_divisors(tp)}",
+        )  # fmt: skip
+
+
 def _divisors(size: int) -> str:
     return ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
 
@@ -199,6 +215,7 @@ def _check_layout(options: EngineOptions, shape: ModelShape, gpus: int | None, u
             next="leave expert_traffic out",
         )  # fmt: skip
     _check_experts(options.tensor_parallel_size, moe_ep, ep, shape.experts)
+    _check_context_parallel(options, shape)
     if options.expert_exchange in ("ALL_TO_ALL", "ONE_SIDED") and ep == 1:
         raise LayoutError(
             f"expert_exchange={options.expert_exchange!r} has no effect with expert_parallel_size=1",

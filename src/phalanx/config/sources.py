@@ -30,6 +30,7 @@ ALIASES = {
     "pp_size": "pipeline_parallel_size",
     "ep_size": "expert_parallel_size",
     "moe_ep_size": "moe_expert_parallel_size",
+    "dcp_size": "decode_context_parallel_size",
     "num_workers": "nnodes",
 }
 """Short name -> option."""

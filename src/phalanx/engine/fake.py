@@ -416,9 +416,9 @@ class FakeExecutor:
         """settings: "num_blocks", "latency", "returns_tokens" and "host_blocks", all optional."""
         assert options.max_seq_len is not None
         assert options.max_num_tokens is not None
-        blocks = settings.get("num_blocks", 512 + 8 * options.max_seq_len // options.kv_block_size)
+        blocks = settings.get("num_blocks", 512 + 8 * options.max_seq_len // options.block_size)
         return cls.of(
-            vocab_size=shape.vocab_size, num_blocks=blocks, block_size=options.kv_block_size,
+            vocab_size=shape.vocab_size, num_blocks=blocks, block_size=options.block_size,
             max_batch_size=options.index_batch_size, max_num_tokens=options.index_num_tokens or options.max_num_tokens,
             max_seq_len=options.max_seq_len, windows=group_windows(model_cache(shape)),
             pipeline_stages=options.pipeline_parallel_size, latency=settings.get("latency", 0.0),

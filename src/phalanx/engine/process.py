@@ -189,10 +189,10 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
             raise
     network = draft_network(options, shape)
     windows = group_windows([*model_cache(shape), *([] if network is None else network_caches(network, shape.dtype))])
-    max_seq_len = _fit_length(given_options, options, most_positions(windows, num_blocks, options.kv_block_size), reasons)
+    max_seq_len = _fit_length(given_options, options, most_positions(windows, num_blocks, options.block_size), reasons)
     length_hint = _length_hint(options, shape, max_seq_len)
     limits = SchedulerOptions(
-        num_blocks=num_blocks, block_size=options.kv_block_size, max_batch_size=options.index_batch_size,
+        num_blocks=num_blocks, block_size=options.block_size, max_batch_size=options.index_batch_size,
         max_num_tokens=_resolved(options.index_num_tokens), max_seq_len=max_seq_len, depth=executor.depth,
         pipeline_stages=options.pipeline_parallel_size, returns_tokens=executor.returns_tokens, windows=windows,
         prefix_caching=options.enable_prefix_caching, chunked_prefill=options.enable_chunked_prefill,
@@ -215,8 +215,8 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
     facts = EngineFacts(
         model=options.model, dtype=options.dtype, device=options.device, layout=Layout.of(options),
         max_seq_len=max_seq_len, max_batch_size=options.max_batch_size, max_num_tokens=_resolved(options.max_num_tokens),
-        block_size=options.kv_block_size, num_blocks=num_blocks * indices,
-        kv_tokens=tokens_kept(windows, num_blocks, options.kv_block_size, max_seq_len) * indices, vocab_size=shape.vocab_size,
+        block_size=options.block_size, num_blocks=num_blocks * indices,
+        kv_tokens=tokens_kept(windows, num_blocks, options.block_size, max_seq_len) * indices, vocab_size=shape.vocab_size,
         eos_token_ids=list(shape.eos_token_ids), ranks=ranks, phases=phases.seconds, reasons=reasons, length_hint=length_hint,
         sampling_defaults=require_possible(dict(shape.sampling_defaults) if options.generation_config == "auto" else {}),
         max_prediction=0 if options.speculation is None else options.speculation.max_prediction(max_seq_len),
@@ -294,7 +294,7 @@ def _host_blocks(ranks: list[RankFacts], options: EngineOptions, reasons: dict[s
     """KV blocks that all ranks have host memory for."""
     blocks = min(rank.host_blocks for rank in ranks)
     if blocks:
-        reasons["kv_host_memory"] = f"{options.kv_host_memory}: {blocks:,} more blocks of {options.kv_block_size} tokens"
+        reasons["kv_host_memory"] = f"{options.kv_host_memory}: {blocks:,} more blocks of {options.block_size} tokens"
     return blocks
 
 

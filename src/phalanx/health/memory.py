@@ -77,12 +77,12 @@ def budget(options: EngineOptions, shape: ModelShape, total: int = MOST_BYTES, *
     require_suits(layout, shape)
     kv = kv_dtype(resolved.kv_cache_dtype, resolved.dtype)
     sizes = Sizes(
-        resolved.dtype, kv, resolved.max_batch_size, resolved.max_num_tokens or 1, options.kv_block_size,
+        resolved.dtype, kv, resolved.max_batch_size, resolved.max_num_tokens or 1, options.block_size,
         options.kv_cache_free_gpu_memory_fraction, options.cuda_graphs, draft_network(options, shape), options.state_snapshots,
         (options.max_loras, options.max_lora_rank), resolved.max_seq_len, bool(options.kv_host_memory),
     )  # fmt: skip
     rank = footprint.rank_memory(shape, layout, total, sizes)
-    return MemoryBudget(rank, rank.block * blocks_of_request(rank.windows, resolved.max_seq_len or 1, options.kv_block_size))
+    return MemoryBudget(rank, rank.block * blocks_of_request(rank.windows, resolved.max_seq_len or 1, options.block_size))
 
 
 def remedies(options: EngineOptions, shape: ModelShape, free: int, gpus: int) -> list[Remedy]:
@@ -154,7 +154,7 @@ def cpu_budget(options: EngineOptions, shape: ModelShape) -> CpuBudget:
     activations = footprint.activation_bytes(
         shape, Layout.of(options), resolved.max_num_tokens, resolved.max_batch_size, resolved.dtype, on_gpu=False
     )
-    usable = len(need.rank.windows) * math.ceil((resolved.max_seq_len or 1) / options.kv_block_size)
+    usable = len(need.rank.windows) * math.ceil((resolved.max_seq_len or 1) / options.block_size)
     kv = min(resolved.kv_cache_bytes // block * block, resolved.index_batch_size * usable * block)
     return CpuBudget(need.rank.weights, activations, kv, block, need.sequence)
 
@@ -184,8 +184,8 @@ def sequence_remedy(options: EngineOptions, shape: ModelShape, current: MemoryBu
     free bytes."""
     room = current.rank.budget
     length = options.max_seq_len or shape.max_positions
-    fits = most_positions(current.rank.windows, room // current.rank.block, options.kv_block_size)
-    if fits >= length or fits < options.kv_block_size:
+    fits = most_positions(current.rank.windows, room // current.rank.block, options.block_size)
+    if fits >= length or fits < options.block_size:
         return None
     return Remedy(
         {"max_seq_len": fits}, current.sequence - room, True, options.world_size // options.nnodes,

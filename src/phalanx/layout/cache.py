@@ -27,6 +27,8 @@ class CacheTensor:
     heads: query heads that dim 0, of KV heads, serves: ranks split it by them; 0: each rank holds all of the tensor.
     token_dim: in which place among the dims of a token's shape a block has its tokens.
     group: of a token's tensor: of the model's layers that share block ids (see `layer_groups`).
+    divided: a token's tensor that no rank splits by heads, so that the tokens of a block may be divided over ranks instead.
+    ranks: over which they are: of every run of so many tokens each rank has one, in rank order. A block has a multiple of them.
     """
 
     name: str
@@ -37,9 +39,14 @@ class CacheTensor:
     heads: int = 0
     token_dim: int = 0
     group: int = 0
+    divided: bool = False
+    ranks: int = 1
 
-    def local(self, tp: int) -> CacheTensor:
-        """What each of tp ranks holds: all hold as much. Raises LayoutError where tp does not divide the heads."""
+    def local(self, tp: int, dcp: int = 1) -> CacheTensor:
+        """What each of tp ranks holds, where dcp of them divide tokens: all hold as much. Raises LayoutError where tp does not
+        divide the heads."""
+        if self.divided:
+            return replace(self, ranks=dcp)
         if not self.heads:
             return self
         return replace(self, shape=(len(shard.heads(self.heads, self.shape[0], tp, 0).kv), *self.shape[1:]))
@@ -49,11 +56,15 @@ class CacheTensor:
         """Of one token, or of one request."""
         return math.prod(self.shape) * _ITEMSIZES[self.dtype]
 
+    def block_bytes(self, block_size: int) -> int:
+        """Of a rank's part of one block of so many tokens."""
+        return block_size // self.ranks * self.nbytes
+
     def allocated(self, blocks: int, block_size: int, slots: int) -> tuple[int, ...]:
-        """Its shape for so many blocks, or for so many slots."""
+        """Its shape on a rank for so many blocks, or for so many slots."""
         if self.per == "request":
             return (slots, *self.shape)
-        return (blocks, *self.shape[: self.token_dim], block_size, *self.shape[self.token_dim :])
+        return (blocks, *self.shape[: self.token_dim], block_size // self.ranks, *self.shape[self.token_dim :])
 
 
 Cache = tuple[CacheTensor, ...]
@@ -68,7 +79,7 @@ def kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
 
 
 def token_bytes(caches: Iterable[Cache]) -> int:
-    """Bytes of one token in all these layers."""
+    """Bytes of one token in all these layers, on a rank that has it."""
     return sum(tensor.nbytes for cache in caches for tensor in cache if tensor.per == "token")
 
 

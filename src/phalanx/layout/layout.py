@@ -21,6 +21,7 @@ _MAX_LISTED = 64  # larger tp sizes are not listed
 OPTIONS = {
     "pp": "pipeline_parallel_size", "dp": "expert_parallel_size", "tp": "tensor_parallel_size",
     "moe_ep": "moe_expert_parallel_size", "redundant": "redundant_experts", "replicas": "replicas",
+    "dcp": "decode_context_parallel_size",
 }  # fmt: skip
 """Size of a layout -> the option that sets it."""
 
@@ -42,6 +43,7 @@ class Layout:
     moe_ep: parts of the experts by number inside the tensor-parallel group, each split tp / moe_ep ways.
     redundant: copies beside a layer's experts, on all ranks together.
     replicas: engines of this layout behind one server.
+    dcp: neighbours in the tensor-parallel group over which the tokens of a cache of latents are divided.
     """
 
     pp: int = 1
@@ -50,10 +52,13 @@ class Layout:
     moe_ep: int = 1
     redundant: int = 0
     replicas: int = 1
+    dcp: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.pp, self.dp, self.tp, self.moe_ep, self.redundant + 1, self.replicas) < 1:
+        if min(self.pp, self.dp, self.tp, self.moe_ep, self.redundant + 1, self.replicas, self.dcp) < 1:
             raise LayoutError(f"layout {self.name} is not valid", why="each size is at least 1")
+        if self.tp % self.dcp:
+            raise LayoutError(f"layout {self.name} is not valid", why=f"dcp {self.dcp} does not divide tp {self.tp}")
 
     @classmethod
     def of(cls, options: EngineOptions) -> Layout:
@@ -84,13 +89,14 @@ class Layout:
     def name(self) -> str:
         """By the flags that make it."""
         sizes = [f"tp {self.tp} pp {self.pp}"]
-        sizes += [f"{name} {size}" for name, size in (("ep", self.dp), ("moe_ep", self.moe_ep)) if size > 1]
+        sizes += [f"{name} {size}" for name, size in (("ep", self.dp), ("moe_ep", self.moe_ep), ("dcp", self.dcp)) if size > 1]
         sizes += [f"+ {self.redundant} copies"] if self.redundant else []
         return " ".join([*sizes, f"x {self.replicas} replicas"] if self.replicas > 1 else sizes)
 
     def as_json(self) -> dict[str, int]:
         """By the flags that make it."""
         sizes = {"tp": self.tp, "pp": self.pp, "ep": self.dp, "replicas": self.replicas, "moe_ep": self.moe_ep}
+        sizes |= {"dcp": self.dcp} if self.dcp > 1 else {}
         return sizes | ({"redundant_experts": self.redundant} if self.redundant else {})
 
     def place(self, rank: int) -> MeshCoordinate:
@@ -108,6 +114,12 @@ class Layout:
         """The ranks that hold the slices of the same layers, in tp order."""
         at = self.place(rank)
         return [self.rank(at.pp_index, at.dp_index, t) for t in range(self.tp)]
+
+    def dcp_group(self, rank: int) -> list[int]:
+        """The ranks over which the tokens of this rank's latents are divided, in tp order."""
+        at = self.place(rank)
+        first = at.tp_index // self.dcp * self.dcp
+        return [self.rank(at.pp_index, at.dp_index, t) for t in range(first, first + self.dcp)]
 
     def dp_group(self, rank: int) -> list[int]:
         """The ranks that hold the same slices for other requests, and other experts, in dp order."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 from phalanx.config.model import ModelShape
 from phalanx.errors import CapacityError
-from phalanx.layout.cache import Cache, request_bytes, sharing, token_bytes
+from phalanx.layout.cache import Cache, request_bytes, sharing
 from phalanx.layout.families import layer_cache
 from phalanx.layout.layout import Layout
 from phalanx.layout.weights import stage_layers
@@ -22,13 +22,15 @@ from phalanx.layout.weights import stage_layers
 def stage_caches(shape: ModelShape, kv: str, dtype: str, layout: Layout) -> tuple[tuple[Cache, ...], ...]:
     """What the layers of each stage keep between steps on one rank. kv: the dtype of keys and values."""
     return tuple(
-        tuple(layer_cache(shape, layer, kv, layout.tp) for layer in layers) for layers in stage_layers(shape, dtype, layout.pp)
+        tuple(layer_cache(shape, layer, kv, layout.tp, layout.dcp) for layer in layers)
+        for layers in stage_layers(shape, dtype, layout.pp)
     )  # fmt: skip
 
 
 def block_bytes(caches: Sequence[Cache], block_size: int) -> int:
     """Bytes of one KV block over the layers of one stage, on one rank. caches: one per layer."""
-    return block_size * token_bytes(caches[owner] for owner in set(sharing(caches)))
+    owners = [caches[owner] for owner in set(sharing(caches))]
+    return sum(tensor.block_bytes(block_size) for cache in owners for tensor in cache if tensor.per == "token")
 
 
 def blocks_in(budget: int, caches: Sequence[Cache], block_size: int, *, states: int, usable: int, what: str) -> int:

@@ -21,11 +21,11 @@ OPERATIONS = (
 (
     ALL_REDUCE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, BROADCAST, BARRIER, EXPERT_EXCHANGE, SEND, RECEIVE,
 ) = range(len(OPERATIONS))  # fmt: skip
-GROUPS = ("tp", "pp", "dp", "world", "ends")
+GROUPS = ("tp", "pp", "dp", "world", "ends", "dcp")
 """The groups of a rank, by their names in `comm.torch_group.Groups`."""
 GROUP_WORDS = {
     "tp": "tensor-parallel group", "pp": "pipeline", "dp": "data-parallel group", "world": "group of all ranks",
-    "ends": "group of the first and the last stage",
+    "ends": "group of the first and the last stage", "dcp": "context-parallel group",
 }  # fmt: skip
 
 BEFORE_LAYERS = 0

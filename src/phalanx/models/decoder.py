@@ -187,4 +187,6 @@ class Decoder(nn.Module, ABC):
 
     def declared_caches(self) -> list[Cache]:
         """What each layer of this stage keeps between steps, on this rank."""
-        return [layer_cache(self.shape, layer, self.context.kv_dtype, self.context.group.size) for layer in self.layer_range]
+        context = self.context
+        sizes = context.group.size, context.dcp.size
+        return [layer_cache(self.shape, layer, context.kv_dtype, *sizes) for layer in self.layer_range]

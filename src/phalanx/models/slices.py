@@ -125,6 +125,7 @@ class LayerContext:
     fp8_gemm: activations of those are FP8, too; else their weights are dequantized for each GEMM. None: where the device can.
     kv_cache_dtype: of keys and values: "model" (dtype), "fp8", or "int8", with a scale for each.
     dp: the ranks that hold the same slices for other requests; experts are split over them, too.
+    dcp: the ranks of `group` over which the tokens of latents are divided.
     moe_ep: ranks of `group` that experts are split over. redundant_experts: copies of a layer's experts, on all ranks together.
     expert_exchange: how tokens get to experts over dp, see `EngineOptions`. one_sided: through what they may go that way.
     exchange_table: when they do; None for always.
@@ -152,6 +153,7 @@ class LayerContext:
     batch_invariant: bool = False
     last_embeds: bool = False
     adapters: AdapterBatch | None = None
+    dcp: Group = field(default_factory=Solo)
     declared: Mapping[str, WeightTensor] = field(default_factory=dict)
 
     def parts(self, *names: str) -> list[WeightPart]:

@@ -28,7 +28,7 @@ DEFAULT_CPU_BYTES = 1 << 30
 
 def usable_blocks(options: EngineOptions, max_seq_len: int, groups: int) -> int:
     """What as many full requests as run at once can use, with the prefixes that they leave behind."""
-    return options.index_batch_size * groups * -(-max_seq_len // options.kv_block_size)
+    return options.index_batch_size * groups * -(-max_seq_len // options.block_size)
 
 
 def cpu_blocks(options: EngineOptions, caches: Sequence[Cache], max_seq_len: int, groups: int = 1) -> int:
@@ -39,7 +39,7 @@ def cpu_blocks(options: EngineOptions, caches: Sequence[Cache], max_seq_len: int
     else:
         budget, what = DEFAULT_CPU_BYTES, "the default of 1 GiB"
     usable, states = usable_blocks(options, max_seq_len, groups), options.index_states
-    return min(blocks_in(budget, caches, options.kv_block_size, states=states, usable=usable, what=what), usable)
+    return min(blocks_in(budget, caches, options.block_size, states=states, usable=usable, what=what), usable)
 
 
 def require_state_fits(options: EngineOptions, caches: Sequence[Cache], device: torch.device) -> None:
@@ -62,7 +62,7 @@ def gpu_blocks(
 ) -> int:  # fmt: skip
     """Blocks in the configured fraction of the memory that is free after loading weights and allocating states, less
     the bytes that the peak of activations and the graphs will take."""
-    fits = partial(blocks_in, caches=caches, block_size=options.kv_block_size, usable=usable_blocks(options, max_seq_len, groups))
+    fits = partial(blocks_in, caches=caches, block_size=options.block_size, usable=usable_blocks(options, max_seq_len, groups))
     if options.kv_cache_bytes is not None:
         return fits(options.kv_cache_bytes, states=options.index_states, what=f"kv_cache_bytes={options.kv_cache_bytes:,}")
     free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
@@ -71,10 +71,10 @@ def gpu_blocks(
         f"{options.kv_cache_free_gpu_memory_fraction:g} of the GPU memory left ({free:,} of {total:,} bytes free after weights, "
         f"{activations:,} of these for activations, {graphs:,} for graphs)"
     )
-    if budget < block_bytes(caches, options.kv_block_size):
+    if budget < block_bytes(caches, options.block_size):
         raise CapacityError(
             "not a single KV block fits the GPU memory", held=f"{what} gives the KV cache {max(budget, 0):,} bytes",
-            why=f"one block of {options.kv_block_size} tokens takes {block_bytes(caches, options.kv_block_size):,} bytes",
+            why=f"one block of {options.block_size} tokens takes {block_bytes(caches, options.block_size):,} bytes",
             next="use a larger tensor_parallel_size, or lower max_num_tokens or max_batch_size",
         )  # fmt: skip
     return fits(budget, states=0, what=what)

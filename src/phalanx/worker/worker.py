@@ -260,7 +260,7 @@ class Worker:
         context = LayerContext(
             groups.tp, TORCH_DTYPES[name], device, quantization=quantization,
             kv_cache_dtype=options.kv_cache_dtype, moe_ep=options.moe_expert_parallel_size, traffic=options.expert_traffic,
-            dp=groups.dp, expert_exchange=options.expert_exchange, one_sided=one_sided, exchange_table=table,
+            dp=groups.dp, dcp=groups.dcp, expert_exchange=options.expert_exchange, one_sided=one_sided, exchange_table=table,
             redundant_experts=options.redundant_experts, row_by_row=options.deterministic and device.type == "cpu",
             batch_invariant=options.deterministic and device.type == "cuda",
             adapters=AdapterBatch(options.max_loras, options.max_lora_rank) if options.max_loras else None,
@@ -345,12 +345,12 @@ class Worker:
         proposer, network = self._proposer(model, max_seq_len) if last else (None, None)
         declared = [*model.declared_caches(), *([] if proposer is None else proposer.declared_caches())]
         memory_profile.require_state_fits(options, declared, device)
-        caches = partial(empty_caches, declared, block_size=options.kv_block_size, device=device)
+        caches = partial(empty_caches, declared, block_size=options.block_size, device=device)
         max_num_tokens = options.index_num_tokens or max_seq_len
         attention = select_backend(
             device, dtype, shape.head_dim, shape.latent, cache_dtype=CACHE_DTYPES[model.context.kv_dtype], sinks=shape.sinks,
             block_size=options.kv_block_size, windows=any(shape.windows), chunked=any(shape.chunks), most_tokens=max_num_tokens,
-            capped=shape.multipliers.attention_cap is not None, batch_invariant=model.context.batch_invariant,
+            capped=shape.multipliers.attention_cap is not None, batch_invariant=model.context.batch_invariant, dcp=groups.dcp,
         )  # fmt: skip
         sampler = Sampler(options.index_batch_size, shape.vocab_size, device) if last else None
         capturer = None
@@ -359,12 +359,12 @@ class Worker:
         first = caches(1, slots=options.index_states)
         runner = ModelRunner(
             model, first, attention, sampler, groups.pp,
-            max_batch_size=options.index_batch_size, max_seq_len=max_seq_len, block_size=options.kv_block_size, dtype=dtype,
+            max_batch_size=options.index_batch_size, max_seq_len=max_seq_len, block_size=options.block_size, dtype=dtype,
             device=device, max_num_tokens=max_num_tokens, capturer=capturer, ends=groups.ends if self._returns_tokens else None,
             max_drafts=options.max_drafts, proposer=proposer, inner_layers=self._inner_layers, acceptance=self._acceptance(device),
             adapters=self._make_adapters(model),
         )  # fmt: skip
-        one = block_bytes(declared, options.kv_block_size)
+        one = block_bytes(declared, options.block_size)
         buffers = self._staging(one, device)  # before memory is measured
         allocate = self._size_caches(self._measure(runner, model, declared, max_seq_len, groups.world, device), one)
         blocks = allocate.blocks
@@ -498,7 +498,7 @@ class Worker:
                 return memory_profile.cpu_blocks(options, caches, max_seq_len, model.cache_groups)
         steps = memory_profile.profiling_steps(
             max_num_tokens=options.index_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.max_rows,
-            block_size=options.kv_block_size, max_drafts=options.max_drafts, groups=model.cache_groups,
+            block_size=options.block_size, max_drafts=options.max_drafts, groups=model.cache_groups,
             more_counts=partial(
                 more_token_counts, model.context.group, max_tokens=options.index_num_tokens or max_seq_len,
                 hidden=model.shape.hidden_size, dtype=model.context.dtype,

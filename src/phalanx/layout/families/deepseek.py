@@ -71,9 +71,9 @@ def feed_forward(
 
 
 def cache(shape: ModelShape, index: int, dtype: str) -> Iterator[CacheTensor]:
-    """A token's normed latent, then the rotated key that all heads share. Each rank holds all of it."""
+    """A token's normed latent, then the rotated key that all heads share. A rank that has the token holds all of it."""
     assert shape.latent is not None
-    yield CacheTensor("latent", (1, shape.latent.cached), dtype, window=shape.windows[index])
+    yield CacheTensor("latent", (1, shape.latent.cached), dtype, window=shape.windows[index], divided=True)
 
 
 def _attention(shape: ModelShape, name: str) -> Iterator[WeightTensor]:

@@ -92,9 +92,10 @@ def layer_tensors(shape: ModelShape, layer: int) -> tuple[WeightTensor, ...]:
 
 
 @cache
-def layer_cache(shape: ModelShape, layer: int, dtype: str, tp: int = 1) -> Cache:
-    """What one decoder layer keeps between steps, on each of tp ranks. dtype: of keys and values (`cache.kv_dtype`)."""
-    own = tuple(tensor.local(tp) for tensor in declaration(shape).cache(shape, layer, dtype))
+def layer_cache(shape: ModelShape, layer: int, dtype: str, tp: int = 1, dcp: int = 1) -> Cache:
+    """What one decoder layer keeps between steps, on each of tp ranks. dtype: of keys and values (`cache.kv_dtype`). dcp: ranks
+    over which the tokens of latents are divided."""
+    own = tuple(tensor.local(tp, dcp) for tensor in declaration(shape).cache(shape, layer, dtype))
     return in_group(own, _layer_groups(shape)[layer])
 
 

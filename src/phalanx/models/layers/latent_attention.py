@@ -64,7 +64,7 @@ class LatentAttention(nn.Module):
         query = first.view(x.shape[0], self.q_heads, self.head_dim)
         key_norm = self.kv_a_layernorm
         kernels.latent_rope_store(
-            query, down, *cos_sin[:2], key_norm.weight, key_norm.eps, cache["latent"], batch.kv_slots,
+            query, down, *cos_sin[:2], key_norm.weight, key_norm.eps, cache["latent"], batch.attention.kv_slots,
             interleaved=self.latent.interleaved,
         )  # fmt: skip
         context = batch.attention.forward(query, cache, up=self.kv_b_proj.weight, scale=self.latent.softmax_scale)

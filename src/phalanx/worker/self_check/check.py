@@ -143,7 +143,7 @@ def check_answers(
     of the KV cache. Collective over `world`, all ranks; afterwards every slot is free."""
     steps = check_steps(
         vocab_size=model.shape.vocab_size, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, max_rows=runner.max_rows,
-        block_size=options.kv_block_size, blocks=blocks, groups=model.cache_groups,
+        block_size=options.block_size, blocks=blocks, groups=model.cache_groups,
     )  # fmt: skip
     if len(steps) == 1:
         raise EngineError(

@@ -12,6 +12,7 @@ from phalanx.comm.group import Group
 from phalanx.comm.tuned_group import TunedGroup
 from phalanx.kernels.capabilities import plain_torch
 from phalanx.models.decoder import Decoder
+from phalanx.models.layers.attention.context_parallel import ContextParallel
 from phalanx.models.layers.attention.plain import PlainBackend
 from phalanx.models.layers.linear_methods.plain import plain_linears
 from phalanx.tables.strategy import SUPPORTED, Strategy
@@ -45,7 +46,9 @@ def parts_of(runner: ModelRunner, model: Decoder, tp: Group) -> list[Part]:
         parts.append(Part("expert exchange", advice, partial(_gathered_experts, model)))
     if model.context.device.type == "cuda":  # first: back ends and linear methods choose other kernels inside `plain_torch`
         parts.append(Part("kernels of norms, RoPE, experts or small GEMMs", _REPORT, plain_torch))
-    backend = PlainBackend(latent=model.shape.latent is not None)
+    dcp = model.context.dcp
+    context = ContextParallel(dcp) if dcp.size > 1 else None
+    backend = PlainBackend(latent=model.shape.latent is not None, context=context)
     parts.append(Part("attention back end", _REPORT, partial(runner.changed, backend=backend)))
     parts.append(Part("linear kernels", _REPORT, partial(plain_linears, model)))
     if runner.graphs is not None:

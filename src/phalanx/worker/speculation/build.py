@@ -57,7 +57,7 @@ def build(
     proposer = ModelProposer(
         drafter, _backend(options, network.shape, context, max_seq_len), slots=slots,
         max_rows=max_rows_per_step(slots, options.pipeline_parallel_size), max_seq_len=max_seq_len,
-        block_size=options.kv_block_size, dtype=context.dtype, device=device,
+        block_size=options.block_size, dtype=context.dtype, device=device,
     )  # fmt: skip
     return proposer, drafter
 

@@ -34,7 +34,9 @@ class AttentionPlan(Protocol):
 
 
 class LatentAttentionPlan(Protocol):
-    """One batch, ready for the latent attention of each layer."""
+    """One batch, ready for the latent attention of each layer. kv_slots: those of the batch, where this rank has the tokens."""
+
+    kv_slots: Tensor
 
     def forward(self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float) -> Tensor:
         """As `AttentionPlan`, where a head's keys and values are up[head] times the cached latents.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx.models.batch import Batch
 from phalanx.models.cache import LayerCache
+from phalanx.models.layers.attention.context_parallel import ContextParallel
 
 
 class _Row(NamedTuple):
@@ -89,15 +90,26 @@ class PlainPlan(_Rows):
 
 
 class PlainLatentPlan(_Rows):
-    """As LatentAttentionPlan: keys and values of all heads are computed."""
+    """As LatentAttentionPlan: keys and values of all heads are computed. context: where tokens are divided over ranks."""
+
+    def __init__(self, batch: Batch, context: ContextParallel | None = None) -> None:
+        super().__init__(batch)
+        self._context = context
+        self.kv_slots = batch.kv_slots if context is None else context.kv_slots(batch.kv_slots)
 
     def forward(self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float) -> Tensor:
         """As LatentAttentionPlan."""
-        latent, rank = cache["latent"], up.shape[2]
+        latent, rank, context = cache["latent"], up.shape[2], self._context
+        block_size = latent.shape[1] if context is None else latent.shape[1] * context.size
         nope = query.shape[2] - (latent.shape[3] - rank)
         out = query.new_zeros(len(query), up.shape[0], up.shape[1] - nope)
-        for row in self.rows(latent.shape[1], None, cache.group):
-            latents = row.gather(latent)[:, 0]
+        for row in self.rows(block_size, None, cache.group):
+            if context is None:
+                latents = row.gather(latent)[:, 0]
+            else:
+                stored = latent.view(torch.uint8) if latent.dtype == torch.float8_e4m3fn else latent
+                slots = (row.blocks * block_size + row.offsets).unsqueeze(0)
+                latents = context.gather(stored.view(-1, latent.shape[3]), slots)[0].view(latent.dtype).float()
             expanded = torch.einsum("nr,hdr->nhd", latents[:, :rank], up.float())
             rotated = latents[:, None, rank:].expand(-1, up.shape[0], -1)
             key = torch.cat((expanded[..., :nope], rotated), dim=-1)
@@ -112,8 +124,9 @@ class PlainBackend:
     name = "plain"
     graphs = None  # it reads lengths on the host
 
-    def __init__(self, *, latent: bool) -> None:
-        self._latent = latent
+    def __init__(self, *, latent: bool, context: ContextParallel | None = None) -> None:
+        """context: as of `PlainLatentPlan`."""
+        self._latent, self._context = latent, context
 
     def plan(self, batch: Batch) -> PlainPlan | PlainLatentPlan:
-        return PlainLatentPlan(batch) if self._latent else PlainPlan(batch)
+        return PlainLatentPlan(batch, self._context) if self._latent else PlainPlan(batch)

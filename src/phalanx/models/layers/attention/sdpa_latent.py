@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.models.batch import Batch
 from phalanx.models.cache import LayerCache
+from phalanx.models.layers.attention.context_parallel import NO_TOKENS, ContextParallel
 from phalanx.models.layers.attention.sdpa import Bundle, BundledPlan, Scratch
 
 EXPANDED_BYTES = 256 << 20
@@ -43,12 +44,40 @@ def attend_absorbed(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor
     return absorbed_output(mixed.squeeze(1), up, nope)
 
 
-def attend_expanded(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor, scale: float, scratch: Scratch) -> Tensor:
+def attend_divided(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor, scale: float, context: ContextParallel) -> Tensor:
+    """As `attend_absorbed`, where this rank has a part of the tokens: it attends to them for the heads of all ranks."""
+    rank, stored = up.shape[2], _slots_of(cache["latent"])
+    nope = query.shape[2] - (stored.shape[1] - rank)
+    own = query[bundle.tokens]
+    queries = context.all_heads(torch.cat((absorbed_query(own, up, nope), own[..., nope:]), dim=-1))
+    hidden = ~context.own(bundle.mask[:, 0, 0])
+    slots = context.own(bundle.slots.view(bundle.rows, -1)) // context.size
+    latents = stored.index_select(0, slots.reshape(-1)).view(cache["latent"].dtype).to(query.dtype).view(*slots.shape, -1)
+    latents = latents.masked_fill(hidden.unsqueeze(-1), 0)  # what another request left there may be NaN
+    scores = (torch.bmm(queries, latents.transpose(1, 2)).float() * scale).masked_fill(hidden.unsqueeze(1), -torch.inf)
+    lse = scores.logsumexp(-1).clamp(min=NO_TOKENS)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).to(query.dtype)
+    return absorbed_output(context.merge(torch.bmm(weights, latents[..., :rank]), lse), up, nope)
+
+
+def _slots_of(cache: Tensor) -> Tensor:
+    """[blocks, block_size, 1, width] -> [slots, width], as bytes where it is in e4m3: torch gathers these on every device."""
+    stored = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+    return stored.view(-1, cache.shape[3])
+
+
+def attend_expanded(
+    bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor, scale: float, scratch: Scratch, context: ContextParallel | None
+) -> Tensor:  # fmt: skip
     """query [T, heads, nope + rope] -> [R * Q, heads, v]."""
     heads, rows, rank = query.shape[1], up.shape[1], up.shape[2]
     nope = query.shape[2] - (cache["latent"].shape[3] - rank)
     queries = query[bundle.tokens].view(bundle.rows, bundle.queries, heads, -1).transpose(1, 2)
-    latents = bundle.gather(cache["latent"], scratch.key).to(query.dtype)
+    if context is None:
+        latents = bundle.gather(cache["latent"], scratch.key).to(query.dtype)
+    else:
+        gathered = context.gather(_slots_of(cache["latent"]), bundle.slots.view(bundle.rows, -1))
+        latents = gathered.view(cache["latent"].dtype).to(query.dtype).unsqueeze(1)
     keys = latents.shape[2]
     scores = 4 * bundle.queries if query.is_cuda else 0  # of a key, which a masked call may hold in fp32
     one_head = bundle.rows * keys * ((query.shape[2] + rows - nope) * query.element_size() + scores)
@@ -66,16 +95,26 @@ def attend_expanded(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor
 
 
 class LatentPlan(BundledPlan):
-    """As LatentAttentionPlan."""
+    """As LatentAttentionPlan. context: where the cache's tokens are divided over ranks."""
+
+    def __init__(self, batch: Batch, scratch: Scratch, context: ContextParallel | None = None) -> None:
+        super().__init__(batch, scratch)
+        self._context = context
+        self.kv_slots = batch.kv_slots if context is None else context.kv_slots(batch.kv_slots)
 
     def forward(self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float) -> Tensor:
         """As LatentAttentionPlan."""
 
-        def attend(bundle: Bundle) -> Tensor:
-            of_bundle = attend_absorbed if bundle.queries == 1 else attend_expanded
-            return of_bundle(bundle, query, cache, up, scale, self._scratch)
+        context, block_size = self._context, cache["latent"].shape[1]
 
-        return self.attended(cache.group, None, cache["latent"].shape[1], attend)
+        def attend(bundle: Bundle) -> Tensor:
+            if bundle.queries > 1:
+                return attend_expanded(bundle, query, cache, up, scale, self._scratch, context)
+            if context is None:
+                return attend_absorbed(bundle, query, cache, up, scale, self._scratch)
+            return attend_divided(bundle, query, cache, up, scale, context)
+
+        return self.attended(cache.group, None, block_size if context is None else block_size * context.size, attend)
 
 
 class SdpaLatentBackend:
@@ -84,8 +123,8 @@ class SdpaLatentBackend:
     name = "latent sdpa"
     graphs = None  # the shapes of its calls depend on the lengths
 
-    def __init__(self) -> None:
-        self._scratch = Scratch()
+    def __init__(self, context: ContextParallel | None = None) -> None:
+        self._scratch, self._context = Scratch(), context
 
     def plan(self, batch: Batch) -> LatentPlan:
-        return LatentPlan(batch, self._scratch)
+        return LatentPlan(batch, self._scratch, self._context)

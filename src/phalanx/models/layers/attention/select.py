@@ -7,6 +7,7 @@ import importlib.util
 
 import torch
 
+from phalanx.comm.group import Group, Solo
 from phalanx.config.latent import Latent
 from phalanx.errors import ModelError
 from phalanx.kernels.attention import dispatch as kernels
@@ -16,7 +17,7 @@ from phalanx.models.layers.attention.backend import AttentionBackend
 def select_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, latent: Latent | None = None, *,
     cache_dtype: torch.dtype | None = None, block_size: int = 16, sinks: bool = False, windows: bool = True,
-    capped: bool = False, chunked: bool = False, most_tokens: int = 8192, batch_invariant: bool = False,
+    capped: bool = False, chunked: bool = False, most_tokens: int = 8192, batch_invariant: bool = False, dcp: Group | None = None,
 ) -> AttentionBackend:  # fmt: skip
     """On CUDA: our kernel for decode rows. Prefill rows use our kernels too in captured steps, over a cache in FP8 or int8, with
     sinks, where our warp-specialized kernel runs for all layers, and where FlashInfer is missing or does not support dtype and
@@ -26,11 +27,12 @@ def select_backend(
     layers; windows: whether any layer has one; capped: scores have a soft cap, which FlashInfer's kernels compute and ours do not;
     chunked: any layer attends inside of chunks, which torch alone computes; most_tokens: of a step. Where they
     leave nothing to FlashInfer, it is not imported, as its modules take a minute to compile at a first start, and memory of the
-    device. batch_invariant: as of `TritonBackend`; raises ModelError where it cannot be."""
+    device. batch_invariant: as of `TritonBackend`; raises ModelError where it cannot be. dcp: the ranks over which the tokens of
+    latents are divided."""
     if batch_invariant:
         return _batch_invariant(device, dtype, head_dim, may=latent is None and not capped and not chunked)
     if latent is not None:
-        return _latent_backend(device, dtype, latent, most_tokens)
+        return _latent_backend(device, dtype, latent, most_tokens, dcp or Solo())
     if chunked:
         from phalanx.models.layers.attention.sdpa import SdpaBackend
 
@@ -65,11 +67,13 @@ def _batch_invariant(device: torch.device, dtype: torch.dtype, head_dim: int, *,
     return TritonBackend(SdpaBackend(), device, "all", batch_invariant=True)
 
 
-def _latent_backend(device: torch.device, dtype: torch.dtype, latent: Latent, most_tokens: int) -> AttentionBackend:
+def _latent_backend(device: torch.device, dtype: torch.dtype, latent: Latent, most_tokens: int, dcp: Group) -> AttentionBackend:
+    from phalanx.models.layers.attention.context_parallel import ContextParallel
     from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
 
-    if not kernels.supports_latent(device, dtype, latent):
-        return SdpaLatentBackend()
+    context = ContextParallel(dcp) if dcp.size > 1 else None
+    if context is not None or not kernels.supports_latent(device, dtype, latent):
+        return SdpaLatentBackend(context)
     from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
 
     head_dim = latent.nope + latent.rope

@@ -168,7 +168,7 @@ class TritonLatentPlan:
     rows all tokens are decode rows."""
 
     def __init__(self, backend: TritonLatentBackend, batch: Batch) -> None:
-        self._batch, self._backend = batch, backend
+        self._batch, self._backend, self.kv_slots = batch, backend, batch.kv_slots
         self._decodes = batch.decodes if batch.fixed else count_leading_decodes(batch.query_starts_cpu)
         self._prefills = len(batch.kv_lengths_cpu) - self._decodes
         # Lengths of a decode graph are copied to the device before it runs; those of tokens a kernel of the graph computes.
