@@ -166,3 +166,21 @@ def test_a_child_module_run_by_hand_says_what_it_is() -> None:
 def test_launching_needs_no_torch() -> None:
     code = "import sys, phalanx.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_garbage_is_collected_again_once_modules_are_imported_or_cannot_be():
+    code = """
+import gc
+from phalanx.launch import importing
+with importing():
+    assert not gc.isenabled()
+    import decimal
+assert gc.isenabled()
+assert gc.get_freeze_count() > 1000
+try:
+    with importing():
+        import no_such_module
+except ModuleNotFoundError:
+    assert gc.isenabled()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

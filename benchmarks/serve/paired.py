@@ -113,11 +113,11 @@ def processes(server: psutil.Process) -> dict[str, psutil.Process]:
 
 def one(server: dict[str, psutil.Process], url: str, load: Load) -> dict[str, float]:
     """One load on one server: tokens per second, and CPU seconds per 1,000 tokens of output, by process and together."""
-    before = {name: _cpu_s(process) for name, process in server.items()}
+    before = {name: cpu_s(process) for name, process in server.items()}
     results: dict[str, Any] = run(url, None, load)["results"]
     assert results["completed"] == load.requests, results
     thousands = load.requests * load.output_len / 1000
-    costs = {f"cpu_s_{name}": (_cpu_s(process) - before[name]) / thousands for name, process in server.items()}
+    costs = {f"cpu_s_{name}": (cpu_s(process) - before[name]) / thousands for name, process in server.items()}
     return {"tokens_per_s": results["output_tok_s"], "cpu_s": sum(costs.values()), **costs}
 
 
@@ -142,7 +142,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return values[0], values[-1]
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
     """CPU seconds of all threads of a process: its CPU clock of Linux, since psutil's figures are multiples of 10 ms."""
     return time.clock_gettime((~process.pid << 3) | 2)
 

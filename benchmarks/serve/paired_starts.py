@@ -2,11 +2,13 @@
 """Two versions of the server in turn: how long a start takes, and how long a request waits for its JSON schema; the demo on CPU.
 
 Each round starts both servers, one after the other and another one first each time. Seconds are of the wall and of the CPU (user
-and system, of the server and all its children): of the start, from the command until /ready says so; of the first request with a
-schema, which makes both versions prepare; and of each further one, with a schema that the server has not met. Such a request asks
-for one token. Wall times depend on what else runs on the machine, CPU seconds hardly do.
+and system, of the server and all its children): of the start, from the command until /ready says so, also for each process; of the
+first request with a schema, which makes both versions prepare; and of each further one, with a schema that the server has not met.
+Such a request asks for one token. Wall times depend on what else runs on the machine, CPU seconds hardly do.
 
     python -m benchmarks.serve.paired_starts --other PATH/src --version COMMIT
+
+A version whose library for grammars is not installed is started only: --schemas 0.
 """
 
 from __future__ import annotations
@@ -25,9 +27,7 @@ import psutil
 
 from benchmarks import harness
 from benchmarks.serve import started
-from benchmarks.serve.paired import ON_CPU, compared
-
-PARTS = ("start", "first_schema", "schema")
+from benchmarks.serve.paired import ON_CPU, compared, cpu_s, processes
 
 
 def main() -> int:
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--other", required=True, help="the folder src of the other version")
     parser.add_argument("--version", required=True, help="its name, for the result: a commit")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--schemas", type=int, default=8, help="in each round, behind the first one")
+    parser.add_argument("--schemas", type=int, default=9, help="in each round, with the first one; 0: none")
     parser.add_argument("--folder", type=Path, help="of the result file")
     arguments = parser.parse_args()
     path = os.environ.get("PYTHONPATH", "")
@@ -56,31 +56,36 @@ def main() -> int:
 
 
 def one(environment: Mapping[str, str], count: int) -> dict[str, float]:
-    """A server from its start to its end: seconds of each of PARTS, of the wall and (`_cpu`) of the CPU."""
-    seconds: dict[str, list[tuple[float, float]]] = {part: [] for part in PARTS}
+    """A server from its start to its end: seconds of the start, of the first request with a schema, and the median of the further
+    ones, of the wall and (`_cpu`) of the CPU. The CPU seconds of the start also by process."""
     began = time.perf_counter()
     command = [sys.executable, "-P", "-m", "phalanx", "serve", *ON_CPU]
     with started.server(lambda port: [*command, "--port", str(port)], env=environment) as (server, url):
-        processes = psutil.Process(server.pid)
-        seconds["start"].append((time.perf_counter() - began, cpu_s(processes)))
+        first = psutil.Process(server.pid)
+        seconds = {"start": time.perf_counter() - began, "start_cpu": cpu_of_all(first)}
+        seconds |= {f"start_cpu_{name}": cpu_s(process) for name, process in processes(first).items()}
         with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
-            for number in range(1 + count):
-                wall, cpu = time.perf_counter(), cpu_s(processes)
-                answer = client.post("/v1/chat/completions", json=request(number))
-                assert answer.status_code == 200, answer.text
-                spent = time.perf_counter() - wall, cpu_s(processes) - cpu
-                seconds["schema" if number else "first_schema"].append(spent)
-    medians = {part: [statistics.median(column) for column in zip(*seconds[part], strict=True)] for part in PARTS}
-    return {name: value for part, (wall, cpu) in medians.items() for name, value in ((part, wall), (f"{part}_cpu", cpu))}
+            spent = [request(client, number, first) for number in range(count)]
+    for part, times in (("first_schema", spent[:1]), ("schema", spent[1:])):
+        for name, column in zip((part, f"{part}_cpu"), zip(*times, strict=True), strict=False):
+            seconds[name] = statistics.median(column)
+    return seconds
 
 
-def cpu_s(server: psutil.Process) -> float:
+def request(client: httpx.Client, number: int, server: psutil.Process) -> tuple[float, float]:
+    """Seconds of one request, of the wall and of the CPU."""
+    wall, cpu = time.perf_counter(), cpu_of_all(server)
+    answer = client.post("/v1/chat/completions", json=body(number))
+    assert answer.status_code == 200, answer.text
+    return time.perf_counter() - wall, cpu_of_all(server) - cpu
+
+
+def cpu_of_all(server: psutil.Process) -> float:
     """CPU seconds of a process and its children so far."""
-    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    return sum(cpu_s(process) for process in (server, *server.children(recursive=True)))
 
 
-def request(number: int) -> dict[str, Any]:
+def body(number: int) -> dict[str, Any]:
     """For one token of the JSON of a schema whose names no other number has."""
     item = {
         "type": "object",

@@ -11,7 +11,10 @@ def main() -> int:
     """Run the command line; return the exit status."""
     open_standard_descriptors()
     try:
-        from phalanx.cli import main as run
+        from phalanx.launch import importing
+
+        with importing():
+            from phalanx.cli import main as run
     except KeyboardInterrupt:
         return 130
     return run()

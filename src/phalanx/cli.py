@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -22,18 +23,13 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from phalanx import log
-from phalanx.bench.cli import register as register_bench
-from phalanx.bench.prediction.cli import register as register_plan
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.home import ensure_home
 from phalanx.config.options import refuse_unknown
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import ALIASES, RawOptions, build_options, read_sources
-from phalanx.deploy.cli import register as register_deploy
-from phalanx.deploy.ray_serve_cli import register as register_ray_serve
 from phalanx.errors import OptionError, PhalanxError, UnknownOption, file_named
-from phalanx.health.cli import register as register_health
-from phalanx.tune.cli import app as allreduce
+from phalanx.launch import importing
 from phalanx.version import __version__
 
 logger = log.get_logger(__name__)
@@ -45,7 +41,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_"), "help_option_names": ["-h", "--help"]},
 )
-app.add_typer(allreduce, name="allreduce")
+"""With the verbs of this module, and once `every_verb` was called with all."""
 
 Command = Callable[..., None]
 
@@ -164,7 +160,8 @@ def serve(raw_options: RawOptions) -> None:
         log.get_logger(__name__).warning(
             "the API key stands in the process list for a moment; give it by --api_key_file or PHALANX_API_KEY instead"
         )
-    from phalanx.serve.app import run
+    with importing():
+        from phalanx.serve.app import run
 
     raise typer.Exit(run(engine, serving))
 
@@ -216,11 +213,24 @@ def version() -> None:
     print(f"phalanx {__version__}")
 
 
-register_bench(app, takes)
-register_health(app, takes)
-register_plan(app)
-register_ray_serve(app, takes)
-register_deploy(app, takes)
+@cache
+def every_verb() -> typer.Typer:
+    """`app` with the verbs of other packages. To import them and to build their flags takes a fifth of a second of CPU time, for
+    which the verbs above do not wait."""
+    from phalanx.bench.cli import register as register_bench
+    from phalanx.bench.prediction.cli import register as register_plan
+    from phalanx.deploy.cli import register as register_deploy
+    from phalanx.deploy.ray_serve_cli import register as register_ray_serve
+    from phalanx.health.cli import register as register_health
+    from phalanx.tune.cli import app as allreduce
+
+    app.add_typer(allreduce, name="allreduce")
+    register_bench(app, takes)
+    register_health(app, takes)
+    register_plan(app)
+    register_ray_serve(app, takes)
+    register_deploy(app, takes)
+    return app
 
 
 def _joined(arguments: list[str]) -> list[str]:
@@ -240,8 +250,9 @@ def main(arguments: list[str] | None = None) -> int:
     log.configure()
     ensure_home()
     try:
-        words = _joined(sys.argv[1:] if arguments is None else arguments)
-        status = int(app(words or ["--help"], standalone_mode=False) or 0)
+        words = _joined(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+        known = any(command.callback is not None and command.callback.__name__ == words[0] for command in app.registered_commands)
+        status = int((app if known else every_verb())(words, standalone_mode=False) or 0)
         _flush()  # so that a full disk is an error here, not when the interpreter exits
         return status
     except (KeyboardInterrupt, typer.Abort):

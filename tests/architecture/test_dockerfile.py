@@ -18,7 +18,7 @@ import typer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from phalanx.cli import app
+from phalanx.cli import every_verb
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import build_options, read_sources
@@ -179,7 +179,7 @@ def test_entry_point_and_environment_are_what_phalanx_takes():
     (entry,), (port,), (health,) = texts("ENTRYPOINT"), texts("EXPOSE"), texts("HEALTHCHECK")
     program, verb = json.loads(entry)
     assert program == "phalanx"
-    assert verb in typer.main.get_command(app).commands
+    assert verb in typer.main.get_command(every_verb()).commands
     raw = read_sources({"model": "demo"}, environ=environment())
     serving = build_options(ServeOptions, raw)
     assert serving.host == "::"

@@ -204,6 +204,18 @@ def test_modules_that_never_wait_for_torch(module):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("modules", "later"),
+    [
+        ("phalanx.cli, phalanx.serve.app", ["yaml", "rich", "torch", "phalanx.planner", "phalanx.deploy", "phalanx.health"]),
+        ("phalanx.engine.process, phalanx.executor.rank_executor", ["yaml", "numpy", "asyncio", "torch"]),
+    ],
+)
+def test_a_start_does_not_wait_for_what_few_requests_need(modules, later):
+    code = f"import sys, {modules}; print([name for name in {later} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
 def test_models_and_groups_import_no_triton():
     """The collectives' kernels are in `comm`: a host without Triton forms groups, and only one with GPUs imports them."""
     code = (

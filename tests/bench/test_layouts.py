@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from phalanx.bench import layouts
 from phalanx.bench.layouts import Column, MeasuredLayout
-from phalanx.cli import app
+from phalanx.cli import every_verb
 from phalanx.errors import OptionError
 
 DECODE, BATCH = "decode-1", "batch-512x1000x1000"
@@ -108,13 +108,13 @@ def test_what_cannot_be_compared(tmp_path: Path, reports: list[Path]) -> None:
 def test_the_command(tmp_path: Path, reports: list[Path]) -> None:
     files = list(map(str, reports))
     plot, out = tmp_path / "layouts.png", tmp_path / "layouts.json"
-    result = CliRunner().invoke(app, ["bench", "layouts", *files, "--plot", str(plot), "--json", str(out)])
+    result = CliRunner().invoke(every_verb(), ["bench", "layouts", *files, "--plot", str(plot), "--json", str(out)])
     assert result.exit_code == 0, result.output
     assert "2.60 *" in result.output
     assert "best on 2 GPUs" in result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
     best = [row["layout"] for row in json.loads(out.read_text())["figures"] if row["best"]]
     assert sorted(best) == ["tp 1 pp 1 ep 2", "tp 2 pp 1"]
-    result = CliRunner().invoke(app, ["bench", "layouts", *files, "-w", DECODE])
+    result = CliRunner().invoke(every_verb(), ["bench", "layouts", *files, "-w", DECODE])
     assert BATCH not in result.output
     assert DECODE in result.output

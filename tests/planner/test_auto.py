@@ -75,4 +75,3 @@ def test_without_a_gpu_one_rank(monkeypatch):
     monkeypatch.setattr(auto.probe, "detect_machine", lambda: Machine((), 1, 1, 1))
     chosen = auto.planned(options(model="demo"))
     assert (chosen.world_size, chosen.plan) == (1, "off")
-    assert auto.planned(EngineOptions.of(model="demo")) == EngineOptions.of(model="demo")

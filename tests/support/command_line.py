@@ -7,7 +7,7 @@ from functools import cache
 
 import typer
 
-from phalanx.cli import app
+from phalanx.cli import every_verb
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import build_options, read_sources
@@ -15,7 +15,7 @@ from phalanx.config.sources import build_options, read_sources
 
 @cache
 def command_line():
-    return typer.main.get_command(app)
+    return typer.main.get_command(every_verb())
 
 
 def require_parsed(arguments: list[str]) -> None:

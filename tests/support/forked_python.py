@@ -64,13 +64,15 @@ _ON_DEMAND = 16 << 20
 _HUGE, _MADV_COLLAPSE = 2 << 20, 25
 _PRELOADED = (
     "encodings.idna", "numpy.ma", "torch", "torch.distributed", "transformers", "transformers.tokenization_utils_fast",
-    "safetensors.torch", "phalanx.cli", "phalanx.comm.reachability", "phalanx.comm.sequence_parallel.on_cpu",
-    "phalanx.comm.torch_group", "phalanx.comm.warmup", "phalanx.engine.process", "phalanx.executor.node",
+    "safetensors.torch", "phalanx.bench.cli", "phalanx.bench.prediction.cli", "phalanx.cli", "phalanx.comm.reachability",
+    "phalanx.comm.sequence_parallel.on_cpu", "phalanx.comm.torch_group", "phalanx.comm.warmup", "phalanx.deploy.cli",
+    "phalanx.deploy.ray_serve_cli", "phalanx.engine.process", "phalanx.executor.node", "phalanx.health.cli",
     "phalanx.kernels.attention.dispatch", "phalanx.kernels.compiling.compile_time", "phalanx.models.layers.attention.sdpa",
     "phalanx.models.layers.attention.select", "phalanx.models.registry", "phalanx.models.weights", "phalanx.serve.app",
-    "phalanx.serve.llm", "phalanx.tune.ranks.candidates", "phalanx.tune.ranks.measure", "phalanx.tune.ranks.setup",
-    "phalanx.tune.ranks.warmup", "phalanx.worker.engine_store", "phalanx.worker.expert_load", "phalanx.worker.expert_moves",
-    "phalanx.worker.memory_profile", "phalanx.worker.model_runner", "phalanx.worker.warmup", "phalanx.worker.worker",
+    "phalanx.serve.llm", "phalanx.tune.cli", "phalanx.tune.ranks.candidates", "phalanx.tune.ranks.measure",
+    "phalanx.tune.ranks.setup", "phalanx.tune.ranks.warmup", "phalanx.worker.engine_store", "phalanx.worker.expert_load",
+    "phalanx.worker.expert_moves", "phalanx.worker.memory_profile", "phalanx.worker.model_runner", "phalanx.worker.warmup",
+    "phalanx.worker.worker",
 )  # fmt: skip
 
 _POPEN = subprocess.Popen

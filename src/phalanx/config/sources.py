@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from phalanx.config.options import EngineOptions, option_error, refuse_unknown
@@ -219,19 +218,9 @@ def differing_variables(wanted: Mapping[str, str], environ: Mapping[str, str] | 
 
 
 def _from_file(path: Path, known: Iterable[str]) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"the options file {path} cannot be read", why=str(error), next="name a readable YAML file") from None
-    try:
-        content = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
-        raise OptionError(f"the options file {path} is not valid YAML", why=" ".join(str(error).split())) from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise OptionError(f"the options file {path} is not a mapping", why="it must hold lines of the form option: value")
-    return _canonical(content, known, f"option in {path}", "")
+    from phalanx.config import options_file  # and the YAML parser
+
+    return _canonical(options_file.read(path), known, f"option in {path}", "")
 
 
 def _from_environment(environ: Mapping[str, str], known: Iterable[str]) -> dict[str, Any]:
@@ -272,15 +261,3 @@ def _canonical(values: Mapping[str, Any], known: Iterable[str], what: str, prefi
 
 def _variable(name: str) -> str:
     return PREFIX + name.upper()
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """A YAML loader for which a repeated key is an error. PyYAML itself would take the last one silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = set()
-        for key, _ in node.value:
-            if key.value in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
-            keys.add(key.value)
-        return super().construct_mapping(node, deep)

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from phalanx.engine.messages import AddRequest, Vocabulary
 from phalanx.errors import PhalanxError, RequestError
 
@@ -112,6 +110,8 @@ class Grammars:
 
     def prepare(self) -> llguidance.LLTokenizer:
         """Read the vocabulary, unless that has been done."""
+        import numpy  # noqa: F401  # for the masks
+
         with self._reading:
             if self._tokenizer is None:
                 vocabulary = self._vocabulary()
@@ -235,6 +235,8 @@ class Matcher:
     def _next_mask(self) -> bytes:
         if self._ended or self._complete:
             return self._final_mask()
+        import numpy as np
+
         words = np.zeros((self._size + 32) // 32, dtype=np.int32)  # without a stop token, llguidance adds one
         width = (self._size + (not self._stops) + 31) // 32
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * width)
@@ -251,6 +253,8 @@ class Matcher:
         return words[: (self._size + 31) // 32].astype("<i4").tobytes()
 
     def _final_mask(self) -> bytes:
+        import numpy as np
+
         allowed = np.zeros(32 * ((self._size + 31) // 32), dtype=np.uint8)
         allowed[list(self._stops) if self._stops else slice(self._size)] = 1
         return np.packbits(allowed, bitorder="little").tobytes()

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -37,7 +37,6 @@ from phalanx.engine.adapters import Adapters
 from phalanx.engine.dp_scheduler import DpScheduler
 from phalanx.engine.draft_depth import DraftDepth
 from phalanx.engine.executor import RANK_EXECUTOR, Executor, load_executor
-from phalanx.engine.experts import ExpertLoads
 from phalanx.engine.grammar import Grammars
 from phalanx.engine.grammar_threads import GrammarThreads
 from phalanx.engine.limits import COPIED_BYTES
@@ -65,6 +64,9 @@ from phalanx.layout.cache import group_windows
 from phalanx.layout.draft import draft_network, network_caches
 from phalanx.layout.families import model_cache
 from phalanx.layout.memory import most_positions, tokens_kept
+
+if TYPE_CHECKING:
+    from phalanx.engine.experts import ExpertLoads
 
 logger = log.get_logger(__name__)
 
@@ -227,11 +229,16 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
     for rank in ranks:
         if rank.self_check:
             logger.info("self check: %s", rank.self_check)
-    experts = None
-    if shape.experts is not None and any(rank.moe_layers for rank in ranks):
-        experts = ExpertLoads(ranks, shape.experts.count, redundant=options.redundant_experts, clock=time.monotonic)
     read = partial(read_adapter, shape=shape, max_rank=options.max_lora_rank)
-    return EngineCore(executor, scheduler, facts, read, experts)
+    return EngineCore(executor, scheduler, facts, read, _expert_loads(options, shape, ranks))
+
+
+def _expert_loads(options: EngineOptions, shape: ModelShape, ranks: list[RankFacts]) -> ExpertLoads | None:
+    if shape.experts is None or not any(rank.moe_layers for rank in ranks):
+        return None
+    from phalanx.engine.experts import ExpertLoads  # and numpy
+
+    return ExpertLoads(ranks, shape.experts.count, redundant=options.redundant_experts, clock=time.monotonic)
 
 
 def grammars_of(config: dict[str, Any], options: EngineOptions, shape: ModelShape, vocabulary: Future[Vocabulary]) -> Grammars:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.executor.cluster_keys import ClusterKeys
 from phalanx.log import get_logger
@@ -116,6 +115,8 @@ class PeerAuthenticator:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self, monitor: zmq.Socket[bytes], zap: zmq.Socket[bytes]) -> None:
+        from zmq.utils.monitor import recv_monitor_message  # and asyncio, for which a start does not wait
+
         poller = zmq.Poller()
         for socket in (monitor, zap):
             poller.register(socket, zmq.POLLIN)

@@ -8,15 +8,17 @@ import json as json_module
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import RawOptions, build_options
 from phalanx.errors import OptionError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Verb = Callable[..., None]
 Takes = Callable[..., Callable[[Verb], Verb]]
@@ -216,4 +218,6 @@ def _give(json: str | None, text: str, show: Callable[[], None]) -> None:
 
 
 def _console() -> Console:
+    from rich.console import Console
+
     return Console(highlight=False, soft_wrap=False)

@@ -24,12 +24,10 @@ _REQUESTS = 64
 
 
 def planned(options: EngineOptions) -> EngineOptions:
-    """The options with the layout of the best plan, if they ask for one; the explanation is logged.
+    """The options with the layout of the best plan; the explanation is logged.
 
     Raises OptionError where a layout was given too, CapacityError with the nearest changes where none fits.
     """
-    if options.plan == "off":
-        return options
     sizes = {name: getattr(options, name) for name in _LAYOUT if getattr(options, name) > 1}
     if sizes:
         raise OptionError(

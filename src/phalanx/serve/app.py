@@ -28,7 +28,6 @@ from phalanx.config.sources import place_process
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import choose, configure, get_logger
 from phalanx.metrics import Metrics
-from phalanx.planner.auto import planned
 from phalanx.serve.admission import AdmissionControl
 from phalanx.serve.anthropic import routes as messages
 from phalanx.serve.client import EngineClient, MakeVocabulary
@@ -80,7 +79,11 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = st
     choose(form=serving.log_format, level=serving.log_level)
     configure("phalanx server")
     try:
-        engine, local_rank = place_process(planned(engine))
+        if engine.plan == "auto":
+            from phalanx.planner.auto import planned
+
+            engine = planned(engine)
+        engine, local_rank = place_process(engine)
         if engine.node_rank > 0:
             from phalanx.serve.follower import run_follower
 

@@ -24,7 +24,6 @@ from phalanx.config.sources import long_option_name, place_process
 from phalanx.engine.messages import EngineFacts, ModelChange, ModelState, RequestMode, Sleep, Stats, UpdateWeights, WakeUp
 from phalanx.errors import PhalanxError, RequestError, UnknownOption
 from phalanx.log import get_logger
-from phalanx.planner.auto import planned
 from phalanx.serve.background_engine import BackgroundEngineClient
 from phalanx.serve.chat_template import MessageDict
 from phalanx.serve.completions import stream_completions
@@ -63,7 +62,12 @@ class LLM:
             if long := long_option_name(name):
                 raise UnknownOption(f"LLM option {name!r} is unknown", next=f"did you mean {long!r}?")
         ensure_home()
-        self.options, local_rank = place_process(planned(EngineOptions.of(model=model, **options)))
+        engine_options = EngineOptions.of(model=model, **options)
+        if engine_options.plan == "auto":
+            from phalanx.planner.auto import planned
+
+            engine_options = planned(engine_options)
+        self.options, local_rank = place_process(engine_options)
         if self.options.node_rank > 0:
             from phalanx.executor.node import join
 

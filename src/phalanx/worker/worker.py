@@ -140,7 +140,7 @@ class Worker:
     # ---- getting ready -----------------------------------------------------------------------------------------------
 
     def _get_ready(self) -> ModelRunner:
-        with self._phase("import torch"):
+        with self._phase("import torch"), launch.importing():
             self._import()
         from phalanx.comm.marked_group import marked_groups
 
