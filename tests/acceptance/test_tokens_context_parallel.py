@@ -12,6 +12,7 @@ import pytest
 
 from phalanx import LLM, SamplingParams
 from phalanx.config.model import ModelShape
+from phalanx.engine.messages import DECODE_GRAPH, MIXED_GRAPH
 from phalanx.layout import Layout
 from phalanx.layout.cache import token_bytes
 from phalanx.layout.families import layer_cache
@@ -56,6 +57,20 @@ def test_tokens_equal_transformers(references: References, case: str) -> None:
         expected, folder, layout, cache_bytes=_cache_bytes(folder, layout, dcp, own_block), decode_context_parallel_size=dcp,
         **({"kv_block_size": own_block} | options),
     )  # fmt: skip
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("name", ["v2", "v3"])
+def test_tokens_on_two_gpus_equal_transformers(references: References, name: str) -> None:
+    """In fp32, by the kernels that a GPU runs, in captured steps; the reference path of the start's check agrees."""
+    folder, expected = references[name]
+    with LLM(
+        folder, tensor_parallel_size=2, decode_context_parallel_size=2, device="cuda", dtype="fp32", max_num_tokens=64,
+        max_seq_len=longest_request(prompts_of_all_lengths()), max_batch_size=8, kv_block_size=BLOCK, self_check=True, **NGRAM,
+    ) as llm:  # fmt: skip
+        assert all(rank.attention.startswith("triton latent") for rank in llm.facts.ranks)
+        stats = assert_tokens_twice(llm, prompts_of_all_lengths(), expected)
+    assert min(stats.ran[f"{kind}/steps"] for kind in (DECODE_GRAPH, MIXED_GRAPH)) > 0
 
 
 def _cache_bytes(folder: Path, layout: tuple[int, int, int], dcp: int, own_block: int) -> int:

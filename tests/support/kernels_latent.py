@@ -11,7 +11,7 @@ from torch import Tensor
 
 SIGNATURE = {
     "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals", "splits"), "*i32"),
-    **dict.fromkeys(("split_max", "totals", "outs"), "*fp32"), "score_scale": "fp32",
+    **dict.fromkeys(("split_max", "totals", "outs", "lse"), "*fp32"), "score_scale": "fp32",
     "members": "i32", "items": "i32", "early": "i32",
     **dict.fromkeys(("table_stride", "row_stride", "head_stride", "rotated_row_stride", "rotated_head_stride"), "i32"),
 }  # fmt: skip
@@ -33,6 +33,7 @@ class Case(NamedTuple):
     tile: int = 32
     chunk: int = 128
     apart: bool = False
+    lse: bool = False
 
 
 class Inputs(NamedTuple):

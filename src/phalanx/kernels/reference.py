@@ -340,23 +340,23 @@ def decode_attention(
 
 def latent_decode_attention(
     query: Tensor, rotated: Tensor, cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor, *,
-    scale: float,
+    scale: float, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each decode row's absorbed queries over the row's cached latents, which are keys, with the rotated key behind them, and
-    values.
+    """Each decode row's absorbed queries over its cached latents, which are keys, with the rotated key behind them, and values.
 
     query [R, heads, rank]: times the latent; rotated [R, heads, rope]: times the rotated key; cache [blocks, block_size, 1,
     rank + rope] in their dtype, or in e4m3. All else as of `decode_attention`. Computed in fp32; returns query's shape and dtype.
-    """
-    rank, block_size = query.shape[2], cache.shape[1]
+    lse [R, heads] fp32: where the log-sum-exp of each row's scores goes, -1e30 of a row that has no token."""
+    out, rank, block_size = torch.empty_like(query), query.shape[2], cache.shape[1]
     stored = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache  # which torch indexes everywhere
-    out = torch.empty_like(query)
     for row, length in enumerate(kv_lengths.tolist()):
         table = block_tables[row if table_rows is None else int(table_rows[row])]
         token = torch.arange(length, device=query.device)
         latent = stored[table[token // block_size].long(), token % block_size, 0].view(cache.dtype).float()
-        key = torch.cat((query[row], rotated[row]), dim=-1).float() @ latent.t()
-        out[row] = ((key * scale).softmax(-1) @ latent[:, :rank]).to(query.dtype)
+        score = torch.cat((query[row], rotated[row]), dim=-1).float() @ latent.t() * scale
+        out[row] = (score.softmax(-1) @ latent[:, :rank]).to(query.dtype)
+        if lse is not None:
+            lse[row] = score.logsumexp(-1).clamp(min=-1e30)
     return out
 
 

@@ -28,11 +28,13 @@ def check(case: Case, workspace: Any = None, seed: int = 0) -> None:
     from phalanx.kernels.attention.latent_decode import latent_decode_attention
 
     inputs, scale = inputs_of(case, seed), 0.3 * (case.rank + case.rope) ** -0.5
-    wanted = reference.latent_decode_attention(*inputs, scale=scale)
+    wanted_lse, lse = [torch.full(inputs.query.shape[:2], torch.nan) if case.lse else None for _ in range(2)]
+    wanted = reference.latent_decode_attention(*inputs, scale=scale, lse=wanted_lse)
     workspace = workspace or SplitKvWorkspace(CPU)
     tiling = LatentTiling(case.band, case.extra_splits, case.tile, 4, 2, case.chunk, case.apart)
-    out = latent_decode_attention(*inputs, scale=scale, workspace=workspace, tiling=tiling)
+    out = latent_decode_attention(*inputs, scale=scale, workspace=workspace, tiling=tiling, lse=lse)
     assert not wanted.isnan().any()
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
     step = torch.finfo(case.dtype).eps
     torch.testing.assert_close(
         out, wanted, rtol=2 * step, atol=2 * step if case.dtype != torch.float32 else 1e-5, msg=lambda m: f"{case}: {m}"
@@ -73,6 +75,14 @@ def check_splits_merged_apart() -> None:
     check(Case(lengths, 3, rank=256, rope=16, extra_splits=70, tile=16, chunk=16, apart=True), workspace)
 
 
+def check_log_sum_exp() -> None:
+    """Of rows without a token, of one split, and of several that the last one or a second kernel merges; in bands of heads."""
+    lengths = [0, 1, 31, 33, 330, 0, 1100]
+    for extra_splits, apart in ((0, False), (40, False), (40, True)):
+        check(Case(lengths, 20, extra_splits=extra_splits, apart=apart, lse=True))
+    check(Case(lengths, 5, extra_splits=9, fp8=True, indirect=False, block_size=8, lse=True))
+
+
 def check_block_sizes() -> None:
     for block_size in (1, 5, 256):
         check(Case([1, 49, 150], block_size=block_size))
@@ -110,7 +120,7 @@ def check_queries_of_any_size_meet_quantized_latents() -> None:
 
 CHECKS = [
     check_heads_in_bands, check_widths_dtypes_and_quantized_latents, check_lengths_about_the_edges, check_splits_merged_apart,
-    check_block_sizes, check_launches_share_a_workspace, check_queries_of_any_size_meet_quantized_latents,
+    check_log_sum_exp, check_block_sizes, check_launches_share_a_workspace, check_queries_of_any_size_meet_quantized_latents,
 ]  # fmt: skip
 
 
@@ -133,7 +143,7 @@ def test_compiles(variant: tuple[int, bool, int], arch: int) -> None:
 
     heads, fp8, rows = variant
     tiling = select_latent_decode(rows, heads, 576, 1 if fp8 else 2, 132, shared_memory=SHARED[arch])
-    compiled = compiled_kernel(tiling, fp8=fp8, heads=heads, arch=arch)
+    compiled = compiled_kernel(tiling, fp8=fp8, heads=heads, arch=arch, lse=rows == 64)
     assert compiled.metadata.shared <= SHARED[arch]
     ptx = compiled.asm["ptx"]
     assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
@@ -144,15 +154,15 @@ def test_compiles(variant: tuple[int, bool, int], arch: int) -> None:
         assert spilled(compiled) == 0
 
 
-@pytest.mark.parametrize(("rows", "arch"), [(1, 80), (1, 90), (64, 90), (64, 100)])
-def test_the_merging_kernel_compiles(rows: int, arch: int) -> None:
+@pytest.mark.parametrize(("rows", "lse", "arch"), [(1, True, 80), (1, False, 90), (64, True, 90), (64, False, 100)])
+def test_the_merging_kernel_compiles(rows: int, lse: bool, arch: int) -> None:
     from phalanx.kernels.attention import split_reduce
     from phalanx.kernels.attention.heuristics import select_latent_merge
 
     lanes, at_once, block = select_latent_merge(rows)
     constants = {
         "GROUP": 128, "KV_HEADS": 1, "DIM": 512, "WIDTH": 512, "HEADS": 64, "LANES": lanes, "AT_ONCE": at_once, "BLOCK": block,
-        "EARLY": True, "SM": arch, "sinks": None,
+        "EARLY": True, "SM": arch, "sinks": None, **({} if lse else {"lse": None}),
     }  # fmt: skip
     kernel = split_reduce.split_merge
     kinds = {name: {**SIGNATURE, "items": "i32", "value_scale": "fp32"}.get(name, "*bf16") for name in kernel.arg_names}
@@ -161,14 +171,14 @@ def test_the_merging_kernel_compiles(rows: int, arch: int) -> None:
     assert "ld.global.cg.v4" in compiled.asm["ptx"]
 
 
-def compiled_kernel(tiling: LatentTiling, *, fp8: bool, heads: int, arch: int) -> Any:
+def compiled_kernel(tiling: LatentTiling, *, fp8: bool, heads: int, arch: int, lse: bool = False) -> Any:
     """The kernel as Triton compiles it."""
     from phalanx.kernels.attention import latent_decode
 
     constants = {
         "MEMBERS": heads, "RANK": 512, "ROPE": 64, "WIDTH": 512, "ROPE_WIDTH": 64, "HEADS": tiling.heads, "BLOCK_SIZE": 16,
         "TILE": tiling.tile, "STAGES": tiling.stages, "INDIRECT": not tiling.extra_splits,
-        "EARLY": fp8, "SM": arch, **({} if tiling.extra_splits else {"splits": None}),
+        "EARLY": fp8, "SM": arch, **({} if tiling.extra_splits else {"splits": None}), **({} if lse else {"lse": None}),
         **({"arrivals": None} if tiling.apart else {}),
     }  # fmt: skip
     kernel = latent_decode._latent_decode
@@ -199,7 +209,8 @@ def test_how_rows_and_heads_are_divided() -> None:
 @pytest.mark.gpu1
 @pytest.mark.parametrize("case", [
     Case([1, 33, 700, 2000], 16, 512, 64), Case([1, 33, 700, 2000], 128, 512, 64, fp8=True), Case([5] * 40 + [3000], 20, 512, 64),
-], ids=lambda case: f"{case.heads} heads")  # fmt: skip
+    Case([0, 1, 700, 9000], 128, 512, 64, lse=True), Case([0, 5] * 20 + [3000], 128, 512, 64, lse=True),
+], ids=lambda case: f"{case.heads} heads, {len(case.lengths)} rows{', lse' * case.lse}")  # fmt: skip
 def test_replayed_on_a_gpu_with_other_lengths(case: Case) -> None:
     """Captured once with lengths of 1, replayed with those of the case; each time the same bits."""
     from phalanx.kernels import reference
@@ -208,19 +219,21 @@ def test_replayed_on_a_gpu_with_other_lengths(case: Case) -> None:
     inputs = Inputs(*(None if each is None else each.cuda() for each in inputs_of(case)))  # type: ignore[arg-type]
     workspace, lengths = SplitKvWorkspace(torch.device("cuda")), torch.ones_like(inputs.lengths)
     replayed = inputs._replace(lengths=lengths)
-    latent_decode_attention(*replayed, scale=0.05, workspace=workspace)
+    lse, wanted_lse = (torch.zeros(inputs.query.shape[:2], device="cuda") if case.lse else None for _ in range(2))
+    latent_decode_attention(*replayed, scale=0.05, workspace=workspace, lse=lse)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = latent_decode_attention(*replayed, scale=0.05, workspace=workspace)
+        out = latent_decode_attention(*replayed, scale=0.05, workspace=workspace, lse=lse)
     lengths.copy_(inputs.lengths)
-    wanted, outputs = reference.latent_decode_attention(*inputs, scale=0.05), []
+    wanted, outputs = reference.latent_decode_attention(*inputs, scale=0.05, lse=wanted_lse), []
     for _ in range(20):
         graph.replay()
         outputs.append(out.clone())
     assert all(torch.equal(each, outputs[0]) for each in outputs)
     step = 2 * torch.finfo(case.dtype).eps
     torch.testing.assert_close(outputs[0], wanted, rtol=step, atol=step)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_the_merging_kernel_compiles(group: int, early: bool, arch: int) -> None
     assert tiling.merge_splits > 0
     constants = {
         "GROUP": group, "KV_HEADS": 4, "DIM": 128, "WIDTH": 128, "HEADS": 8 if group <= 8 else 16, "LANES": tiling.merge_heads,
-        "AT_ONCE": tiling.merge_splits, "BLOCK": True, "EARLY": early, "SM": arch,
+        "AT_ONCE": tiling.merge_splits, "BLOCK": True, "EARLY": early, "SM": arch, "lse": None,
     }  # fmt: skip
     kernel = split_reduce.split_merge
     kinds = {name: {**SIGNATURE, "items": "i32"}.get(name, "*bf16") for name in kernel.arg_names}

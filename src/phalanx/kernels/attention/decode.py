@@ -436,7 +436,7 @@ def _decode(
         DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, QUANTIZED and operand.dtype != tl.float32, SM,
     )  # fmt: skip
     split_reduce(
-        out, sinks, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total,
+        out, sinks, None, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total,
         tl.trans(transposed), own, value_scale, KV_HEADS * GROUP, DIM, LANES, AT_ONCE, BLOCK, SM,
     )  # fmt: skip
 

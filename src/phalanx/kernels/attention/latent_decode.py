@@ -98,7 +98,7 @@ def _latent_part(
     do_not_specialize_on_alignment=["tables", "table_rows", "lengths"],
 )
 def _latent_decode(
-    query, rotated, cache, tables, table_rows, lengths, splits, out, split_max, totals, outs, arrivals,
+    query, rotated, cache, tables, table_rows, lengths, splits, out, lse, split_max, totals, outs, arrivals,
     table_stride, row_stride, head_stride, rotated_row_stride, rotated_head_stride, score_scale,
     MEMBERS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, INDIRECT: tl.constexpr,
@@ -144,8 +144,8 @@ def _latent_decode(
         STAGES, SM,
     )  # fmt: skip
     split_reduce(
-        out, None, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total, mixed, own, 1.0,
-        MEMBERS, RANK, HEADS, 1, False, SM,
+        out, None, lse, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total, mixed, own,
+        1.0, MEMBERS, RANK, HEADS, 1, False, SM,
     )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def _both_in_fp16(query, rotated):
 def latent_decode_attention(
     query: Tensor, rotated: Tensor, cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor, *,
     scale: float, workspace: SplitKvWorkspace, tiling: LatentTiling, splits: Tensor | None = None, early_lengths: bool = False,
-    out: Tensor | None = None,
+    out: Tensor | None = None, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.latent_decode_attention`, for a contiguous cache; the last dims of `query` and `rotated`
     are contiguous. `workspace` is this stream's alone. splits: what `split_kv.plan` gives for these rows and this tiling;
@@ -180,7 +180,7 @@ def latent_decode_attention(
     merged_apart = splits if tiling.apart else None
     _latent_decode[(bands, rows if splits is None else len(splits))](
         query, rotated, cache.view(torch.uint8) if fp8 else cache, block_tables,
-        kv_lengths if table_rows is None else table_rows, kv_lengths, splits, out, split_max, totals, outs,
+        kv_lengths if table_rows is None else table_rows, kv_lengths, splits, out, lse, split_max, totals, outs,
         arrivals if merged_apart is None else None, block_tables.stride(0), *query.stride()[:2], *rotated.stride()[:2],
         scale * LOG2_E,
         MEMBERS=members, RANK=rank, ROPE=rope_dim, WIDTH=width, ROPE_WIDTH=max(16, triton.next_power_of_2(rope_dim)), HEADS=heads,
@@ -191,6 +191,6 @@ def latent_decode_attention(
         lanes, at_once, block = select_latent_merge(rows)
         merge_apart(
             merged_apart, out, None, split_max, totals, outs, kv_heads=1, heads=heads, width=width, lanes=lanes, at_once=at_once,
-            block=block, value_scale=1.0, early_lengths=early_lengths, sm=sm,
+            block=block, value_scale=1.0, early_lengths=early_lengths, sm=sm, lse=lse,
         )  # fmt: skip
     return out

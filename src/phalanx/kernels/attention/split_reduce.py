@@ -25,7 +25,7 @@ from phalanx.kernels.attention.split_kv import load_first_split, load_split
 from phalanx.kernels.vectors import nearest
 
 LOG2_E = 1.4426950408889634
-SINK_SCALE = tl.constexpr(LOG2_E)
+SCORE_SCALE = tl.constexpr(LOG2_E)
 
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and still finite: the difference of two is a number."""
@@ -33,17 +33,18 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def split_reduce(
-    out, sinks, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total, mixed, like,
+    out, sinks, lse, split_max, totals, outs, arrivals, row, item, first, count, first_head, members, top, total, mixed, like,
     value_scale, q_heads, DIM: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """The end of program (band of heads, split): (top [HEADS], total [HEADS], mixed [HEADS, WIDTH]) are the maximum, sum and
     output of split `item` of a row that has `count` splits, from split `first` on. A row's only split stores its output. Otherwise
     each leaves its results in the workspace, and the last to arrive merges them, or where arrivals is None `split_merge` does.
-    LANES: so many heads are merged; AT_ONCE, BLOCK: see `_merge_splits`; sinks: None, or a logit per head."""
+    LANES: so many heads are merged; AT_ONCE, BLOCK: see `_merge_splits`; sinks: None, or a logit per head. lse: None, or where the
+    log-sum-exp of each row's scores goes, [rows, q_heads] fp32: LOWEST of a row that has no token."""
     HEADS: tl.constexpr = mixed.shape[0]
     WIDTH: tl.constexpr = mixed.shape[1]
     if count == 1:
-        _store(out, sinks, row, first_head, members, top, total, mixed, like, value_scale, q_heads, DIM, SM)
+        _store(out, sinks, lse, row, first_head, members, top, total, mixed, like, value_scale, q_heads, DIM, SM)
     else:
         lane, dim = tl.arange(0, HEADS), tl.arange(0, WIDTH)
         group = tl.program_id(0) * tl.num_programs(1) + first
@@ -60,13 +61,13 @@ def split_reduce(
                     split_max, totals, outs, group, count, WIDTH, HEADS, LANES, AT_ONCE, BLOCK
                 )  # fmt: skip
                 _store(
-                    out, sinks, row, first_head, members, highest, merged_total, merged, like, value_scale, q_heads, DIM, SM
+                    out, sinks, lse, row, first_head, members, highest, merged_total, merged, like, value_scale, q_heads, DIM, SM
                 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["items"])
 def split_merge(
-    splits, out, sinks, split_max, totals, outs, items, value_scale,
+    splits, out, sinks, lse, split_max, totals, outs, items, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
     LANES: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
@@ -91,21 +92,22 @@ def split_merge(
             split_max + lane, totals + lane, outs + lane * WIDTH, band * items + first, count, WIDTH, HEADS, LANES, AT_ONCE, BLOCK
         )  # fmt: skip
         like = tl.zeros([1], out.dtype.element_ty)
-        _store(out, sinks, row, head, members, top, total, merged, like, value_scale, KV_HEADS * GROUP, DIM, SM)
+        _store(out, sinks, lse, row, head, members, top, total, merged, like, value_scale, KV_HEADS * GROUP, DIM, SM)
 
 
 def merge_apart(
     splits: Tensor, out: Tensor, sinks: Tensor | None, split_max: Tensor, totals: Tensor, outs: Tensor, *, kv_heads: int,
     heads: int, width: int, lanes: int, at_once: int, block: bool, value_scale: float, early_lengths: bool, sm: int,
+    lse: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch `split_merge` for the rows of out [R, q_heads, dim]. heads: of a program whose results these are; lanes: heads that a
     program merges; at_once, block: as AT_ONCE and BLOCK of `_merge_splits`; early_lengths: `splits` may be read while the kernel
-    before runs."""
+    before runs. lse: see `split_reduce`."""
     rows, q_heads, dim = out.shape
     group = q_heads // kv_heads
     programs = kv_heads * triton.cdiv(group, heads) * triton.cdiv(min(group, heads), lanes)
     split_merge[(programs, rows)](
-        splits, out, sinks, split_max, totals, outs, len(splits), value_scale, GROUP=group, KV_HEADS=kv_heads, DIM=dim,
+        splits, out, sinks, lse, split_max, totals, outs, len(splits), value_scale, GROUP=group, KV_HEADS=kv_heads, DIM=dim,
         WIDTH=width, HEADS=heads, LANES=lanes, AT_ONCE=at_once, BLOCK=block, EARLY=early_lengths, SM=sm, num_warps=4,
         launch_pdl=sm >= 90,
     )  # fmt: skip
@@ -180,17 +182,20 @@ def with_sinks(sinks, top, total, head, valid):
     """total [HEADS] of weights 2^(score - top), and those of the heads' sinks: logits that have no value. A sink so far above all
     scores that its weight is infinite leaves them none."""
     if sinks is not None:
-        total += tl.exp2(tl.load(sinks + head, valid, 0.0).to(tl.float32) * SINK_SCALE - top)
+        total += tl.exp2(tl.load(sinks + head, valid, 0.0).to(tl.float32) * SCORE_SCALE - top)
     return total
 
 
 @triton.jit
 def _store(
-    out, sinks, row, first_head, members, top, total, mixed, like, value_scale, q_heads, DIM: tl.constexpr, SM: tl.constexpr
+    out, sinks, lse, row, first_head, members, top, total, mixed, like, value_scale, q_heads, DIM: tl.constexpr, SM: tl.constexpr
 ):
     """mixed [lanes, WIDTH] / total [lanes] as the output of the `members` heads from first_head on. top [lanes]: their maximum."""
     each = tl.arange(0, mixed.shape[0])
     total = with_sinks(sinks, top, total, first_head + each, each < members)
+    if lse is not None:
+        log = (top + tl.log2(tl.where(total > 0, total, 1.0))) / SCORE_SCALE
+        tl.store(lse + row.to(tl.int64) * q_heads + first_head + each, tl.where(total > 0, log, LOWEST), each < members)
     lane, dim = tl.arange(0, mixed.shape[0])[:, None], tl.arange(0, mixed.shape[1])[None, :]
     place = (row.to(tl.int64) * q_heads + first_head + lane) * DIM + dim
     result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]

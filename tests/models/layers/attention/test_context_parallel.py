@@ -11,17 +11,37 @@ from torch import Tensor
 
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
+from phalanx.kernels import reference
 from phalanx.models.batch import Batch
 from phalanx.models.cache import LayerCache
+from phalanx.models.layers.attention import context_parallel, triton_latent
 from phalanx.models.layers.attention.context_parallel import ContextParallel
 from phalanx.models.layers.attention.plain import PlainBackend
 from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
+from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
 from tests.support.models_attention import latent_batch
 
 HEADS, NOPE, V, RANK, ROPE, BLOCK = 4, 6, 5, 12, 8, 4
-BACKENDS = {"sdpa": SdpaLatentBackend, "plain": lambda context: PlainBackend(latent=True, context=context)}
+BACKENDS = {
+    "sdpa": SdpaLatentBackend, "plain": lambda context: PlainBackend(latent=True, context=context),
+    "kernels": lambda context: TritonLatentBackend(CPU, own_prefill=True, most_tokens=64, context=context),
+    "decode kernel": lambda context: TritonLatentBackend(CPU, own_prefill=False, most_tokens=64, context=context),
+}  # fmt: skip
+CPU = torch.device("cpu")
 ROWS = [(0, 1), (7, 1), (30, 1), (0, 9), (2, 1), (11, 6), (0, 2)]
 """Some have fewer tokens than there are ranks."""
+
+
+@pytest.fixture(autouse=True)
+def _kernels_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(options: dict[str, Any]) -> dict[str, Any]:
+        kernels_alone = ("workspace", "splits", "early_lengths", "tiles", "least_rows")
+        return {name: value for name, value in options.items() if name not in kernels_alone}
+
+    for name in ("latent_decode_attention", "prefill_attention"):
+        plain = getattr(reference, name)
+        monkeypatch.setattr(triton_latent.kernels, name, lambda *inputs, plain=plain, **options: plain(*inputs, **without(options)))
+    monkeypatch.setattr(context_parallel, "GATHERED_BYTES", 3 * BLOCK * (RANK + ROPE) * 4)  # of three blocks
 
 
 def part(cache: LayerCache, context: ContextParallel) -> LayerCache:
@@ -50,6 +70,13 @@ def test_each_rank_gets_its_heads(size: int, backend: str) -> None:
     expected = SdpaLatentBackend().plan(batch).forward(query, cache, up=up, scale=0.2)
     assert not expected.isnan().any()
 
+    out = attended(size, backend, batch, cache, query, up)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def attended(size: int, backend: str, batch: Batch, cache: LayerCache, query: Tensor, up: Tensor) -> Tensor:
+    """What all ranks have for their heads."""
+
     def rank(group: Group) -> Tensor:
         context: Any = ContextParallel(group)
         own = slice(group.rank * HEADS // size, (group.rank + 1) * HEADS // size)
@@ -57,7 +84,26 @@ def test_each_rank_gets_its_heads(size: int, backend: str) -> None:
         out: Tensor = plan.forward(query[:, own], part(cache, context), up=up[own], scale=0.2)
         return out
 
-    torch.testing.assert_close(torch.cat(LocalWorld(size).run(rank), dim=1), expected, rtol=1e-4, atol=1e-4)
+    return torch.cat(LocalWorld(size).run(rank), dim=1)
+
+
+def test_a_fixed_batch_takes_each_token_as_a_row_of_this_rank() -> None:
+    """As a captured forward: absent rows and tokens have an output of 0, and lengths are computed from what the tensors hold."""
+    batch, cache, query, up = inputs()
+    expected = SdpaLatentBackend().plan(batch).forward(query, cache, up=up, scale=0.2)
+    tokens, rows = len(query), len(ROWS)
+    positions = [before + at for before, now in ROWS for at in range(now)]
+    zeros = torch.zeros(3, dtype=torch.int64)
+    starts = torch.tensor([*batch.query_starts_cpu, tokens, tokens], dtype=torch.int32)
+    assert batch.table_rows is not None
+    fixed = Batch(
+        zeros.new_zeros(tokens + 3), torch.tensor([*positions, 0, 0, 0]), torch.tensor([*range(tokens), -1, -1, -1]), starts,
+        torch.tensor([*batch.kv_lengths_cpu, 0, 0], dtype=torch.int32), batch.block_tables, zeros[:0], [0] * (rows + 3),
+        [1] * (rows + 2), table_rows=torch.cat([batch.table_rows, zeros[:2]]), fixed=True,
+    )  # fmt: skip
+    out = attended(2, "kernels", fixed, cache, torch.cat([query, query[:3]]), up)
+    torch.testing.assert_close(out[:tokens], expected, rtol=1e-4, atol=1e-4)
+    assert not out[tokens:].any()
 
 
 @pytest.mark.parametrize("size", [2, 4])

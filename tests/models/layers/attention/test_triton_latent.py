@@ -34,10 +34,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Each launch: its kind, and its rows, negative where lengths are read early."""
     calls: list[tuple[str, int]] = []
 
-    def decode(query: Tensor, *inputs: Any, workspace: Any, splits: Any, early_lengths: bool, scale: float) -> Tensor:
+    def decode(query: Tensor, *inputs: Any, workspace: Any, splits: Any, early_lengths: bool, **options: Any) -> Tensor:
         calls.append(("decode", -len(query) if early_lengths else len(query)))
         assert query.stride(-1) == 1
-        return reference.latent_decode_attention(query, *inputs, scale=scale)
+        return reference.latent_decode_attention(query, *inputs, **options)
 
     def prefill(query: Tensor, *inputs: Any, tiles: int, scale: float, least_rows: int) -> Tensor:
         rows = len(inputs[-1])

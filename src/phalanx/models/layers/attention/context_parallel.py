@@ -22,6 +22,10 @@ NO_TOKENS = -1e30
 number."""
 
 
+GATHERED_BYTES = 32 << 20
+"""Of latents that one message gathers, at most, beside what they are copied into: a context is gathered in several."""
+
+
 class ContextParallel:
     """The ranks over which tokens are divided. `all_heads`, `merge`, `gather` and `joined` are collective."""
 
@@ -73,5 +77,9 @@ class ContextParallel:
     def joined(self, local: Tensor) -> Tensor:
         """local [N, L, width]: this rank's part of N runs of L * size tokens -> [N, L * size, width], all of their tokens."""
         count, length, width = local.shape
-        parts = self._group.all_gather(local.unsqueeze(0), dim=0)
-        return parts.permute(1, 2, 0, 3).reshape(count, length * self.size, width)
+        out = local.new_empty(count, length, self.size, width)
+        step = max(GATHERED_BYTES // max(out[:1].nbytes, 1), 1)
+        for first in range(0, count, step):
+            parts = self._group.all_gather(local[first : first + step].unsqueeze(0), dim=0)
+            out[first : first + step] = parts.permute(1, 2, 0, 3)
+        return out.view(count, length * self.size, width)

@@ -72,13 +72,13 @@ def _latent_backend(device: torch.device, dtype: torch.dtype, latent: Latent, mo
     from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
 
     context = ContextParallel(dcp) if dcp.size > 1 else None
-    if context is not None or not kernels.supports_latent(device, dtype, latent):
+    if not kernels.supports_latent(device, dtype, latent):
         return SdpaLatentBackend(context)
     from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
 
     head_dim = latent.nope + latent.rope
     own_prefill = latent.v <= head_dim and kernels.supports_prefill(device, dtype, head_dim)
-    return TritonLatentBackend(device, own_prefill=own_prefill, most_tokens=most_tokens)
+    return TritonLatentBackend(device, own_prefill=own_prefill, most_tokens=most_tokens, context=context)
 
 
 def _fallback(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:

@@ -23,6 +23,7 @@ from phalanx.kernels.attention.heuristics import SplitKvWorkspace, count_prefill
 from phalanx.layout.graphs import max_absorbed_pairs
 from phalanx.models.batch import Batch, count_leading_decodes, without_rows
 from phalanx.models.cache import LayerCache
+from phalanx.models.layers.attention.context_parallel import ContextParallel
 from phalanx.models.layers.attention.sdpa_latent import (
     LatentPlan,
     SdpaLatentBackend,
@@ -45,8 +46,11 @@ class ExpandedPages:
     time is that of their launches, have few. A group's rows stand behind those of the group before, with pages of their own: heads
     of a launch are a constant of the kernel, and no step needs a variant of it that a start did not compile."""
 
-    def __init__(self, batch: Batch, first: int, block_size: int, query: Tensor, most_tokens: int) -> None:
-        """query: of one of the layers, which all have as many heads."""
+    def __init__(
+        self, batch: Batch, first: int, block_size: int, query: Tensor, most_tokens: int, context: ContextParallel | None = None
+    ) -> None:  # fmt: skip
+        """query: of one of the layers, which all have as many heads. context: where ranks divide the tokens of blocks."""
+        self._block_size, self._context = block_size, context
         heads, self._zero = query.shape[1], query.new_zeros(1)
         lengths = np.asarray(batch.kv_lengths_cpu[first:], dtype=np.int64)
         starts = np.asarray(batch.query_starts_cpu[first:], dtype=np.int64)
@@ -78,7 +82,7 @@ class ExpandedPages:
         """query [T, heads, nope + rope] of the rows, as LatentAttentionPlan -> out [T, heads, v]."""
         heads, rows, rank = up.shape
         head_dim, rotated = query.shape[2], cache["latent"].shape[3] - rank
-        nope, group, block_size = head_dim - rotated, self.group, cache["latent"].shape[1]
+        nope, group, block_size = head_dim - rotated, self.group, self._block_size
         width = rows - nope  # of values, which the kernel has as wide as keys
         latents = self._gathered(cache["latent"]).to(query.dtype)
         rotated_key = latents[:, None, rank:]
@@ -100,21 +104,26 @@ class ExpandedPages:
             out[self._own, some].view(-1, groups, group, width).copy_(of_groups.transpose(0, 1))
 
     def _gathered(self, cache: Tensor) -> Tensor:
-        """cache [blocks, block_size, 1, width] -> [pages * block_size, width]."""
+        """cache [blocks, a rank's tokens of a block, 1, width] -> [pages * block_size, width]."""
         stored = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache  # which torch gathers on every device
-        return stored.index_select(0, self._blocks).view(cache.dtype).flatten(0, 2)
+        pages = stored.index_select(0, self._blocks).squeeze(2)
+        pages = pages if self._context is None else self._context.joined(pages)
+        return pages.view(cache.dtype).flatten(0, 1)
 
 
 class TritonLatentBackend:
     """own_prefill: expanded rows run in our prefill kernel, else in torch's scaled_dot_product_attention. most_tokens: of a step;
-    as many tokens of all groups of heads as the largest step has of one are expanded together."""
+    as many tokens of all groups of heads as the largest step has of one are expanded together. context: where ranks divide the
+    tokens of the cache."""
 
     captures_prefill = True
 
-    def __init__(self, device: torch.device, *, own_prefill: bool, most_tokens: int) -> None:
+    def __init__(
+        self, device: torch.device, *, own_prefill: bool, most_tokens: int, context: ContextParallel | None = None
+    ) -> None:  # fmt: skip
         self.name = "triton latent" if own_prefill else "triton latent+sdpa"
-        self.most_tokens = most_tokens
-        self.own_prefill, self.prefill = own_prefill, SdpaLatentBackend()
+        self.most_tokens, self.context = most_tokens, context
+        self.own_prefill, self.prefill = own_prefill, SdpaLatentBackend(context)
         self.workspace = SplitKvWorkspace(device)
         self.layer_specs: set[kernels.LatentSpec] = set()  # of the layers that have run
 
@@ -129,7 +138,8 @@ class TritonLatentBackend:
 
     def max_prefill_pairs(self) -> float:
         """As GraphSupport."""
-        return min((max_absorbed_pairs(spec.heads, spec.width) for spec in self.layer_specs), default=math.inf)
+        ranks = 1 if self.context is None else self.context.size  # each has as many times more heads, and fewer tokens
+        return min((max_absorbed_pairs(spec.heads // ranks, spec.width) for spec in self.layer_specs), default=math.inf)
 
     def short_kv_limit(self, rows: int) -> int:
         """As GraphSupport: there is no other way for short rows."""
@@ -168,7 +178,8 @@ class TritonLatentPlan:
     rows all tokens are decode rows."""
 
     def __init__(self, backend: TritonLatentBackend, batch: Batch) -> None:
-        self._batch, self._backend, self.kv_slots = batch, backend, batch.kv_slots
+        self._batch, self._backend, context = batch, backend, backend.context
+        self.kv_slots = batch.kv_slots if context is None else context.kv_slots(batch.kv_slots)
         self._decodes = batch.decodes if batch.fixed else count_leading_decodes(batch.query_starts_cpu)
         self._prefills = len(batch.kv_lengths_cpu) - self._decodes
         # Lengths of a decode graph are copied to the device before it runs; those of tokens a kernel of the graph computes.
@@ -177,6 +188,8 @@ class TritonLatentPlan:
             self._decodes, self._prefills, self._rows = len(batch.token_ids), 0, DecodeRows.of_all_tokens(batch)
         else:
             self._rows = DecodeRows.leading(batch, self._decodes)
+        if context is not None:
+            self._rows, self._early = self._rows._replace(lengths=context.kv_lengths(self._rows.lengths)), False
         # As in `TritonPlan`: of a fixed batch, planned before the first kernel, and read early.
         planned = backend.layer_specs if batch.fixed and self._decodes else ()
         self._splits = {spec: self._plan_splits(spec) for spec in planned}
@@ -189,28 +202,38 @@ class TritonLatentPlan:
         nope = query.shape[2] - (cache["latent"].shape[3] - up.shape[2])
         out = query.new_empty(query.shape[0], query.shape[1], up.shape[1] - nope)
         if count:
-            spec = kernels.LatentSpec.of(query.shape[1], cache["latent"])
-            planned = spec in self._splits
-            if not planned:
-                self._splits[spec] = self._plan_splits(spec)
-            splits = self._splits[spec]
-            backend.layer_specs.add(spec)
-            # Not early where a kernel that still runs has planned the splits, or computed the lengths.
-            mixed = kernels.latent_decode_attention(
-                absorbed_query(query[:count], up, nope), query[:count, :, nope:], cache["latent"], *self._rows, scale=scale,
-                workspace=backend.workspace, splits=splits,
-                early_lengths=self._early if splits is None else batch.fixed and planned,
-            )  # fmt: skip
-            absorbed_output(mixed, up, nope, out[:count])
+            absorbed, rotated = absorbed_query(query[:count], up, nope), query[:count, :, nope:]
+            absorbed_output(self._decode(absorbed, rotated, cache["latent"], scale), up, nope, out[:count])
         if self._prefills and backend.own_prefill:
             if self._pages is None:
-                self._pages = ExpandedPages(batch, count, cache["latent"].shape[1], query, backend.most_tokens)
+                block_size = cache["latent"].shape[1] * (1 if backend.context is None else backend.context.size)
+                self._pages = ExpandedPages(batch, count, block_size, query, backend.most_tokens, backend.context)
             self._pages.attend(query, cache, up, scale, out)
         elif self._prefills:
             if self._prefill is None:
                 self._prefill = backend.prefill.plan(without_rows(batch, count) if count else batch)
             out[count:] = self._prefill.forward(query[count:], cache, up=up, scale=scale)
         return out
+
+    def _decode(self, absorbed: Tensor, rotated: Tensor, cache: Tensor, scale: float) -> Tensor:
+        """The decode rows of a layer: absorbed [R, heads, rank], rotated [R, heads, rope] -> [R, heads, rank]."""
+        context, lse, rank = self._backend.context, None, absorbed.shape[2]
+        if context is not None:
+            both = context.all_heads(torch.cat((absorbed, rotated), dim=-1))
+            absorbed, rotated = both[..., :rank], both[..., rank:]
+            lse = both.new_empty(both.shape[:2], dtype=torch.float32)
+        spec = kernels.LatentSpec.of(absorbed.shape[1], cache, lse=lse is not None)
+        planned = spec in self._splits
+        if not planned:
+            self._splits[spec] = self._plan_splits(spec)
+        splits = self._splits[spec]
+        self._backend.layer_specs.add(spec)
+        # Not early where a kernel that still runs has planned the splits, or computed the lengths.
+        mixed = kernels.latent_decode_attention(
+            absorbed, rotated, cache, *self._rows, scale=scale, workspace=self._backend.workspace, splits=splits,
+            early_lengths=self._early if splits is None else self._batch.fixed and planned, lse=lse,
+        )  # fmt: skip
+        return mixed if context is None or lse is None else context.merge(mixed, lse)
 
     def _plan_splits(self, spec: kernels.LatentSpec) -> Tensor | None:
         return kernels.plan_latent_splits(self._rows.lengths, self._rows.table_rows, spec, self._backend.workspace)
