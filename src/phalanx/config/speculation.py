@@ -179,16 +179,21 @@ class SpeculativeConfig(BaseModel):
         """Synthetic rates by place; None: tokens decide."""
         if self.synthetic_acceptance_length is None:
             return self.synthetic_acceptance_rates
-        low, high = 0.0, 1.0
-        for _ in range(60):  # 1 + r + r^2 + ... grows with r
-            rate = (low + high) / 2
-            short = sum(rate**place for place in range(self.num_speculative_tokens + 1)) < self.synthetic_acceptance_length
-            low, high = (rate, high) if short else (low, rate)
-        return [low] * self.num_speculative_tokens
+        return equal_rates(self.synthetic_acceptance_length, self.num_speculative_tokens)
 
     def canonical(self) -> str:
         """JSON of what was given: equal configurations have equal texts."""
         return json.dumps(self.model_dump(exclude_unset=True), sort_keys=True)
+
+
+def equal_rates(length: float, drafts: int) -> list[float]:
+    """How often a draft is accepted if those before it are, the same at each place, for rows of `length` tokens on average."""
+    low, high = 0.0, 1.0
+    for _ in range(60):  # 1 + r + r^2 + ... grows with r
+        rate = (low + high) / 2
+        short = sum(rate**place for place in range(drafts + 1)) < length
+        low, high = (rate, high) if short else (low, rate)
+    return [low] * drafts
 
 
 _EXAMPLE = """for example --speculative_config '{"method": "ngram", "num_speculative_tokens": 4}'"""

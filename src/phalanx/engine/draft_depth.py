@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from phalanx.config.home import cache_folder
 from phalanx.config.locate import checkpoint_digest, locate
@@ -38,12 +39,22 @@ GAIN = 1.02
 """Drafts must promise so much more, since the estimates have errors."""
 
 
+class DecodeTimes(Protocol):
+    """What is known of the time of decode steps: `StepTimes` has measured it."""
+
+    def decode_seconds(self, tokens: int, drafts: int = 0) -> float:
+        """Of a step of so many tokens, that proposes so many drafts for each row."""
+
+    def knows_decodes(self, tokens: int) -> bool:
+        """Whether that of a step of so many tokens, that proposes none, is known."""
+
+
 class DraftDepth:
     """Of one engine, whose steps `times` knows. table: [from, to, drafts] by the rows of a step, instead of what is measured; None:
     measure. watch: is told of each row, too."""
 
     def __init__(
-        self, times: StepTimes, max_drafts: int, table: Sequence[tuple[int, int, int]] | None = None,
+        self, times: DecodeTimes, max_drafts: int, table: Sequence[tuple[int, int, int]] | None = None,
         watch: AcceptanceWatch | None = None,
     ) -> None:  # fmt: skip
         self._times, self.max_drafts, self._table, self._watch = times, max_drafts, table, watch

@@ -13,6 +13,7 @@ from phalanx.engine.limits import COPIED_BYTES, SchedulerOptions, depth_of
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.layout import Layout
 from phalanx.layout.cache import default_snapshots, group_windows, kv_dtype, request_bytes
+from phalanx.layout.draft import network_caches
 from phalanx.layout.families import model_cache
 from phalanx.layout.memory import tokens_kept
 from phalanx.planner import footprint, search, simulate
@@ -21,6 +22,7 @@ from phalanx.planner.coefficients import document as document_of_coefficients
 from phalanx.planner.cost import Costs, MachineModel
 from phalanx.planner.search import PlanRequest, Rejected
 from phalanx.planner.simulate import NO_FRONTEND, Frontend, Served, SimulationResult
+from phalanx.planner.speculation import Speculation
 
 MOST_REPLICAS = 1000
 
@@ -41,12 +43,13 @@ class Bounds:
 @dataclass(frozen=True)
 class ReplicaSpec:
     """What one replica is: its costs, the limits of its scheduler, and what lies before it. block_seconds: of a KV block's copy
-    from host memory."""
+    from host memory. speculation: its drafts, if it has any."""
 
     costs: Costs
     options: SchedulerOptions
     frontend: Frontend = NO_FRONTEND
     block_seconds: float = 0.0
+    speculation: Speculation | None = None
 
     @property
     def kv_tokens(self) -> int:
@@ -82,13 +85,15 @@ class ReplicaSpec:
             depth=depth_of(layout.pp, returns_tokens=fits.costs.returns_tokens),
             pipeline_stages=layout.pp,
             returns_tokens=fits.costs.returns_tokens,
-            windows=group_windows(caches),
+            max_drafts=0 if request.speculation is None else request.speculation.drafts,
+            drafts_keep_kv=request.draft is not None,
+            windows=group_windows([*caches, *([] if request.draft is None else network_caches(request.draft, request.dtype))]),
             prefix_caching=prefix_caching,
             state_snapshots=default_snapshots(fits.slots) if prefix_caching and request_bytes(caches) else 0,
             host_blocks=host,
             copied_blocks=max(1, COPIED_BYTES // max(fits.rank.block, 1)),
         )
-        return cls(fits.costs, options, frontend, fits.rank.block / machine.gpu.pcie_bandwidth)
+        return cls(fits.costs, options, frontend, fits.rank.block / machine.gpu.pcie_bandwidth, request.speculation)
 
     @property
     def layout(self) -> Layout:
@@ -99,7 +104,10 @@ class ReplicaSpec:
         options = self.options
         if not any(arrival.content for arrival in arrivals[:100]):
             options = SchedulerOptions(**{**vars(options), "prefix_caching": False})
-        return simulate.run(self.costs, options, arrivals, replicas, concurrency, self.frontend, block_seconds=self.block_seconds)
+        return simulate.run(
+            self.costs, options, arrivals, replicas, concurrency, self.frontend, block_seconds=self.block_seconds,
+            speculation=self.speculation,
+        )  # fmt: skip
 
 
 def frontend_of(machine: MachineModel, path_ms: float | None = None, event_us: float | None = None) -> tuple[Frontend, str]:
@@ -208,10 +216,8 @@ def document(
         "goodput_requests_per_second": good / seconds,
         "within_slo": good / len(result.served) if result.served else 1.0,
         "prefix_hit_rate": result.hits / result.queries if result.queries else 0.0,
-        "prefix_hits": result.hits,
-        "prefix_hits_on_host": result.host_hits,
         "prompt_tokens": sum(each.input_len for each in done),
-        "preemptions": result.preemptions,
+        **result.counts,
         "busy": result.busy / (seconds * replicas),
         "simulated_tokens": result.computed + result.hits,
         "cpu_s": result.cpu,
@@ -249,6 +255,11 @@ def text(report: dict[str, Any]) -> str:
         f"{report['busy']:.0%}, prefix cache {report['prefix_hit_rate']:.1%} of prompt tokens{host}, "
         f"{report['preemptions']} preempted"
     )
+    if report["draft_tokens"]:
+        lines.append(
+            f"speculation: {report['accepted_tokens']:,} of {report['draft_tokens']:,} drafts accepted, "
+            f"{report['accepted_tokens'] / max(report['draft_tokens'], 1):.0%}"
+        )
     if request["slo_ttft_ms"] is not None or request["slo_tpot_ms"] is not None:
         lines.append(
             f"goodput {report['goodput_requests_per_second']:.2f} requests/s: {report['within_slo']:.1%} within the objective"

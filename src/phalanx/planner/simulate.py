@@ -5,6 +5,8 @@ A step is submitted as soon as the scheduler gives it, up to its depth, and pass
 step at a time; its tokens are known when the last stage has ended. So a request that comes while steps are in flight waits as it
 would. What lies between a client and the engine is a `Frontend`: without one, times are the engine's own.
 
+With speculative decoding rows verify drafts, as many as the engine would, and yield what is accepted of them at stated rates.
+
 Where the scheduler's options say that the last stage returns tokens to the first, a step that takes some begins no earlier than the
 first stage has them.
 """
@@ -19,14 +21,16 @@ from dataclasses import dataclass, field, replace
 
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.dp_scheduler import DpScheduler
-from phalanx.engine.messages import AddRequest, NextTokens, RowOutput, Step, StepResult, StepRow
+from phalanx.engine.messages import AddRequest, NextTokens, RowOutput, RowResult, Step, StepBatch, StepResult, StepRow
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import EngineError, PhalanxError, RequestError
 from phalanx.layout.attention_calls import padded
+from phalanx.layout.graphs import max_decode_rows
 from phalanx.planner.arrivals import Arrival
 from phalanx.planner.burst import computed_rows, computed_tokens
 from phalanx.planner.cost import Costs, Work
 from phalanx.planner.power import PowerCredit
+from phalanx.planner.speculation import SimulatedDrafts, Speculation
 
 AnyScheduler = Scheduler | DpScheduler
 _TOKEN: RowOutput = 1  # what every row yields: nothing but its length ends a request here
@@ -75,8 +79,8 @@ class Served:
 @dataclass
 class SimulatedReplica:
     """One replica in simulated time: its scheduler, and when each stage is free. block_seconds: of a KV block's copy from host
-    memory, for which its step waits. sent: when the last event was. ends: when the latest steps leave the last stage, as many as
-    there are stages, the oldest first."""
+    memory, for which its step waits. drafts: None without speculative decoding. sent: when the last event was. ends: when the
+    latest steps leave the last stage, as many as there are stages, the oldest first."""
 
     scheduler: AnyScheduler
     costs: Costs
@@ -88,6 +92,7 @@ class SimulatedReplica:
     observe: Callable[[Work], None] | None = None
     power: PowerCredit = field(default_factory=PowerCredit)
     block_seconds: float = 0.0
+    drafts: SimulatedDrafts | None = None
     sent: float = 0.0
     open: int = 0
     busy: float = 0.0
@@ -97,6 +102,8 @@ class SimulatedReplica:
     def __post_init__(self) -> None:
         self.free = [0.0] * self.costs.layout.pp
         self.ends = deque([0.0] * len(self.free), len(self.free))
+        if self.drafts is not None:
+            self.scheduler.choose_drafts, self.scheduler.verified = self.drafts.depth.choose, self.drafts.depth.verified
 
     def submit(self, now: float) -> None:
         """Every step that the scheduler gives now."""
@@ -123,7 +130,9 @@ class SimulatedReplica:
     def finish_step(self) -> float:
         """The oldest step in flight has ended; when."""
         step, end = self.flying.popleft()
-        results = [[_TOKEN] * len(batch.rows) for batch in step.batches]
+        results: list[list[RowOutput]] = [
+            [self._verified(row) if row.drafts else _TOKEN for row in batch.rows] for batch in step.batches
+        ]
         served, scheduler, event = self.served, self.scheduler, self.frontend.event
         arrived = max(self.sent, end + self.frontend.path)
         for update in scheduler.process_result(StepResult(step.number, results)):
@@ -138,6 +147,10 @@ class SimulatedReplica:
         self.sent = arrived
         return end
 
+    def _verified(self, row: StepRow) -> RowOutput:
+        assert self.drafts is not None
+        return RowResult([1] * (1 + self.drafts.accepted(row.drafts)), drafted=row.drafts)
+
     def _note_admitted(self, now: float) -> None:
         running = {request.id for request in self.scheduler.running}
         for name in self.waiting_first & running:
@@ -148,34 +161,43 @@ class SimulatedReplica:
         if not any(batch.rows for batch in step.batches):
             return (0.0,) * len(self.free)
         if not self.costs.machine.replays_graphs and len(step.batches) == 1:
-            return self._on_cpu(step.batches[0].rows)
+            return self._on_cpu(step.batches[0])
         parts = [_work_of(batch.rows) for batch in step.batches]
         self.tokens += sum(part[0] for part in parts)
         # All dp indices take as long as the fullest: the costs are of a step in which each has as much as that.
         tokens, samples, kv, pairs, longest = parts[0] if len(parts) == 1 else map(max, zip(*parts, strict=True))
         indices = len(parts)
         if not pairs:
-            rows = computed_rows(self.costs, tokens, self.scheduler.options.max_rows) * indices
-            stages = self._seconds(Work(rows, samples * indices, kv * indices, longest=longest))
+            options = self.scheduler.options
+            rows = computed_rows(self.costs, tokens, max_decode_rows(options.max_rows, options.max_drafts)) * indices
+            stages = self._seconds(Work(rows, samples * indices, kv * indices, longest=longest), step.batches)
             self.power.rest(max(stages))
             return stages
         tokens, eager = computed_tokens(self.costs, tokens, pairs)
         work = Work(_by_8(tokens) * indices, samples * indices, kv * indices, pairs * indices, eager, longest)
-        stages, free = self._seconds(work), self.costs.without_power_limit
+        stages, free = self._seconds(work, step.batches), self.costs.without_power_limit
         return stages if free is None else self.power.spend(stages, free.step_seconds(work))
 
-    def _on_cpu(self, rows: Sequence[StepRow]) -> tuple[float, ...]:
+    def _on_cpu(self, batch: StepBatch) -> tuple[float, ...]:
         """Nothing is padded but the calls of attention."""
+        rows = batch.rows
         tokens = sum(row.count for row in rows)
         self.tokens += tokens
-        attention = padded(((row.count, row.start) for row in rows), self.scheduler.options.block_size)
-        samples = sum(row.samples for row in rows)
-        return self._seconds(Work(tokens, samples, attention.keys, attention.pairs, eager=True, calls=attention.calls))
+        each = (one for row in rows for one in ([(1, row.start)] * row.count if row.drafts else [(row.count, row.start)]))
+        attention = padded(each, self.scheduler.options.block_size)
+        samples = sum(row.count if row.drafts else row.samples for row in rows)
+        work = Work(tokens, samples, attention.keys, attention.pairs, eager=True, calls=attention.calls)
+        return self._seconds(work, [batch])
 
-    def _seconds(self, work: Work) -> tuple[float, ...]:
+    def _seconds(self, work: Work, batches: Sequence[StepBatch]) -> tuple[float, ...]:
         if self.observe is not None:
             self.observe(work)
-        return self.costs.step_seconds(work)
+        stages = self.costs.step_seconds(work)
+        if self.drafts is None:
+            return stages
+        sampling = max(([row for row in batch.rows if row.samples] for batch in batches), key=len)
+        proposed = max(batch.propose for batch in batches)
+        return *stages[:-1], stages[-1] + self.drafts.step_seconds(work, len(sampling), sum(r.start for r in sampling), proposed)
 
 
 def _work_of(rows: Sequence[StepRow]) -> tuple[int, int, int, float, int]:
@@ -185,12 +207,12 @@ def _work_of(rows: Sequence[StepRow]) -> tuple[int, int, int, float, int]:
     for row in rows:
         count = row.count
         tokens += count
-        if count == 1:
+        if count == 1 or row.drafts:  # each token attends as a row of its own
             start = row.start
-            kv += start
+            kv += count * start
             if start > longest:
                 longest = start
-            samples += 1
+            samples += count
         else:
             pairs += count * (row.start + count / 2)
             samples += row.samples
@@ -218,6 +240,19 @@ class SimulationResult:
     busy: float
     replicas: int
     host_hits: int = 0
+    drafts: int = 0
+    accepted: int = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of the report."""
+        return {
+            "prefix_hits": self.hits,
+            "prefix_hits_on_host": self.host_hits,
+            "preemptions": self.preemptions,
+            "draft_tokens": self.drafts,
+            "accepted_tokens": self.accepted,
+        }
 
     @property
     def tokens_per_core_second(self) -> float:
@@ -228,11 +263,11 @@ class SimulationResult:
 def run(
     costs: Costs, options: SchedulerOptions, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None,
     frontend: Frontend = NO_FRONTEND, *, scheduler_of: Callable[[SchedulerOptions, int], AnyScheduler] | None = None,
-    observe: Callable[[Work], None] | None = None, block_seconds: float = 0.0,
+    observe: Callable[[Work], None] | None = None, block_seconds: float = 0.0, speculation: Speculation | None = None,
 ) -> SimulationResult:  # fmt: skip
     """Serve the arrivals. concurrency: a closed loop of so many requests, at whatever times they were to come. frontend: of each
     replica. scheduler_of: that of so many dp indices with these limits together; None: the engine's. observe: called at each step.
-    block_seconds: as of SimulatedReplica.
+    block_seconds: as of SimulatedReplica. speculation: the drafts of options.max_drafts.
 
     A request goes to the replica with the fewest open ones. Raises EngineError where the scheduler stands still.
     """
@@ -241,9 +276,15 @@ def run(
     make = scheduler_of or engine_scheduler
     simulated = [
         SimulatedReplica(
-            make(options, costs.layout.dp), costs, served, frontend=frontend, observe=observe, block_seconds=block_seconds
+            make(options, costs.layout.dp),
+            costs,
+            served,
+            frontend=frontend,
+            observe=observe,
+            block_seconds=block_seconds,
+            drafts=None if speculation is None else SimulatedDrafts(costs, speculation, options.max_rows, seed),
         )
-        for _ in range(replicas)
+        for seed in range(replicas)
     ]
     if concurrency is not None:
         end = _closed_loop(simulated, arrivals, served, concurrency)
@@ -262,6 +303,8 @@ def run(
         sum(e.busy for e in simulated),
         replicas,
         sum(s.host_hits for s in stats),
+        sum(s.draft_tokens for s in stats),
+        sum(sum(s.accepted_tokens) for s in stats),
     )
 
 

@@ -55,7 +55,7 @@ AcceptanceLength = Annotated[
     typer.Option(
         "--acceptance_length",
         help="With --speculative_config: tokens of a row and step, on average, the sampled one among them. The report has the "
-        "gain then.",
+        "gain then. Not where the configuration has synthetic acceptance.",
     ),
 ]
 Json = Annotated[
@@ -240,12 +240,19 @@ def request_of(
     speculation = None if speculative_config is None else SpeculativeConfig.of(speculative_config)
     if speculation is None and acceptance_length is not None:
         raise OptionError("acceptance_length has no effect without speculative_config", next="give both, or none")
+    if speculation is not None and speculation.acceptance is not None and acceptance_length is not None:
+        raise OptionError("acceptance_length is stated twice", held="speculative_config has synthetic acceptance", next="give one")
     draft = None if speculation is None else network_for(speculation, shape, shape_of=shape_for)
     if speculation is not None and speculation.model is not None:
         speculation = speculation.model_copy(update={"model": checkpoint_of(speculation.model)})
     stated = None
-    if speculation is not None and acceptance_length is not None:
-        stated = gains.Speculation(speculation.num_speculative_tokens, draft, acceptance_length)
+    if speculation is not None:
+        table = speculation.num_speculative_tokens_per_batch_size
+        entries = None if table is None else tuple(table)
+        if acceptance_length is not None:
+            stated = gains.Speculation(speculation.num_speculative_tokens, draft, acceptance_length, table=entries)
+        elif speculation.acceptance is not None:
+            stated = gains.Speculation.of_rates(speculation.acceptance, draft, entries)
     return PlanRequest(
         concrete_dtype(dtype, shape, device), concrete_kv_cache_dtype(kv_cache_dtype, shape), isl, osl, concurrency,
         goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
@@ -287,6 +294,8 @@ def simulate(
     max_seq_len: SeqLen = None,
     prefix_caching: Prefixes = True,
     kv_host_memory: HostBytes = 0,
+    speculative_config: Speculation = None,
+    acceptance_length: AcceptanceLength = None,
     path_ms: PathMs = None,
     event_us: EventUs = None,
     seed: int = 0,
@@ -316,7 +325,13 @@ def simulate(
         shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
         slo_tpot=slo_tpot, max_batch_size=256 if max_batch_size is None else max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=min(longest, shape.max_positions) if max_seq_len is None else max_seq_len, kv_host_memory=kv_host_memory,
+        speculative_config=speculative_config, acceptance_length=acceptance_length,
     )  # fmt: skip
+    if request.speculative_config is not None and request.speculation is None:
+        raise OptionError(
+            "a simulation with speculative_config must know how many drafts are accepted",
+            next="give acceptance_length: 1 + accepted / drafts of a server's /metrics",
+        )  # fmt: skip
     frontend, frontend_source = scenario.frontend_of(machine, path_ms, event_us)
     replica = scenario.ReplicaSpec.of(
         shape, machine, request, Layout(pp_size, ep_size, tp_size), prefix_caching=prefix_caching, frontend=frontend,
