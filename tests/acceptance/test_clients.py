@@ -22,7 +22,7 @@ RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
 FILES = sorted(RECORDINGS.glob("*.jsonl"))
 CLIENTS = {
     "openai", "litellm", "openai_agents", "pydantic_ai", "instructor", "langchain_openai", "lm_eval", "guidellm", "aiperf",
-    "inference_perf",
+    "inference_perf", "open_webui", "litellm_proxy", "sglang_router",
 }  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def http():
     """As `make clients` serves: clients send token ids of the demo model's tokenizer."""
     tokenizer = Tokenizer.load(DEMO)
     tokenizer.set_chat_template(TEMPLATE.read_text(encoding="utf-8"), origin=str(TEMPLATE))
-    engine = Scripted("Hello there.", tokenizer=tokenizer)
+    engine = Scripted("Hello there.", tokenizer=tokenizer, max_seq_len=32_768)  # Open WebUI brings 36 tools along
     with live(engine, tokenizer=tokenizer) as server, server.client() as http:
         yield http
 

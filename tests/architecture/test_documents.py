@@ -172,7 +172,21 @@ def test_every_flag_in_prose_exists():
     """`--flag` in a page is an option of some verb, of a script that the line runs, or of a tool that it names."""
     parameters = [parameter for verb in (command_line(), *_verbs(command_line())) for parameter in verb.params]
     known = {_underscored(option) for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
-    tools = ("torchrun", "docker", "kubectl", "--ipc", "--max-restarts", "nvlink --status", "ray start", "grep -", "sglang")
+    tools = (
+        "torchrun",
+        "docker",
+        "kubectl",
+        "--ipc",
+        "--max-restarts",
+        "nvlink --status",
+        "ray start",
+        "grep -",
+        "sglang",
+        "smg launch",
+        "litellm --",
+        "open-webui serve",
+        "vllm serve",
+    )
     for page in PAGES:
         text = re.sub(r"^```text\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)  # has what is refused, too
         for line in text.splitlines():

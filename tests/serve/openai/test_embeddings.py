@@ -132,9 +132,12 @@ def test_documents_are_ordered_by_cosines(served, reference):
     body = {"model": MODEL, "query": query, "documents": [*documents[:-1], {"text": documents[-1]}, query], "top_n": 3}
     with running.http() as http:
         answer = http.post("/v1/rerank", json=body)
+        others = [http.post(path, json=body) for path in ("/rerank", "/v2/rerank")]  # as LiteLLM and Cohere's client ask
         returned = http.post("/v1/rerank", json={**body, "return_documents": True}).json()["results"]
     assert all(one["document"] == {"text": [*documents, query][one["index"]]} for one in returned)
     assert all(one.keys() == {"index", "relevance_score"} for one in answer.json()["results"])
+    for other in others:
+        assert [one["index"] for one in other.json()["results"]] == [one["index"] for one in answer.json()["results"]]
     result = RerankResponse.model_validate(answer.json())
     vectors = [unit(reference(pooling, text)) for text in TEXTS]
     scores = [float(vector @ vectors[0]) for vector in vectors[1:]] + [1.0]

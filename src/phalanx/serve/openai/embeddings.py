@@ -38,6 +38,8 @@ async def create_embeddings(http_request: Request) -> Response:
     return await respond(http_request, EMBEDDINGS, EmbeddingsHandler)
 
 
+@router.post("/rerank", include_in_schema=False)  # vLLM's, by which LiteLLM asks
+@router.post("/v2/rerank", include_in_schema=False)  # Cohere's
 @router.post(RERANK.path, responses=responses_of(RerankResponse), openapi_extra=request_body(RerankRequest))
 async def rerank(http_request: Request) -> Response:
     """Order documents by how near their vectors are to that of a query."""

@@ -71,6 +71,7 @@ _IDS: dict[str, Row] = {
     "prompt_cache_options": _accepted("a hint; cached prompts leave by least recent use", {"mode": "implicit"}),
     "service_tier": _accepted("there is one tier, 'default'", "flex"),
     "request_id": _accepted("an id", "r-1"),
+    "rid": _accepted("an id", "r-1"),
     "priority": _accepted("a hint; requests start in order of arrival", 3),
 }
 """Fields that all endpoints accept."""
@@ -108,6 +109,11 @@ _EXTENSIONS: dict[str, Row] = {
     "cache_salt": _honoured("a text: cached prompts are shared only between requests with the same salt"),
     "kv_transfer_params": _refused("KV blocks are not transferred between servers", {"a": 1}),
     "vllm_xargs": _refused("they are arguments of another engine", {"a": 1}, {}),
+    # SGLang's router adds these to every request, with the values that change nothing.
+    "no_stop_trim": _refused("a stop text is cut off; `include_stop_str_in_output` keeps it", True, False),
+    "separate_reasoning": _refused("reasoning is always apart from the answer", False, True),
+    "stream_reasoning": _refused("reasoning is streamed as it comes", False, True),
+    "return_hidden_states": _refused("answers are texts", True, False),
 }
 """Fields beyond OpenAI's, with the names that other servers use."""
 
