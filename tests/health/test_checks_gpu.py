@@ -245,6 +245,10 @@ def test_memory_budget_of_a_long_sequence():
     finding = only("memory_budget", subject("llama-3.1-405b", nvml=small, tensor_parallel_size=4, dtype="fp8", max_seq_len=131072))
     assert finding.level == "warning", finding.summary
     assert "--max_seq_len" in finding.commands[0]
+    options = {"tensor_parallel_size": 8, "dtype": "fp8", "max_seq_len": 163_840}
+    finding = only("memory_budget", subject("deepseek-v3", nvml=machine(8, memory=105 * 10**9), **options))
+    assert finding.level == "warning", finding.summary
+    assert finding.commands[0] == "phalanx serve deepseek-v3 --tp_size 8 --decode_context_parallel_size 8"
 
 
 def test_memory_budget_on_cpu():

@@ -10,6 +10,7 @@ from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.health import memory
 from phalanx.layout import Layout
+from phalanx.layout.families.registry import known
 from phalanx.layout.weights import weight_bytes
 
 
@@ -34,6 +35,23 @@ def test_copies_of_experts_count_and_can_be_left_out() -> None:
     without = memory.budget(options.model_copy(update={"redundant_experts": 0}), shape, on_gpu=True)
     entries = [entry for entry in memory.remedies(options, shape, without.least, 2) if entry.options == {"redundant_experts": 0}]
     assert [(entry.fits, entry.freed) for entry in entries] == [(True, need.least - without.least)]
+
+
+def test_ranks_may_divide_latents_where_a_request_is_too_long() -> None:
+    """DeepSeek-V3 in FP8 at tp 8: a request of 163,840 tokens does not fit beside the weights in 105 GB, an eighth of one does."""
+    shape = ModelShape.from_config(known("deepseek-v3"))
+    options = EngineOptions(model="m", tensor_parallel_size=8, dtype="fp8", max_seq_len=163_840)
+    need, free = memory.budget(options, shape, 105 * 10**9, on_gpu=True), 105 * 10**9
+    assert memory.sequence_remedy(options, shape, need) is not None
+    remedy = memory.divided_remedy(options, shape, free)
+    assert remedy is not None
+    assert remedy.flags == "--decode_context_parallel_size 8"
+    divided = memory.budget(options.model_copy(update=remedy.options), shape, free, on_gpu=True)
+    assert memory.sequence_remedy(options.model_copy(update=remedy.options), shape, divided) is None
+    assert divided.rank.kv_tokens > 7 * need.rank.kv_tokens
+    assert memory.divided_remedy(options.model_copy(update=remedy.options), shape, free) is None
+    llama = ModelShape.from_config(shapes.SHAPES["mixtral-8x7b"])
+    assert memory.divided_remedy(EngineOptions(model="m", tensor_parallel_size=8), llama, free) is None
 
 
 def test_each_dp_index_on_cpu_has_cache_for_its_own_requests() -> None:

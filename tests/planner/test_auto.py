@@ -64,7 +64,15 @@ def test_where_nothing_fits_nothing_is_started():
 
 @pytest.mark.parametrize(
     "name",
-    ["tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "moe_expert_parallel_size", "replicas", "nnodes"],
+    [
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "expert_parallel_size",
+        "moe_expert_parallel_size",
+        "decode_context_parallel_size",
+        "replicas",
+        "nnodes",
+    ],
 )
 def test_a_layout_beside_it_is_a_contradiction(name):
     with pytest.raises(OptionError, match=f"beside a layout; {name}=2; .*either the planner or the user"):

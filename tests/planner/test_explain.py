@@ -22,6 +22,18 @@ def planned(model="llama-3-70b", gpu="H100", nodes=2, **options):
     return model, shape, machine, request, search.search(shape, machine, request)
 
 
+def test_ranks_that_divide_latents_are_in_the_command_and_the_simulation():
+    name, shape, machine, request, result = planned(
+        "deepseek-v3", "H200", 1, isl=65536, osl=1024, concurrency=64, tp_size=8, kv_cache_dtype="model", slo_ttft=1e3
+    )
+    text = explain.text(name, shape, machine, request, result)
+    assert result.plans[0].layout.dcp == 8
+    assert "--tp_size 8 --pp_size 1 --dcp_size 8" in text
+    assert "--tp_size 8 --dcp_size 8" in next(line for line in text.splitlines() if line.startswith("to simulate"))
+    assert "decode_context_parallel_size: 8" in text
+    assert "tp 8 pp 1 dcp 8" in text
+
+
 @pytest.mark.parametrize("model", ["llama-3-70b", "mixtral-8x22b"])
 def test_command_and_yaml_are_the_plans_options(model, tmp_path):
     name, shape, machine, request, result = planned(model)
@@ -38,6 +50,7 @@ def test_command_and_yaml_are_the_plans_options(model, tmp_path):
         layout = plan.layout
         assert (by_file.tensor_parallel_size, by_file.pipeline_parallel_size) == (layout.tp, layout.pp)
         assert (by_file.expert_parallel_size, by_file.moe_expert_parallel_size) == (layout.dp, layout.moe_ep)
+        assert by_file.decode_context_parallel_size == layout.dcp
         assert by_file.world_size == layout.world
         assert by_file.nnodes == -(-layout.world // machine.gpus_per_node)
         assert (by_file.dtype, by_file.kv_cache_dtype) == ("fp8", "fp8")

@@ -113,6 +113,20 @@ def test_weights_and_caches_are_those_that_were_recorded(model):
         assert [max(weight_bytes(shape, dtype, LAYOUTS[name])), rank.block, rank.kv_tokens] == recorded, case
 
 
+@pytest.mark.parametrize("layout", [Layout(tp=8, dcp=8), Layout(tp=4, dcp=2, pp=2)])
+def test_ranks_that_divide_latents_hold_as_many_times_the_tokens(layout):
+    """What a rank of the engine allocates of the same budget is what the planner says."""
+    shape, total = ModelShape.from_config(known("deepseek-v3")), 8 * 141 * 10**9
+    sizes = footprint.Sizes("fp8", "bf16", slots=256, max_num_tokens=8192, block_size=16 * layout.dcp)
+    rank = footprint.rank_memory(shape, layout, total, sizes)
+    stages = stage_caches(shape, "bf16", "fp8", layout)
+    assert rank.blocks == min(blocks_in(rank.budget, each, 16 * layout.dcp, states=0, usable=0, what="") for each in stages)
+    assert rank.kv_tokens == rank.blocks * 16 * layout.dcp
+    undivided = footprint.rank_memory(shape, replace(layout, dcp=1), total, replace(sizes, block_size=16))
+    assert rank.block == undivided.block
+    assert 0.99 * layout.dcp * undivided.kv_tokens < rank.kv_tokens <= layout.dcp * undivided.kv_tokens
+
+
 LONG = 131_072
 
 

@@ -55,6 +55,14 @@ def test_replicas_of_a_host_share_its_memory():
     assert "(0.0% in host memory)" in scenario.text(report)
 
 
+def test_ranks_that_divide_latents_hold_more_in_a_simulation():
+    machine, shape = subject.machine_for("H200")[0], subject.shape_for("deepseek-v3")
+    request = PlanRequest(dtype="fp8", isl=1, osl=1, max_batch_size=64, max_seq_len=4096)
+    one, eight = (ReplicaSpec.of(shape, machine, request, Layout(tp=8, dcp=dcp)) for dcp in (1, 8))
+    assert eight.options.block_size == 8 * one.options.block_size
+    assert 7.9 * one.kv_tokens < eight.kv_tokens < 8 * one.kv_tokens
+
+
 def test_an_objective_that_no_number_holds_is_an_error(monkeypatch):
     monkeypatch.setattr(scenario, "MOST_REPLICAS", 20)
     with pytest.raises(CapacityError, match="20 replicas do not hold the objective"):

@@ -48,6 +48,28 @@ def test_tensor_parallelism_over_nodes_is_rejected_by_its_all_reduces():
     assert reason == "tp 16 spans nodes: 160 all-reduces a token over 25 GB/s"
 
 
+def test_ranks_divide_latents_where_the_cache_then_holds_more_requests():
+    """DeepSeek-V3 on 8 H200 at tp 8. Few short requests fit as it is; a size that is asked for is taken."""
+    shape, gpus = subject.shape_for("deepseek-v3"), machine("H200")
+    many = request(kv_cache_dtype="model", isl=65536, osl=1024, concurrency=64, tp_size=8)
+    plans = search.search(shape, gpus, many).plans
+    best, undivided = (next(plan for plan in plans if plan.layout == Layout(tp=8, dcp=dcp)) for dcp in (8, 1))
+    assert {plan.layout.dcp for plan in plans} == {1, 8}
+    assert plans[0].layout.dcp == 8
+    assert 7.9 * undivided.kv_tokens < best.kv_tokens < 8 * undivided.kv_tokens
+    assert best.max_concurrency > 64 > 8 * undivided.max_concurrency / 2
+    assert best.output_tokens_per_second.value > 1.1 * undivided.output_tokens_per_second.value
+    few = search.search(shape, gpus, replace(many, isl=1024, concurrency=4))
+    assert {plan.layout.dcp for plan in few.plans} == {1}
+    reason = next(each.reason for each in few.rejected if each.layout == Layout(tp=8, dcp=8))
+    assert reason == "without dcp the cache holds all of 4 requests, and steps are shorter"
+    two = search.search(shape, gpus, replace(many, isl=1024, concurrency=4, dcp_size=2)).plans
+    assert {plan.layout.dcp for plan in two} == {2}
+    assert two[0].ms_per_token.value > few.plans[0].ms_per_token.value
+    (llama,) = search.search(LLAMA, machine(), request(dcp_size=2)).rejected
+    assert llama.reason == "dcp 2 divides the tokens of latents, and the model caches keys and values"
+
+
 def test_memory_is_the_reason_where_it_binds():
     verdict = search.examine(LLAMA, machine(), request(dtype="bf16"), Layout(replicas=8))
     assert isinstance(verdict, Rejected)

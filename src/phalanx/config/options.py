@@ -83,7 +83,8 @@ class EngineOptions(BaseModel):
     plan: Literal["off", "auto"] = Field(
         "off",
         description="Who chooses the layout. auto: the planner sets tensor_parallel_size, pipeline_parallel_size, "
-        "expert_parallel_size, moe_expert_parallel_size and replicas for this host, and logs the reasons.",
+        "expert_parallel_size, moe_expert_parallel_size, decode_context_parallel_size and replicas for this host, and logs the "
+        "reasons.",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Number of ranks that each layer is split over.")
     pipeline_parallel_size: int = Field(1, ge=1, description="Number of pipeline stages; each holds consecutive layers.")

@@ -179,6 +179,19 @@ def cpu_remedies(options: EngineOptions, shape: ModelShape, room: int) -> list[R
     return sorted(entries, key=lambda entry: not entry.fits)
 
 
+def divided_remedy(options: EngineOptions, shape: ModelShape, total: int) -> Remedy | None:
+    """The tokens of latents divided over all ranks of a tensor-parallel group, where a request of full length then fits the KV
+    cache on GPUs with `total` free bytes."""
+    tp = options.tensor_parallel_size
+    if shape.latent is None or options.decode_context_parallel_size == tp:
+        return None
+    changed: dict[str, object] = {"decode_context_parallel_size": tp}
+    after = budget(options.model_copy(update=changed), shape, total, on_gpu=True)
+    if after.sequence > after.rank.budget:
+        return None
+    return Remedy(changed, 0, True, options.world_size // options.nnodes, "each rank holds a part of the tokens, not all of them")
+
+
 def sequence_remedy(options: EngineOptions, shape: ModelShape, current: MemoryBudget) -> Remedy | None:
     """The longest max_seq_len of which one request fits the KV cache, where the whole length does not. current: on GPUs with their
     free bytes."""

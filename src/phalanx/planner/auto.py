@@ -17,7 +17,8 @@ from phalanx.planner.search import Plan, PlanRequest, SearchResult
 logger = get_logger(__name__)
 
 _LAYOUT = (
-    "tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "moe_expert_parallel_size", "replicas", "nnodes",
+    "tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "moe_expert_parallel_size",
+    "decode_context_parallel_size", "replicas", "nnodes",
 )  # fmt: skip
 _TOKENS = 1024  # in and out of each of _REQUESTS at once, where max_seq_len allows it
 _REQUESTS = 64

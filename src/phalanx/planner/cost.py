@@ -10,6 +10,7 @@ Per stage, in seconds, for T tokens, of which R rows sample, that read K tokens 
                       + T * activation bytes / BW                                              what is between GEMMs
                       + 2 all-reduces (measured curve; T hidden bytes) - their norms  +  c(T)   c: a layer's chain of kernels
                       + exchange of tokens (measured curve), there and back                     of layers with experts, for dp > 1
+                      + queries gathered, outputs exchanged (all-reduce of half the bytes), 4 c_norm   of latents, for dcp > 1
     + head on R rows + c_step, and for a stage of a pipeline the hidden states' bytes and c_hop,   c_return: where the last stage
       or R c_return                                                                            returns tokens on the device
 
@@ -56,6 +57,9 @@ LONG_PROMPT_HEAD_DIMS = (64, 128)
 LATENT_HEADS = 33
 """Heads of a rank from which on latent attention has a kernel of its own on Hopper: LATENT_BAND_LEAST of
 kernels/attention/heuristics.py, which imports torch."""
+
+DIVIDED_KERNELS = 4
+"""Small kernels of a layer that divides the tokens of latents, each priced as a norm."""
 
 LONG_STEP = GEMM_RS_BYTES // (2 * 8192)
 """Tokens, of the 8,192 features of 70B, from which on row-parallel GEMMs write to the ranks that own the rows."""
@@ -263,6 +267,8 @@ class Costs:
         hidden_bytes = tokens * self.shape.hidden_size * 2.0
         if layout.tp > 1:
             seconds += 1e-6 * self._all_reduces_us(tokens, layers, moe_layers)
+        if layout.dcp > 1:
+            seconds += layers * self._divided_seconds(work.rows if work.eager else tokens)
         if layout.dp > 1 and moe_layers:
             payload = "e4m3" if self._experts_in_fp8 else "16 bit"
             seconds += moe_layers * self._exchange(payload).us(hidden_bytes) * 1e-6
@@ -295,6 +301,16 @@ class Costs:
         total = (layers - moe_layers) * max(2 * us * (1 - hidden_part) - norms, 0.0)
         routed = self._all_reduce(collectives.ROUTED).us(nbytes) if moe_layers and tuned and self._experts_in_fp8 else us
         return total + moe_layers * max(us + max(us, routed) - 2 * cs.c_norm, 0.0)
+
+    def _divided_seconds(self, tokens: int) -> float:
+        """What a layer takes for so many absorbed tokens where ranks divide those of latents: all queries are gathered, and
+        outputs go to the ranks of their heads. Each moves half of what an all-reduce of as many bytes does. A few kernels pack and
+        merge. The latents that a prompt gathers are not counted."""
+        assert self.shape.latent is not None
+        heads = self.shape.num_heads / self.layout.tp * self.layout.dcp
+        curve = self._all_reduce("NCCL", self.layout.dcp)
+        us = sum(curve.us(tokens * heads * width) for width in (self.shape.latent.cached, self.shape.latent.kv_rank + 2))
+        return 1e-6 * (us + DIVIDED_KERNELS * self.machine.coefficients.c_norm)
 
     @cached_property
     def _experts_in_fp8(self) -> bool:
@@ -375,10 +391,11 @@ class Costs:
     def _spans_nodes(self, ranks: int) -> bool:
         return ranks > self.machine.gpus_per_node
 
-    def _all_reduce(self, strategy: str | None = None) -> Curve:
+    def _all_reduce(self, strategy: str | None = None, ranks: int | None = None) -> Curve:
+        """ranks: None for all of the tensor-parallel group."""
         network = self.machine.network if self._spans_nodes(self.layout.tp) else None
         return collectives.all_reduce(
-            self.machine.gpu, self.machine.link, self.layout.tp, network, strategy or self.strategy, self.shape.hidden_size
+            self.machine.gpu, self.machine.link, ranks or self.layout.tp, network, strategy or self.strategy, self.shape.hidden_size
         )
 
     def _exchange(self, payload: str) -> Curve:
@@ -491,7 +508,8 @@ def _attention_seconds(
         tokens = Counter((window_of(cache), token_bytes([cache])) for cache in caches if token_bytes([cache]))
         each: list[_Read] = []
         for (window, nbytes), count in tokens.items():
-            read, read_far = (max(nbytes / part / machine.bandwidth + scored, computed) for part in (near, far))
+            nbytes_here = nbytes / layout.dcp
+            read, read_far = (max(nbytes_here / part / machine.bandwidth + scored, computed) for part in (near, far))
             each.append((window, count, read, read_far))
         reads.append(tuple(each))
         pairs.append(tokens.total() * flops / (reached * gpu.bf16_flops))
@@ -500,10 +518,11 @@ def _attention_seconds(
 
 
 def _latent_seconds(shape: ModelShape, layout: Layout, machine: MachineModel) -> float:
-    """What the heads of a rank take for one cached token of a decode row: each has a score of all of it, and sums its latent."""
+    """What the heads of a rank take for one cached token of a decode row: each has a score of all of it, and sums its latent. With
+    dcp a rank has as many times more heads and fewer tokens, and runs the kernel of few heads, which gives the log-sum-exp."""
     assert shape.latent is not None
     cs, heads = machine.coefficients, shape.num_heads / layout.tp
-    reached = cs.e_latent if heads >= LATENT_HEADS else cs.e_latent_few
+    reached = cs.e_latent if heads >= LATENT_HEADS and layout.dcp == 1 else cs.e_latent_few
     return 2.0 * heads * (shape.latent.cached + shape.latent.kv_rank) / (reached * machine.gpu.bf16_flops)
 
 

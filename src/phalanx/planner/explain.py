@@ -17,7 +17,7 @@ from phalanx.layout.families.registry import hub_id
 from phalanx.layout.weights import weight_bytes
 from phalanx.planner.cost import MachineModel
 from phalanx.planner.footprint import Sizes, host_tokens
-from phalanx.planner.search import BATCH_SIZE, BLOCK, Figure, Plan, PlanRequest, SearchResult, closest
+from phalanx.planner.search import BATCH_SIZE, Figure, Plan, PlanRequest, SearchResult, block_size, closest
 
 LABELS = {
     "measured": "coefficients measured on this machine", "table": "a machine class that was measured",
@@ -176,6 +176,8 @@ def layout_options(machine: MachineModel, plan: Plan) -> dict[str, int]:
         chosen["expert_parallel_size"] = layout.dp
     if layout.moe_ep > 1:
         chosen["moe_expert_parallel_size"] = layout.moe_ep
+    if layout.dcp > 1:
+        chosen["decode_context_parallel_size"] = layout.dcp
     if layout.redundant:
         chosen["redundant_experts"] = layout.redundant
     if layout.replicas > 1 and layout.gpus <= machine.gpus_per_node:
@@ -186,7 +188,8 @@ def layout_options(machine: MachineModel, plan: Plan) -> dict[str, int]:
 def options(model: str, shape: ModelShape, machine: MachineModel, request: PlanRequest, plan: Plan) -> dict[str, Any]:
     """The options of a server with the plan's layout. Others stay at their default, but what was asked for, and the limits that a
     start needs: a server also takes other requests than those of the plan."""
-    longest = plan.kv_tokens // plan.layout.dp // BLOCK * BLOCK
+    size = block_size(plan.layout)
+    longest = plan.kv_tokens // plan.layout.dp // size * size
     values = {
         "dtype": (request.dtype, concrete_dtype("auto", shape, machine.device)),
         "kv_cache_dtype": (request.kv_cache_dtype, concrete_kv_cache_dtype("auto", shape)),
@@ -206,8 +209,8 @@ def host_memory(shape: ModelShape, machine: MachineModel, request: PlanRequest, 
     if not request.kv_host_memory:
         return []
     sizes = Sizes(
-        request.dtype, kv_dtype(request.kv_cache_dtype, request.dtype), plan.max_batch_size, request.max_num_tokens, BLOCK,
-        draft=request.draft,
+        request.dtype, kv_dtype(request.kv_cache_dtype, request.dtype), plan.max_batch_size, request.max_num_tokens,
+        block_size(plan.layout), draft=request.draft,
     )  # fmt: skip
     tokens = host_tokens(shape, plan.layout, machine.gpus_per_node, request.kv_host_memory, sizes)
     return [
@@ -235,8 +238,8 @@ def simulation(model: str, shape: ModelShape, machine: MachineModel, request: Pl
         return []
     flags: dict[str, Any] = {
         "model": model, "gpu": machine.gpu.name, "gpus_per_node": machine.gpus_per_node, "nodes": machine.nodes,
-        "tp_size": layout.tp, "pp_size": layout.pp, "ep_size": layout.dp, "replicas": layout.replicas,
-        "isl": request.isl, "osl": request.osl,
+        "tp_size": layout.tp, "pp_size": layout.pp, "ep_size": layout.dp, "dcp_size": layout.dcp,
+        "replicas": layout.replicas, "isl": request.isl, "osl": request.osl,
     }  # fmt: skip
     flags = {name: value for name, value in flags.items() if value != 1}
     flags |= {name: value for name, value in options(model, shape, machine, request, plan).items() if name.endswith("dtype")}
@@ -248,7 +251,7 @@ def simulation(model: str, shape: ModelShape, machine: MachineModel, request: Pl
 
 _SHORT = {
     "tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size", "expert_parallel_size": "ep_size",
-    "moe_expert_parallel_size": "moe_ep_size",
+    "moe_expert_parallel_size": "moe_ep_size", "decode_context_parallel_size": "dcp_size",
 }  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def graph_bytes(
     most = max(tokens, min(max_num_tokens, FEW_GRAPH_TOKENS))
     captured = GRAPH_BYTES * sum(map(len, graph_sizes(rows, most, adapted=adapted)))
     if shape.latent is not None:  # each head's query over latents, and what it attended to
-        captured += 2 * tokens * -(-shape.num_heads // layout.tp) * shape.latent.kv_rank * itemsize(dtype)
+        captured += 2 * tokens * -(-shape.num_heads // layout.tp) * layout.dcp * shape.latent.kv_rank * itemsize(dtype)
     return captured + int(document()["memory"][GRAPH_PAIR] * pair_bytes(shape, dtype, tokens))
 
 

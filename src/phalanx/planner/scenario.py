@@ -73,12 +73,12 @@ class ReplicaSpec:
         caches, host = model_cache(shape), 0
         if request.kv_host_memory and prefix_caching:
             kv = kv_dtype(request.kv_cache_dtype, request.dtype)
-            sizes = footprint.Sizes(request.dtype, kv, fits.slots, request.max_num_tokens, search.BLOCK)
+            sizes = footprint.Sizes(request.dtype, kv, fits.slots, request.max_num_tokens, search.block_size(layout))
             shared = replace(layout, replicas=sharing)
             host = footprint.blocks_on_host(shape, shared, machine.gpus_per_node, request.kv_host_memory, sizes)
         options = SchedulerOptions(
             num_blocks=fits.rank.blocks,
-            block_size=search.BLOCK,
+            block_size=search.block_size(layout),
             max_batch_size=fits.slots,
             max_num_tokens=request.max_num_tokens,
             max_seq_len=request.seq_len,

@@ -29,8 +29,8 @@ from phalanx.planner.steady import SteadyLoad
 
 BATCH_SIZE: int = EngineOptions.model_fields["max_batch_size"].default
 Goal = Literal["latency", "throughput"]
-BLOCK = 16
-"""Tokens of a KV block (`EngineOptions.kv_block_size`)."""
+BLOCK: int = EngineOptions.model_fields["kv_block_size"].default
+"""Tokens of a KV block on a rank; `block_size` for those on all that divide them."""
 EQUAL = 1.05
 """Plans within this factor are equally good: on average, predictions for a model that is not in the fit are 3 to 4 percent off, and
 the difference of two such predictions the square root of 2 times that."""
@@ -42,7 +42,8 @@ class PlanRequest:
     `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's part.
     redundant_experts, speculative_config: as the engine's options. draft: the network that the latter names, of which plans
     count the memory. kv_host_memory: of each host, in bytes. speculation: its drafts and how many are accepted, where this is
-    stated; plans have the gain then. adapters: as of `footprint.Sizes`. *_size: only layouts with this size, None for any."""
+    stated; plans have the gain then. adapters: as of `footprint.Sizes`. *_size: only layouts with this size, None for any; of
+    dcp_size: for those in which the cache then holds more of the requests."""
 
     dtype: str = "bf16"
     kv_cache_dtype: str = "model"
@@ -67,11 +68,14 @@ class PlanRequest:
     tp_size: int | None = None
     pp_size: int | None = None
     ep_size: int | None = None
+    dcp_size: int | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
         """The asked sizes by flag."""
-        sizes = {"--tp_size": self.tp_size, "--pp_size": self.pp_size, "--ep_size": self.ep_size}
+        sizes = {
+            "--tp_size": self.tp_size, "--pp_size": self.pp_size, "--ep_size": self.ep_size, "--dcp_size": self.dcp_size,
+        }  # fmt: skip
         return {flag: size for flag, size in sizes.items() if size is not None}
 
     @property
@@ -174,7 +178,8 @@ def search(shape: ModelShape, machine: MachineModel, request: PlanRequest) -> Se
         verdict = examine(shape, machine, request, layout)
         (plans if isinstance(verdict, Plan) else rejected).append(verdict)  # type: ignore[arg-type]
     if not plans and not rejected:  # sizes of which there is no layout here
-        layout = Layout(tp=request.tp_size or 1, pp=request.pp_size or 1, dp=request.ep_size or 1)
+        dcp = request.dcp_size or 1
+        layout = Layout(tp=request.tp_size or dcp, pp=request.pp_size or 1, dp=request.ep_size or 1, dcp=dcp)
         rejected.append(Rejected(layout, _illegal(shape, machine, layout) or f"{layout.name} is no layout of this machine"))
     plans.sort(key=lambda plan: _rank(plan, request.goal))
     if plans:
@@ -213,19 +218,28 @@ def layouts(shape: ModelShape, machine: MachineModel, redundant: int = 0) -> Ite
                 dp = world // tp // pp
                 if (dp > 1 and shape.experts is None) or (tp & (tp - 1) and shape.num_heads % tp):
                     continue
-                yield Layout(pp, dp, tp, redundant=redundant, replicas=total // world)
-                if dp == 1 and shape.experts is not None:
-                    for moe_ep in _divisors(tp)[1:]:
-                        yield Layout(pp, dp, tp, moe_ep, redundant, total // world)
+                dcps = _divisors(tp) if shape.latent is not None else [1]
+                moe_eps = _divisors(tp) if dp == 1 and shape.experts is not None else [1]
+                for dcp in dcps:
+                    for moe_ep in moe_eps:
+                        yield Layout(pp, dp, tp, moe_ep, redundant, total // world, dcp)
 
 
 def asked_layouts(shape: ModelShape, machine: MachineModel, request: PlanRequest) -> Iterator[Layout]:
-    """Those of `layouts` that have the asked sizes."""
+    """Those of `layouts` that have the asked sizes. Unless its size is asked for, all ranks of a tensor-parallel group divide
+    latents, or none does."""
     for layout in layouts(shape, machine, request.redundant_experts):
-        if (
-            request.tp_size in (None, layout.tp) and request.pp_size in (None, layout.pp) and request.ep_size in (None, layout.dp)
-        ):  # fmt: skip
+        sizes = (
+            (request.tp_size, layout.tp), (request.pp_size, layout.pp), (request.ep_size, layout.dp),
+            (request.dcp_size, layout.dcp),
+        )  # fmt: skip
+        if all(size in (None, own) for size, own in sizes) and (request.dcp_size or layout.dcp in (1, layout.tp)):
             yield layout
+
+
+def block_size(layout: Layout) -> int:
+    """Tokens of a KV block."""
+    return BLOCK * layout.dcp
 
 
 def _divisors(number: int) -> list[int]:
@@ -240,6 +254,10 @@ class Fitting:
     slots: int
     bytes: dict[str, int]
     rank: footprint.RankMemory
+
+    def requests(self, request: PlanRequest) -> int:
+        """Of the asked length, that the cache of one replica holds."""
+        return footprint.requests_held(self.rank.kv_tokens, self.costs.layout.dp, request.seq_len)
 
 
 def fitting(shape: ModelShape, machine: MachineModel, request: PlanRequest, layout: Layout) -> Fitting | Rejected:
@@ -265,7 +283,13 @@ def examine(shape: ModelShape, machine: MachineModel, request: PlanRequest, layo
     if isinstance(fits, Rejected):
         return fits
     share = -(-request.concurrency // layout.replicas)
-    kv_tokens = tokens_kept(fits.rank.windows, fits.rank.blocks // layout.dp, BLOCK, request.isl + request.osl) * layout.dp
+    if layout.dcp > 1 and request.dcp_size is None:
+        undivided = fitting(shape, machine, request, replace(layout, dcp=1))
+        running = min(share, fits.slots)
+        if isinstance(undivided, Fitting) and undivided.requests(request) >= running:
+            return Rejected(layout, f"without dcp the cache holds all of {running} requests, and steps are shorter")
+    blocks, length = fits.rank.blocks // layout.dp, request.isl + request.osl
+    kv_tokens = tokens_kept(fits.rank.windows, blocks, block_size(layout), length) * layout.dp
     limits = Limits(fits.slots, request.max_num_tokens, kv_tokens)
     outcome = burst.run(fits.costs, share, request.isl, request.osl, limits)
     load = steady.run(fits.costs, share, request.isl, request.osl, limits)
@@ -304,6 +328,8 @@ def _illegal(shape: ModelShape, machine: MachineModel, layout: Layout) -> str:
             return f"{name} {size} splits experts, and the model has none"
         if experts is not None and experts.count % size:
             return f"{name} {size} does not divide num_experts={experts.count}"
+    if layout.dcp > 1 and shape.latent is None:
+        return f"dcp {layout.dcp} divides the tokens of latents, and the model caches keys and values"
     if layout.redundant and (reason := _no_copies(experts, layout)):
         return reason
     try:
@@ -345,7 +371,7 @@ def memory(
         kv,
         slots,
         request.max_num_tokens,
-        BLOCK,
+        block_size(layout),
         request.fraction,
         draft=request.draft,
         adapters=request.adapters,
@@ -353,7 +379,7 @@ def memory(
         host_tier=request.kv_host_memory > 0,
     )
     rank = footprint.rank_memory(shape, layout, total, sizes)
-    needed = blocks_of_request(rank.windows, request.seq_len, BLOCK) * rank.block
+    needed = blocks_of_request(rank.windows, request.seq_len, block_size(layout)) * rank.block
     short = max(math.ceil((needed - rank.budget) / request.fraction), 0)
     rank_bytes = {
         "weights": rank.weights, "activations_and_context": rank.beside, "graphs": rank.graphs, "kv": rank.kv,
@@ -385,7 +411,7 @@ def _plan(request: PlanRequest, fits: Fitting, outcome: Outcome, load: SteadyLoa
         notes.append(f"{machine.gpu.name} has no FP8 arithmetic: weights are stored in FP8 and GEMMs run in 16 bit")
     if layout.world > machine.gpus_per_node and layout.pp == 1:
         notes.append("expert parallelism over nodes")
-    requests = footprint.requests_held(fits.rank.kv_tokens, layout.dp, request.seq_len) * layout.replicas
+    requests = fits.requests(request) * layout.replicas
     gained = None
     if request.speculation is not None:
         gained = gain(costs, request.speculation, outcome.running, request.isl + request.osl / 2, fits.slots)
@@ -451,7 +477,7 @@ def nearest(shape: ModelShape, machine: MachineModel, request: PlanRequest, reje
     elif tight := [each for each in rejected if each.short]:
         best = min(tight, key=lambda each: each.short)
         changes.append(f"{best.layout.name} is {_gb(best.short)} short on each GPU")
-    anyhow = replace(request, tp_size=None, pp_size=None, ep_size=None)
+    anyhow = replace(request, tp_size=None, pp_size=None, ep_size=None, dcp_size=None)
     if request.sizes and (free := _first(shape, machine, anyhow)):
         changes.append(f"without {' and '.join(request.sizes)}, {free.name} would run")
     if length := _longest(shape, machine, request):
@@ -521,7 +547,7 @@ def _longest(shape: ModelShape, machine: MachineModel, request: PlanRequest) -> 
         if not _illegal(shape, machine, layout):
             slots = BATCH_SIZE if request.max_batch_size is None else request.max_batch_size
             _, rank, _ = memory(shape, machine, request, layout, slots, kv)
-            longest = max(longest, most_positions(rank.windows, rank.blocks // layout.dp, BLOCK))
+            longest = max(longest, most_positions(rank.windows, rank.blocks // layout.dp, block_size(layout)))
     return longest if 0 < longest < request.seq_len else 0
 
 

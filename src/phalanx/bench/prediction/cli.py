@@ -142,6 +142,9 @@ def layouts(
     tp_size: Annotated[int | None, typer.Option("--tp_size", help="Only layouts with this size.")] = None,
     pp_size: Annotated[int | None, typer.Option("--pp_size", help="Only layouts with this number of stages.")] = None,
     ep_size: Annotated[int | None, typer.Option("--ep_size", help="Only layouts with this number of groups.")] = None,
+    dcp_size: Annotated[
+        int | None, typer.Option("--dcp_size", help="Only layouts in which this number of ranks divide the tokens of latents.")
+    ] = None,
     verify: Verify = False,
     verify_plans: VerifyPlans = 3,
 ) -> None:
@@ -155,7 +158,8 @@ def layouts(
     ranges.require(
         gpus_per_node=gpus_per_node, nodes=nodes, isl=isl, osl=osl, concurrency=concurrency, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
         max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len,
-        redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, verify_plans=verify_plans,
+        redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, dcp_size=dcp_size,
+        verify_plans=verify_plans,
         kv_host_memory=kv_host_memory,
     )  # fmt: skip
     shape = subject.shape_for(model)
@@ -165,6 +169,7 @@ def layouts(
         slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len, redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
         speculative_config=speculative_config, acceptance_length=acceptance_length, kv_host_memory=kv_host_memory,
+        dcp_size=dcp_size,
     )  # fmt: skip
     result = search.search(shape, machine, request)
     document = explain.as_json(model, shape, machine, request, result)
@@ -213,7 +218,7 @@ def request_of(
     slo_ttft: float | None = None, slo_tpot: float | None = None, max_batch_size: int | None = None, max_num_tokens: int = 8192,
     max_seq_len: int | None = None, redundant_experts: int = 0, tp_size: int | None = None, pp_size: int | None = None,
     ep_size: int | None = None, speculative_config: str | None = None, acceptance_length: float | None = None,
-    kv_host_memory: int = 0,
+    kv_host_memory: int = 0, dcp_size: int | None = None,
 ) -> Any:  # fmt: skip
     """What the flags ask for, with every "auto" replaced as an engine on this device ("cuda" or "cpu") does. Raises OptionError."""
     from phalanx.config.dtypes import DTYPE_SPELLINGS
@@ -259,7 +264,7 @@ def request_of(
         None if slo_tpot is None else slo_tpot / 1e3, max_batch_size, max_num_tokens, max_seq_len,
         redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
         speculative_config=None if speculation is None else speculation.canonical(),
-        draft=draft, speculation=stated, kv_host_memory=kv_host_memory,
+        dcp_size=dcp_size, draft=draft, speculation=stated, kv_host_memory=kv_host_memory,
     )  # fmt: skip
 
 
@@ -278,6 +283,7 @@ def simulate(
     tp_size: Annotated[int, typer.Option("--tp_size", help="Number of ranks that each layer is split over.")] = 1,
     pp_size: Annotated[int, typer.Option("--pp_size", help="Number of pipeline stages.")] = 1,
     ep_size: Annotated[int, typer.Option("--ep_size", help="Number of groups that experts are split over.")] = 1,
+    dcp_size: Annotated[int, typer.Option("--dcp_size", help="Number of ranks that divide the tokens of latents.")] = 1,
     replicas: Annotated[int, typer.Option(help="Number of engines behind one server, 1 to 1000.")] = 1,
     requests: Annotated[int, typer.Option(help="Use only this number of requests from the start of the trace; 0: all.")] = 0,
     speed: Annotated[float, typer.Option(help="Factor by which requests arrive faster than in the trace.")] = 1.0,
@@ -313,8 +319,8 @@ def simulate(
     picture.picture_path(plot)
     ranges.require(
         gpus_per_node=gpus_per_node, nodes=nodes, isl=isl, osl=osl, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
-        replicas=replicas, requests=requests, speed=speed, concurrency=concurrency, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
-        slo_part=slo_part, gpu_hour=gpu_hour, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
+        dcp_size=dcp_size, replicas=replicas, requests=requests, speed=speed, concurrency=concurrency, slo_ttft=slo_ttft,
+        slo_tpot=slo_tpot, slo_part=slo_part, gpu_hour=gpu_hour, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len, path_ms=path_ms, event_us=event_us, kv_host_memory=kv_host_memory,
     )  # fmt: skip
     shape = subject.shape_for(model)
@@ -325,7 +331,7 @@ def simulate(
         shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
         slo_tpot=slo_tpot, max_batch_size=256 if max_batch_size is None else max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=min(longest, shape.max_positions) if max_seq_len is None else max_seq_len, kv_host_memory=kv_host_memory,
-        speculative_config=speculative_config, acceptance_length=acceptance_length,
+        speculative_config=speculative_config, acceptance_length=acceptance_length, dcp_size=dcp_size,
     )  # fmt: skip
     if request.speculative_config is not None and request.speculation is None:
         raise OptionError(
@@ -334,7 +340,7 @@ def simulate(
         )  # fmt: skip
     frontend, frontend_source = scenario.frontend_of(machine, path_ms, event_us)
     replica = scenario.ReplicaSpec.of(
-        shape, machine, request, Layout(pp_size, ep_size, tp_size), prefix_caching=prefix_caching, frontend=frontend,
+        shape, machine, request, Layout(pp_size, ep_size, tp_size, dcp=dcp_size), prefix_caching=prefix_caching, frontend=frontend,
         sharing=machine.gpus_per_node if find_replicas else replicas,
     )  # fmt: skip
     bounds = scenario.Bounds(request.slo_ttft, request.slo_tpot, slo_part)

@@ -30,7 +30,8 @@ class Range:
 
 _GPUS, _TOKENS, _TIME, _POSITIVE = Range(1, MOST_GPUS), Range(1, MOST_TOKENS), Range(0), Range(0, above=True)
 RANGES = {
-    "gpus_per_node": _GPUS, "nodes": _GPUS, "tp_size": _GPUS, "pp_size": _GPUS, "ep_size": _GPUS, "replicas": Range(1, 1000),
+    "gpus_per_node": _GPUS, "nodes": _GPUS, "tp_size": _GPUS, "pp_size": _GPUS, "ep_size": _GPUS, "dcp_size": _GPUS,
+    "replicas": Range(1, 1000),
     "isl": _TOKENS, "osl": _TOKENS, "max_num_tokens": Range(1), "max_seq_len": Range(2), "redundant_experts": Range(0),
     "kv_host_memory": Range(0), "max_batch_size": Range(1, 1 << 16), "concurrency": Range(1, 100_000),
     "requests": Range(0, 10_000_000),

@@ -58,10 +58,11 @@ def memory_budget(subject: Subject) -> Finding:
         return _too_large(subject, need, free, smallest.index, facts)
     shorter = memory.sequence_remedy(options, shape, need)
     if shorter is not None and options.max_seq_len is not None:
+        divided = memory.divided_remedy(options, shape, free)
         return warning(
             f"the KV cache has room for {shorter.options['max_seq_len']:,} tokens, and max_seq_len={options.max_seq_len:,}",
-            "use a shorter max_seq_len, or more GPUs",
-            f"phalanx serve {options.model} {shorter.flags}",
+            "use a shorter max_seq_len, or more GPUs" + (", or divide the tokens of latents over the ranks" if divided else ""),
+            *(f"phalanx serve {options.model} {_others(subject)}{each.flags}" for each in (divided, shorter) if each is not None),
             **facts,
         )
     return ok(
@@ -100,7 +101,7 @@ def _others(subject: Subject) -> str:
     options = subject.options
     sizes = {
         "tp": options.tensor_parallel_size, "pp": options.pipeline_parallel_size, "ep": options.expert_parallel_size,
-        "moe_ep": options.moe_expert_parallel_size,
+        "moe_ep": options.moe_expert_parallel_size, "dcp": options.decode_context_parallel_size,
     }  # fmt: skip
     return "".join(f"--{name}_size {size} " for name, size in sizes.items() if size > 1)
 
