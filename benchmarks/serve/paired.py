@@ -12,6 +12,7 @@ It fails if a loss of more than 1.5 percent is certain: of tokens per second by 
 server, engine and rank together by their median.
 
     python -m benchmarks.serve.paired --other PATH/src --version COMMIT
+    python -m benchmarks.serve.paired --other src --version HEAD --flags "--log_requests --log_format json"
     python -m benchmarks.serve.paired --other PATH/src --version COMMIT --model llama-3-8b --streams 64 --new_tokens 512
 """
 
@@ -24,8 +25,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +55,16 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=10, help="starts of both servers, among which the pairs are divided")
     parser.add_argument("--model", default="demo", help="demo, on CPU; or a shape of `phalanx bench`, on the GPU")
+    parser.add_argument("--flags", default="", help="of this version's server alone, such as --log_requests: what they cost")
     parser.add_argument("--name", default="", help="of the result file")
     parser.add_argument("--folder", type=Path, help="of the result file")
     arguments = parser.parse_args()
     load, on_cpu = equal_streams.load_of(arguments), arguments.model == "demo"
     with tempfile.TemporaryDirectory() as folder:
         flags = ON_CPU if on_cpu else [str(shapes.write(arguments.model, Path(folder) / "model")), *ON_GPU]
-        pairs = measured(flags, arguments.other, load, arguments.pairs, arguments.rounds)
+        pairs = measured(
+            {"this": [*flags, *arguments.flags.split()], "other": flags}, arguments.other, load, arguments.pairs, arguments.rounds
+        )
     ratios = {measure: compared(pairs, measure) for measure in ("tokens_per_s", "cpu_s", *(f"cpu_s_{name}" for name in PROCESSES))}
     figures = {
         "asked": {name: value for name, value in vars(arguments).items() if name not in ("other", "name", "folder")},
@@ -77,7 +82,9 @@ def main() -> int:
     return int(lost)
 
 
-def measured(flags: Sequence[str], other: str, load: Load, count: int, rounds: int) -> list[dict[str, dict[str, float]]]:
+def measured(
+    flags: Mapping[str, Sequence[str]], other: str, load: Load, count: int, rounds: int
+) -> list[dict[str, dict[str, float]]]:
     """`count` pairs, in rounds: each starts both servers anew, another one first each time, and warms them up."""
     pairs = []
     for round_number in range(rounds):
@@ -86,9 +93,11 @@ def measured(flags: Sequence[str], other: str, load: Load, count: int, rounds: i
     return pairs
 
 
-def one_round(flags: Sequence[str], other: str, load: Load, count: int, *, reverse: bool) -> list[dict[str, dict[str, float]]]:
-    """`count` pairs, behind one that warms up. flags: of `phalanx serve`. reverse: the other version is started first."""
-    command = [sys.executable, "-P", "-m", "phalanx", "serve", *flags, "--no_enable_prefix_caching"]
+def one_round(
+    flags: Mapping[str, Sequence[str]], other: str, load: Load, count: int, *, reverse: bool
+) -> list[dict[str, dict[str, float]]]:
+    """`count` pairs, behind one that warms up. flags: of `phalanx serve`, by version. reverse: the other one is started first."""
+    command = [sys.executable, "-P", "-m", "phalanx", "serve", "--no_enable_prefix_caching"]
     environments = {
         "this": {**os.environ, "OMP_NUM_THREADS": "1"},
         "other": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([other, os.environ.get("PYTHONPATH", "")])},
@@ -96,13 +105,18 @@ def one_round(flags: Sequence[str], other: str, load: Load, count: int, *, rever
     with ExitStack() as stack:
         servers: dict[str, tuple[dict[str, psutil.Process], str]] = {}
         for name in sorted(environments, reverse=not reverse):
-            server, url = stack.enter_context(started.server(lambda port: [*command, "--port", str(port)], env=environments[name]))
+            words = partial(on_port, [*command, *flags[name]])
+            server, url = stack.enter_context(started.server(words, env=environments[name]))
             servers[name] = processes(psutil.Process(server.pid)), url
         pairs = []
         for number in range(count + 1):
             order = ("this", "other") if number % 2 else ("other", "this")
             pairs.append({name: one(*servers[name], load) for name in order})
         return pairs[1:]
+
+
+def on_port(command: Sequence[str], port: int) -> list[str]:
+    return [*command, "--port", str(port)]
 
 
 def processes(server: psutil.Process) -> dict[str, psutil.Process]:

@@ -6,8 +6,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import re
+import select
+import subprocess
+import sys
+import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from phalanx import cli
-from phalanx.health import monitor
+from phalanx.health import monitor, monitor_live
 from phalanx.health.servers import parse
 from tests.support.health_subject import metrics_text, served
 
@@ -285,12 +291,90 @@ def test_live_ends_with_ctrl_c(monkeypatch):
             if len(naps) == 3:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(monitor.time, "sleep", nap)
+        monkeypatch.setattr(monitor_live.time, "sleep", nap)
         out = io.StringIO()
         with monitor.ServerWatch([url]) as watch:
-            monitor.live(watch, 0.5, Console(file=out, width=150))
-    assert naps == [0.5] * 3
+            monitor_live.live(watch, 0.5, Console(file=out, width=150))
+    assert naps == pytest.approx([0.5] * 3, abs=0.1)
     assert "llama-3-70b" in out.getvalue()
+
+
+def test_first_tokens_are_of_the_last_minute(monkeypatch):
+    """Readings of 30 s each: what came over a minute ago no longer counts, and rates are of the last two."""
+    texts = [metrics_text("m", ttft=[5.0] * 10, generation_tokens=0)]
+    texts += [metrics_text("m", ttft=[5.0] * 10 + [0.001] * slow, generation_tokens=60 * slow) for slow in (1, 2, 3, 4)]
+    clock = iter(range(0, 1000, 30))
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: float(next(clock)))
+    with served(*texts) as url, monitor.ServerWatch([url]) as watch:
+        watch.read()
+        assert watch.frame().servers[0].ttft == {}
+        for number in range(1, 5):
+            watch.read()
+            (server,) = watch.frame().servers
+            assert server.ttft["p99"] <= 0.001, "those of five seconds were there before the monitor"
+            assert server.history == (2.0,) * number
+            assert server.generated_per_s == 2.0
+    assert "tokens/s \u2588\u2588\u2588\u2588 at most 2" in text_of(frame(server))
+
+
+def test_what_is_full_is_red():
+    def colours(**changes):
+        console = Console(file=io.StringIO(), width=150, force_terminal=True, color_system="standard")
+        console.print(monitor.render(frame(view(loaded(False), loaded(True, **changes)))))
+        return console.file.getvalue()
+
+    assert "\x1b[31m96%" in colours(blocks_referenced=96)
+    assert "\x1b[33m80%" in colours(blocks_referenced=80)
+    assert "\x1b[31m" not in colours() + colours(blocks_referenced=70)
+    assert "\x1b[31m2,000/2048" in colours(queued=2000)
+    assert "\x1b[31m61 C" in colours(rank_gauges={0: gauges(**{"clock_reason/thermal": 1.0})})
+    assert "\x1b[33m12 %" in colours(rank_gauges={0: gauges(gpu_utilization_perc=12.0)})
+
+
+def test_keys_sort_and_help():
+    quiet, busy = view(loaded(False), loaded(False), url="http://a"), view(loaded(False), loaded(True), url="http://b")
+
+    def shown(state):
+        console = Console(file=io.StringIO(), width=150)
+        console.print(state.render(frame(quiet, busy)))
+        text = console.file.getvalue()
+        return text.splitlines()[1].split()[0], text
+
+    state, firsts = monitor_live.Shown(), []
+    for _ in monitor_live.ORDERS:
+        firsts.append((state.order, shown(state)[0]))
+        state = state.after("s")
+    assert state == monitor_live.Shown()
+    assert dict(firsts) == {
+        "the command line": "a",
+        "tokens/s": "b",
+        "requests that wait": "a",
+        "queue": "a",
+        "KV": "a",
+        "TTFT": "b",
+    }
+    assert monitor_live.KEYS in shown(state.after("h"))[1]
+    assert state.after("h").after("h") == state.after("x") == state
+
+
+def test_keys_at_a_terminal():
+    """A real terminal: s sorts, h shows the keys, q ends, and the terminal is as before."""
+    with served(loaded(False), loaded(True)) as url:
+        leader, follower = pty.openpty()
+        before = termios.tcgetattr(follower)
+        command = [sys.executable, "-m", "phalanx", "monitor", url, "--interval", "60"]
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "LINES": "40"}
+        with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment) as process:
+            text = ""
+            for key, expected in (("", "llama-3-70b"), ("s", "sorted by tokens/s"), ("h", "q ends"), ("q", None)):
+                os.write(leader, key.encode())
+                while expected is not None and expected not in text:
+                    assert select.select([leader], [], [], 60)[0], (expected, text)
+                    text += os.read(leader, 65536).decode(errors="replace")
+            assert process.wait(30) == 0
+        assert termios.tcgetattr(follower) == before
+        os.close(leader)
+        os.close(follower)
 
 
 def picture(shown, title: str) -> str:
@@ -304,7 +388,7 @@ def picture(shown, title: str) -> str:
 @pytest.mark.parametrize("name", ["monitor", "monitor_warnings"])
 def test_pictures_of_the_docs(name):
     """docs/pictures/*.svg are made here: HEALTH_TEST_WRITE_PICTURES=1 writes them, else they must be what the code draws."""
-    healthy = view(loaded(False), loaded(True))
+    healthy = replace(view(loaded(False), loaded(True)), history=(0.0, 900.0, 4100.0, 5700.0, 6100.0, 5200.0, 5800.0, 5900.0))
     changes = {"preemptions": 9, "rank_gauges": {0: gauges(**{"clock_reason/thermal": 1.0, "sm_clock_mhz": 990.0}), 1: gauges()}}
     troubled = view(loaded(False), loaded(True, **changes), url="http://prefill-1:8000")
     shown = frame(healthy) if name == "monitor" else frame(healthy, troubled)

@@ -122,8 +122,9 @@ def monitor(
     once: Annotated[bool, typer.Option("--once", help="Print one reading, over one interval, and exit.")] = False,
     json: Json = None,
 ) -> None:
-    """Show live statistics of running servers, read from /metrics. End with Ctrl-C."""
+    """Show live statistics of running servers, read from /metrics. q or Ctrl-C ends it, h shows the keys."""
     from phalanx.health import monitor as view
+    from phalanx.health.monitor_live import live
     from phalanx.health.servers import urls_of
 
     if interval <= 0:
@@ -131,7 +132,7 @@ def monitor(
     _check_json(json, "servers")
     with view.ServerWatch(urls_of(url or ["http://localhost:8000"])) as watch:
         if json is None and not once:
-            view.live(watch, interval, _console())
+            live(watch, interval, _console())
             return
         watch.read()
         time.sleep(interval)

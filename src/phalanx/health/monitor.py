@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`phalanx monitor`: running servers as `top` shows a machine, from their /metrics alone.
 
-A frame is data made of two scrapes; `render` draws it. Rates and quantiles are those of the time between the two.
+A frame is data made of two scrapes; `render` draws it. Rates and quantiles are those of the time between the two, but for first
+tokens: few come in two seconds, so theirs are of the last minute. `monitor_live` draws frames again and again, and reads keys.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.health.check import size
-from phalanx.health.servers import TIMEOUT, Scrape, authorization, parse
+from phalanx.health.servers import TIMEOUT, Histogram, Scrape, authorization, parse
 
 LOW_UTILIZATION = 50.0
 """Percent under load: below it, GPUs wait."""
@@ -31,6 +32,14 @@ UNEVEN_EXPERTS = 2.0
 FULL_KV = 0.95
 FULL_QUEUE = 0.8
 MIN_STEPS = 20
+FIRST_TOKENS = "time_to_first_token_seconds"
+MINUTE = 60.0
+"""Seconds over which the times of first tokens are shown."""
+HISTORY = 60
+"""Readings whose tokens per second are drawn."""
+_BARS = "▁▂▃▄▅▆▇█"
+_HOT = {"thermal", "hardware_thermal"}
+"""Reasons of NVML for a lower clock."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,10 @@ class RankView:
 
 @dataclass(frozen=True)
 class ServerView:
-    """One server. Rates are per second; latencies in seconds; None where nothing happened, or the series is missing."""
+    """One server. Rates are per second; latencies in seconds; None where nothing happened, or the series is missing.
+
+    ttft: of the last minute. history: `generated_per_s` of the last readings, the newest one last.
+    """
 
     url: str
     failure: str = ""
@@ -84,6 +96,11 @@ class ServerView:
     experts: float | None = None
     ranks: tuple[RankView, ...] = ()
     warnings: tuple[Warned, ...] = ()
+    history: tuple[float, ...] = ()
+
+    @property
+    def queue_used(self) -> float | None:
+        return (self.queued or 0.0) / self.queue_limit if self.queue_limit else None
 
 
 @dataclass(frozen=True)
@@ -99,13 +116,15 @@ class Frame:
 
 
 class ServerWatch:
-    """Reads servers again and again, and keeps the last two readings of each."""
+    """Reads servers again and again. Of each it keeps the last two readings, the first tokens of a minute, and past rates."""
 
     def __init__(self, urls: Sequence[str], *, client: httpx.Client | None = None) -> None:
         self.urls = list(urls)
         self._client = client or httpx.Client(timeout=TIMEOUT, trust_env=False, headers=authorization())
         self._scrapes: dict[str, list[Scrape]] = {url: [] for url in self.urls}
         self._failures: dict[str, str] = {}
+        self._first_tokens: dict[str, deque[tuple[float, Histogram]]] = {url: deque() for url in self.urls}
+        self._history: dict[str, deque[float]] = {url: deque(maxlen=HISTORY) for url in self.urls}
 
     @property
     def reached(self) -> bool:
@@ -130,7 +149,18 @@ class ServerWatch:
                 self._scrapes[url] = []
             else:
                 self._failures.pop(url, None)
-                self._scrapes[url] = [*self._scrapes[url][-1:], scrape]
+                self._keep(url, scrape)
+
+    def _keep(self, url: str, scrape: Scrape) -> None:
+        scrapes = self._scrapes[url] = [*self._scrapes[url][-1:], scrape]
+        rate = _rate(scrapes[0], scrape, "generation_tokens_total", scrape.at - scrapes[0].at)
+        if rate is not None:
+            self._history[url].append(rate)
+        tokens = self._first_tokens[url]
+        if FIRST_TOKENS in scrape.histograms:
+            tokens.append((scrape.at, scrape.histograms[FIRST_TOKENS]))
+        while len(tokens) > 1 and tokens[1][0] <= scrape.at - MINUTE:
+            tokens.popleft()
 
     def frame(self) -> Frame:
         views = []
@@ -142,14 +172,17 @@ class ServerWatch:
                 continue
             seconds = max(seconds, scrapes[-1].at - scrapes[0].at)
             try:
-                views.append(view(url, scrapes[0], scrapes[-1]))
+                minute_ago = next((histogram for _, histogram in self._first_tokens[url]), None)
+                server = view(url, scrapes[0], scrapes[-1], minute_ago)
+                views.append(dataclasses.replace(server, history=tuple(self._history[url])))
             except (ValueError, ArithmeticError) as error:  # of this server alone: the others are shown
                 views.append(ServerView(url, f"its metrics are not understood: {type(error).__name__}: {error}"))
         return Frame(tuple(views), seconds)
 
 
-def view(url: str, first: Scrape, last: Scrape) -> ServerView:
-    """A server between two scrapes; the same one twice gives gauges and no rates."""
+def view(url: str, first: Scrape, last: Scrape, minute_ago: Histogram | None = None) -> ServerView:
+    """A server between two scrapes; the same one twice gives gauges and no rates. minute_ago: the first tokens until then; None:
+    those of `first`."""
     seconds = last.at - first.at
     looked_up = _rise(first, last, "prefix_cache_queries_total")
     hits = _rise(first, last, "prefix_cache_hits_total")
@@ -172,7 +205,7 @@ def view(url: str, first: Scrape, last: Scrape) -> ServerView:
         hits / looked_up if looked_up and hits is not None else None,
         _rate(first, last, "num_preemptions_total", seconds),
         _rate(first, last, "request_refused_total", seconds),
-        _latency(first, last, "time_to_first_token_seconds"),
+        _latency(first, last, FIRST_TOKENS, minute_ago),
         _latency(first, last, "inter_token_latency_seconds"),
         _shares(calls),
         steps,
@@ -195,11 +228,12 @@ def _rate(first: Scrape, last: Scrape, stem: str, seconds: float, **labels: str)
     return None if rise is None or seconds <= 0 else rise / seconds
 
 
-def _latency(first: Scrape, last: Scrape, name: str) -> dict[str, float]:
+def _latency(first: Scrape, last: Scrape, name: str, before: Histogram | None = None) -> dict[str, float]:
+    """Quantiles of what came after `before`, or after the first scrape."""
     histogram = last.histograms.get(name)
     if histogram is None or first is last:
         return {}
-    between = histogram.since(first.histograms.get(name))
+    between = histogram.since(before or first.histograms.get(name))
     quantiles = {"p50": between.quantile(0.5), "p90": between.quantile(0.9), "p99": between.quantile(0.99)}
     return {label: value for label, value in quantiles.items() if value is not None}
 
@@ -277,7 +311,7 @@ def warnings_of(server: ServerView, calls: dict[str, float]) -> list[Warned]:
         warned.append(
             Warned(f"{server.refused_per_s:.1f} requests a second are refused", "add a replica, or raise max_num_queued_reqs")
         )
-    elif server.queue_limit and (server.queued or 0) / server.queue_limit >= FULL_QUEUE:
+    elif (server.queue_used or 0.0) >= FULL_QUEUE:
         warned.append(Warned(f"{server.queued:.0f} of {server.queue_limit:.0f} places of the queue are taken", "add a replica"))
     if sum(server.steps.values()) >= MIN_STEPS:
         warned += _warnings_of_devices(server, calls)
@@ -294,8 +328,8 @@ def warnings_of(server: ServerView, calls: dict[str, float]) -> list[Warned]:
 def _warnings_of_devices(server: ServerView, calls: dict[str, float]) -> list[Warned]:
     """Of a server that computes: an idle one has idle devices."""
     warned = []
-    idle = [rank.rank for rank in server.ranks if rank.utilization is not None and rank.utilization < LOW_UTILIZATION]
-    if idle and server.waiting:
+    idle = [rank.rank for rank in server.ranks if _waits(server, rank)]
+    if idle:
         what = f"rank {', '.join(idle)} is used below {LOW_UTILIZATION:.0f} percent, and {server.waiting:.0f} requests wait"
         warned.append(Warned(what, "look at cores for the ranks and the server: `phalanx doctor URL`"))
     silent = [rank.rank for rank in server.ranks if rank.nvlink and sum(rank.nvlink.values()) < IDLE_NVLINK]
@@ -304,8 +338,7 @@ def _warnings_of_devices(server: ServerView, calls: dict[str, float]) -> list[Wa
             Warned("NVLink is idle while all-reduces run", "they go over PCIe: `phalanx topo`, `nvidia-smi nvlink --status`")
         )
     for rank in server.ranks:
-        heat = set(rank.slowed_by) & {"thermal", "hardware_thermal"}
-        if heat:
+        if _HOT & set(rank.slowed_by):
             warned.append(
                 Warned(
                     f"rank {rank.rank} is slowed down by heat ({rank.temperature or 0:.0f} degrees)", "look at fans and air flow"
@@ -338,12 +371,14 @@ def render(frame: Frame) -> RenderableType:
         mix = [f"{name} {share:.0%}" for name, share in sorted(server.strategies.items(), key=lambda entry: -entry[1])]
         if mix:
             parts.append(Text(f"{_short(server.url)}: all-reduces {', '.join(mix)}"))
+        if len(server.history) > 1:
+            parts.append(_curve(server))
         if server.experts is not None:
             parts.append(Text(f"{_short(server.url)}: the busiest expert gets {server.experts:.2f} times the mean"))
     warned = [(server.url, entry) for server in frame.servers for entry in server.warnings]
     parts += [Text.assemble(("! ", "yellow"), f"{_short(url)}: {entry.what}: ", (entry.remedy, "cyan")) for url, entry in warned]
     total = f"; {frame.generated_per_s:,.0f} tokens/s over {len(frame.servers)} servers" if len(frame.servers) > 1 else ""
-    parts.append(Text(f"over {frame.seconds:.1f} s{total}", "dim"))
+    parts.append(Text(f"over {frame.seconds:.1f} s, TTFT over a minute{total}", "dim"))
     return Group(*parts)
 
 
@@ -375,8 +410,8 @@ def _server_table(frame: Frame) -> Table:
             _number(server.prompted_per_s),
             _number(server.running),
             _number(server.waiting),
-            queue,
-            _percent(server.kv_used),
+            Text(queue, _heat(server.queue_used, FULL_QUEUE)),
+            Text(_percent(server.kv_used), _heat(server.kv_used, FULL_KV)),
             _percent(server.prefix_hits),
             _milliseconds(server.ttft),
             _milliseconds(server.tpot),
@@ -397,14 +432,31 @@ def _rank_table(server: ServerView) -> Table:
         nvlink = "/".join(f"{rank.nvlink.get(way, 0.0) / 1e9:.1f}" for way in ("tx", "rx")) + " GB/s" if rank.nvlink else "-"
         table.add_row(
             rank.rank,
-            "-" if rank.utilization is None else f"{rank.utilization:.0f} %",
+            Text("-" if rank.utilization is None else f"{rank.utilization:.0f} %", "yellow" if _waits(server, rank) else ""),
             power,
             "-" if rank.clock is None else f"{rank.clock:.0f} MHz",
-            "-" if rank.temperature is None else f"{rank.temperature:.0f} C",
+            Text("-" if rank.temperature is None else f"{rank.temperature:.0f} C", "red" if _HOT & set(rank.slowed_by) else ""),
             nvlink,
             f"{kinds} of {size(capacity)}" if capacity else kinds,
         )
     return table
+
+
+def _waits(server: ServerView, rank: RankView) -> bool:
+    """Whether a GPU waits although requests do."""
+    return bool(server.waiting) and rank.utilization is not None and rank.utilization < LOW_UTILIZATION
+
+
+def _heat(share: float | None, full: float) -> str:
+    """The colour of a share: yellow in the last quarter before `full`, red from there on."""
+    return "" if share is None or share < 0.75 * full else "yellow" if share < full else "red"
+
+
+def _curve(server: ServerView) -> Text:
+    """The past tokens per second: a bar for each, from 0 to the highest one."""
+    top = max(server.history)
+    bars = "".join(_BARS[min(int(rate / (top or 1.0) * len(_BARS)), len(_BARS) - 1)] for rate in server.history)
+    return Text.assemble(f"{_short(server.url)}: tokens/s ", (bars, "green"), f" at most {_number(top)}")
 
 
 def _short(url: str) -> str:
@@ -432,16 +484,3 @@ def document(frame: Frame) -> dict[str, Any]:
 
 def dumps(frame: Frame) -> str:
     return json.dumps(document(frame), indent=2)
-
-
-def live(watch: ServerWatch, interval: float, console: Console) -> None:
-    """Draw a frame every `interval` seconds, until Ctrl-C."""
-    watch.read()
-    try:
-        with Live(render(watch.frame()), console=console, auto_refresh=False, screen=console.is_terminal) as screen:
-            while True:
-                time.sleep(interval)
-                watch.read()
-                screen.update(render(watch.frame()), refresh=True)
-    except KeyboardInterrupt:
-        return
