@@ -10,7 +10,7 @@ Per stage, in seconds, for T tokens, of which R rows sample, that read K tokens 
                       + T * activation bytes / BW                                              what is between GEMMs
                       + 2 all-reduces (measured curve; T hidden bytes) - their norms  +  c(T)   c: a layer's chain of kernels
                       + exchange of tokens (measured curve), there and back                     of layers with experts, for dp > 1
-                      + queries gathered, outputs exchanged (all-reduce of half the bytes), 4 c_norm   of latents, for dcp > 1
+                      + queries gathered, outputs exchanged (all-reduce of half the bytes), 5 c_norm   of latents, for dcp > 1
     + head on R rows + c_step, and for a stage of a pipeline the hidden states' bytes and c_hop,   c_return: where the last stage
       or R c_return                                                                            returns tokens on the device
 
@@ -58,7 +58,7 @@ LATENT_HEADS = 33
 """Heads of a rank from which on latent attention has a kernel of its own on Hopper: LATENT_BAND_LEAST of
 kernels/attention/heuristics.py, which imports torch."""
 
-DIVIDED_KERNELS = 4
+DIVIDED_KERNELS = 5
 """Small kernels of a layer that divides the tokens of latents, each priced as a norm."""
 
 LONG_STEP = GEMM_RS_BYTES // (2 * 8192)

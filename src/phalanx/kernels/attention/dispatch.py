@@ -185,6 +185,21 @@ def latent_decode_attention(
     return kernel(*arguments, **options, lse=lse)
 
 
+def merge_by_lse(received: Tensor, width: int) -> Tensor:
+    """received [ranks, T, heads, width + n]: of the same heads, each rank's outputs [T, heads, width] over its part of the tokens,
+    and behind each the log-sum-exp of the scores: an fp32 number, in n elements of the dtype. Returns the outputs over all tokens
+    [T, heads, width]: summed in fp32, in rank order, and rounded once."""
+    if received.is_cuda and has_triton() and width % 2 == 0:
+        from phalanx.kernels.attention.lse_merge import merge_by_lse as kernel
+
+        return kernel(received, width)
+    weights = received[..., width:].contiguous().view(torch.float32).softmax(0)
+    merged = received[0, ..., :width].float() * weights[0]
+    for part, weight in zip(received[1:], weights[1:], strict=True):
+        merged += part[..., :width].float() * weight
+    return merged.to(received.dtype)
+
+
 def _latent_tiling(device: torch.device, rows: int, spec: LatentSpec, workspace: SplitKvWorkspace) -> LatentTiling:
     rows, num_sms = max(rows, 1), workspace.num_sms
     if supports_warp_specialized_latent(device, rows, spec):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.comm.group import Group
+from phalanx.kernels.attention import dispatch as kernels
 
 NO_TOKENS = -1e30
 """The log-sum-exp of a row of which a rank has no token: far below any other, and still finite, so that the difference of two is a
@@ -54,12 +55,7 @@ class ContextParallel:
         parts = out.view(tokens, self.size, own, width)
         logs = lse.view(tokens, self.size, own, 1).view(out.dtype)  # so that both go in one message
         sent = torch.cat((parts, logs), dim=-1).transpose(0, 1)
-        received = self._group.all_to_all(sent)
-        weights = received[..., width:].contiguous().view(torch.float32).softmax(0)
-        merged = received[0, ..., :width].float() * weights[0]
-        for part, weight in zip(received[1:], weights[1:], strict=True):
-            merged += part[..., :width].float() * weight
-        return merged.to(out.dtype)
+        return kernels.merge_by_lse(self._group.all_to_all(sent), width)
 
     def own(self, values: Tensor) -> Tensor:
         """values [R, L], of the tokens at positions 0 .. L-1 -> those of the positions that this rank has, and perhaps a 0 or False
