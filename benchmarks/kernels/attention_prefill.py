@@ -24,7 +24,7 @@ from benchmarks.kernels.attention_launches import (
     tell_best,
 )
 from phalanx.kernels import reference
-from phalanx.kernels.attention.heuristics import PrefillTiling, count_prefill_tiles, select_prefill
+from phalanx.kernels.attention.heuristics import PrefillTiling, SplitKvWorkspace, count_prefill_tiles, select_prefill
 from phalanx.kernels.attention.prefill import prefill_attention
 from phalanx.kernels.capabilities import has_gluon, sm_arch
 
@@ -115,6 +115,8 @@ def measure_prefill(job: PrefillJob, tilings: list[tuple[int, ...]], peers: str)
     candidates: dict[str, Callable[[Tensor], Tensor]] = {
         label: partial(_prefilled, job, tiling, tiles) for label, tiling in choices.items()
     }
+    workspace = SplitKvWorkspace(job.query.device)
+    candidates["split-KV"] = partial(_prefilled, job, choices["chosen"], tiles, workspace=workspace)
     if has_gluon() and sm_arch(job.query.device) == 90:
         candidates["warp-specialized"] = partial(_warp_specialized, job, tiles)
     result: dict[str, Any] = {}
@@ -141,8 +143,11 @@ def measure_prefill(job: PrefillJob, tilings: list[tuple[int, ...]], peers: str)
     return result
 
 
-def _prefilled(job: PrefillJob, tiling: PrefillTiling, tiles: int, out: Tensor) -> Tensor:
-    return prefill_attention(job.query, *job.cache, *job[2:6], **job.options, tiling=tiling, tiles=tiles, out=out)
+def _prefilled(
+    job: PrefillJob, tiling: PrefillTiling, tiles: int, out: Tensor, workspace: SplitKvWorkspace | None = None
+) -> Tensor:
+    options = {**job.options, "tiling": tiling, "tiles": tiles, "workspace": workspace}
+    return prefill_attention(job.query, *job.cache, *job[2:6], **options, out=out)
 
 
 def _warp_specialized(job: PrefillJob, tiles: int, out: Tensor) -> Tensor:

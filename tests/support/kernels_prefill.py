@@ -105,6 +105,8 @@ def assert_near(case: Case, out: Tensor, wanted: Tensor) -> None:
 
 SIGNATURE = {
     "table_rows": "*i64", "token_scales": "*i32", **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
-    **dict.fromkeys(("score_scale", "value_scale"), "fp32"), **dict.fromkeys(("table_stride", "rows", "window", "early"), "i32"),
+    **dict.fromkeys(("split_max", "totals", "outs"), "*fp32"), "arrivals": "*i32",
+    **dict.fromkeys(("score_scale", "value_scale"), "fp32"),
+    **dict.fromkeys(("table_stride", "rows", "window", "slots", "early"), "i32"),
 }  # fmt: skip
 """How Triton names the arguments."""

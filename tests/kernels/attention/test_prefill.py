@@ -78,6 +78,34 @@ def check_sinks() -> None:
     check(Case([(7, 40)], 1, 20, 16, sinks=3.0, dtype=torch.float32))
 
 
+def check_programs_that_share_a_tile() -> None:
+    """Over splits of one tile of keys or more, as many as there is room for; the counts are 0 again behind each launch."""
+    from phalanx.kernels import reference
+    from phalanx.kernels.attention.heuristics import SplitKvWorkspace
+    from phalanx.kernels.attention.prefill import prefill_attention
+
+    workspace = SplitKvWorkspace(torch.device("cpu"))
+    shapes = [([(7, 150)], 1, 4), ([(3, 200), (40, 45), (0, 9), (33, 170), (1, 1)], 2, 4), ([(90, 100), (2, 260)], 1, 20)]
+    kinds: list[dict[str, Any]] = [{}, {"fp8": True}, {"int8": True}, {"sinks": 3.0}, {"block_size": 5, "indirect": False}]
+    shared = 0
+    for (rows, kv_heads, group), kind, slots in itertools.product(shapes, kinds, (2, 5, 16, 40)):
+        case = Case(rows, kv_heads, group, 16, **kind)
+        workspace.num_sms = slots * kv_heads
+        inputs = inputs_of(case)
+        tiling = PrefillTiling(64, 32, 4, 2, split_keys=32, splits_per_sm=1)
+        wanted = reference.prefill_attention(*inputs.operands, **options(case, inputs), out=torch.full_like(inputs.query, KEPT))
+        plain = prefill_attention(
+            *inputs.operands, **options(case, inputs), tiling=tiling, out=torch.full_like(inputs.query, KEPT)
+        )  # fmt: skip
+        out = prefill_attention(
+            *inputs.operands, **options(case, inputs), tiling=tiling, out=torch.full_like(inputs.query, KEPT), workspace=workspace
+        )  # fmt: skip
+        assert_near(case, out, wanted)
+        shared += int(not torch.equal(out, plain))
+        assert not any(counts.any() for *_, counts in workspace._buffers)
+    assert shared >= 20, "hardly any case was split: its results are rounded otherwise than those of one program"
+
+
 def check_as_many_programs_as_tiles_or_more() -> None:
     case = Case([(40, 50), (0, 3), (9, 9)], 2, 4, 16)
     exact = count_prefill_tiles(inputs_of(case).starts.tolist(), 4)
@@ -127,7 +155,7 @@ def check_tokens_of_any_size_meet_in_an_int8_cache() -> None:
 CHECKS = [
     check_ratios_of_heads, check_head_dims_dtypes_and_quantized_caches, check_rows_about_the_edges_of_tiles,
     check_block_sizes_and_windows, check_as_many_programs_as_tiles_or_more, check_queries_of_any_size_meet_a_quantized_cache,
-    check_sinks, check_tokens_of_any_size_meet_in_an_int8_cache,
+    check_sinks, check_programs_that_share_a_tile, check_tokens_of_any_size_meet_in_an_int8_cache,
 ]  # fmt: skip
 
 
@@ -197,7 +225,8 @@ def compiled_kernel(tiling: PrefillTiling, dtype: str, *, kv: str, head_dim: int
         "GROUP": 8, "KV_HEADS": 2, "DIM": head_dim, "WIDTH": next_power_of_2(head_dim), "BLOCK_SIZE": 16,
         "TOKENS": tile_tokens(8), "ROWS": tiling.rows, "KEYS": tiling.keys, "STAGES": tiling.stages, "MOST": 32, "INDIRECT": True,
         "WINDOWED": window, "EARLY": kv != "model", "SM": arch, **({} if head_dim == 64 else {"sinks": None}),
-        "COPIES": max(32 * tiling.warps // tiling.keys, 1), **({} if kv == "int8" else {"token_scales": None}),
+        "COPIES": max(32 * tiling.warps // tiling.keys, 1), "ANCHORED": False, "SPLIT": 0 if window else tiling.split_keys,
+        **({} if kv == "int8" else {"token_scales": None}),
     }  # fmt: skip
     kinds = {}
     for name in prefill._prefill.arg_names:
@@ -218,6 +247,8 @@ def compiled_kernel(tiling: PrefillTiling, dtype: str, *, kv: str, head_dim: int
         Case([(40, 300), (90, 90)], 1, 3, 256, 32, dtype=torch.float16, int8=True),
         Case([(40, 1200), (90, 90)], 1, 4, 80, 5, dtype=torch.float32),
         Case([(40, 300), (90, 90)], 1, 3, 256, 32, dtype=torch.float16),
+        Case([(16, 9000), (1, 5), (64, 7000)], 2, 4, 128), Case([(16, 9000), (1, 5), (64, 7000)], 2, 4, 128, fp8=True, sinks=3.0),
+        Case([(16, 9000), (1, 5), (64, 7000)], 1, 5, 128, int8=True),
     ],
     ids=str,
 )  # fmt: skip
@@ -226,18 +257,20 @@ def test_replayed_on_a_gpu_with_other_rows(case: Case, early: bool) -> None:
     """Captured with rows that have no token, replayed with those of the case; each time the same bits."""
     from phalanx.kernels import reference
     from phalanx.kernels.attention.dispatch import prefill_attention
+    from phalanx.kernels.attention.heuristics import SplitKvWorkspace
 
     inputs = Inputs(*(None if each is None else each.cuda() for each in inputs_of(case)))  # type: ignore[arg-type]
     replayed = inputs._replace(starts=torch.zeros_like(inputs.starts), lengths=torch.ones_like(inputs.lengths))
     out = torch.full_like(inputs.query, KEPT)
     torch.cuda.synchronize()
-    chosen = options(case, inputs, "cuda")  # before the capture, which may copy nothing from the host
-    prefill_attention(*replayed.operands, **chosen, early_lengths=early, out=out)
+    # Before the capture, which may copy nothing from the host.
+    chosen, workspace = options(case, inputs, "cuda"), SplitKvWorkspace(inputs.query.device)
+    prefill_attention(*replayed.operands, **chosen, early_lengths=early, out=out, workspace=workspace)
     torch.cuda.synchronize()
     assert bool((out == KEPT).all())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        prefill_attention(*replayed.operands, **chosen, early_lengths=early, out=out)
+        prefill_attention(*replayed.operands, **chosen, early_lengths=early, out=out, workspace=workspace)
     replayed.starts.copy_(inputs.starts)
     replayed.lengths.copy_(inputs.lengths)
     wanted = reference.prefill_attention(*inputs.operands, **chosen, out=torch.full_like(inputs.query, KEPT))

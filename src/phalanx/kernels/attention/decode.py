@@ -461,7 +461,9 @@ def decode_attention(
     least = 16 if token_scales is None else 32
     width, heads = max(least, triton.next_power_of_2(head_dim)), 8 if group <= 8 else MAX_HEADS
     programs, lanes = kv_heads * triton.cdiv(group, heads), min(heads, triton.next_power_of_2(group))
-    split_max, totals, outs, arrivals = workspace.take(rows * programs, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
+    groups = rows * programs if tiling.extra_splits else 0
+    results = groups * (1 + triton.cdiv(tiling.extra_splits, rows))
+    split_max, totals, outs, arrivals = workspace.take(groups, results, heads, width)
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
     words = None if token_scales is None else token_scales.view(torch.int32)

@@ -16,6 +16,7 @@ from phalanx.kernels.attention.heuristics import (
     LATENT_ROPE,
     LATENT_TILE,
     LONG_KV,
+    LONG_TOKENS,
     MAX_LONG_ROWS,
     ROW_CLASSES,
     SHORT_KV,
@@ -26,6 +27,7 @@ from phalanx.kernels.attention.heuristics import (
     select_latent_bands,
     select_latent_decode,
     select_prefill,
+    tile_tokens,
 )
 from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, has_gluon, has_triton, sm_arch
 
@@ -46,6 +48,10 @@ class HeadLayout(NamedTuple):
         kv_heads = key_cache.shape[2]
         group, fp32 = query.shape[1] // kv_heads, query.dtype == torch.float32
         return cls(kv_heads, group, query.shape[2], key_cache.element_size(), fp32)
+
+    def prompt_wave(self, num_sms: int) -> int:
+        """Tokens of a prompt whose tiles of `prefill_attention` run at once, on so many multiprocessors."""
+        return num_sms // self.kv_heads * tile_tokens(self.group)
 
     def tiling(self, rows: int, num_sms: int, *, short: bool, shared_memory: int) -> DecodeTiling:
         """See `select_decode`."""
@@ -224,6 +230,7 @@ def prefill_attention(
     kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
     tiles: int | None = None, mean_length: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
     sinks: Tensor | None = None, token_scales: Tensor | None = None, least_rows: int = 1, batch_invariant: bool = False,
+    workspace: SplitKvWorkspace | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.prefill_attention`; written into `out` where one is given, else into memory that is not set: tokens of no row
     have no output. All tensors contiguous but block_tables, whose rows are. Nothing is read by the host: the launch may be
@@ -231,14 +238,18 @@ def prefill_attention(
 
     tiles: exactly what `count_prefill_tiles` gives for these rows, or more; with fewer, the rows behind the last tile have no
     output. None: as many as so many rows of so many tokens may have, at worst; a program beyond the last tile returns at once.
-    mean_length: the mean of kv_lengths, by which the faster of two kernels is chosen; None: as many as there are tokens.
+    mean_length: the mean of kv_lengths, by which the faster of two kernels is chosen; None: unknown, as of a captured launch.
     early_lengths: as of `decode_attention`; query_starts are read then, too. least_rows: launches of up to so many rows are of one
-    variant of the kernel. batch_invariant: a token's output does not depend on the other tokens of its row, or on other rows."""
+    variant of the kernel. batch_invariant: a token's output does not depend on the other tokens of its row, or on other rows.
+    workspace: of this stream, kept over calls: with one, programs may share the keys of a tile where tiles are few."""
     arguments = query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths
     options: dict[str, Any] = {
         "scale": scale, "kv_scales": kv_scales, "tiles": tiles, "early_lengths": early_lengths, "out": out,
     }  # fmt: skip
-    long = (len(query) if mean_length is None else mean_length) >= LONG_KV and len(kv_lengths) <= MAX_LONG_ROWS
+    long = len(query) >= LONG_TOKENS if mean_length is None else mean_length >= LONG_KV
+    if workspace is not None and tiles is not None:
+        long &= 2 * tiles * key_cache.shape[2] > workspace.num_sms
+    long &= len(kv_lengths) <= MAX_LONG_ROWS
     if long and not batch_invariant and window is None and sinks is None and _is_warp_specialized(query, key_cache):
         from phalanx.kernels.attention.prefill_hopper import prefill_attention as warp_specialized
 
@@ -248,7 +259,7 @@ def prefill_attention(
     tiling = select_prefill(query.shape[2], query.element_size())
     return kernel(
         *arguments, **options, window=window, tiling=tiling, sinks=sinks, token_scales=token_scales, least_rows=least_rows,
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant, workspace=workspace,
     )  # fmt: skip
 
 

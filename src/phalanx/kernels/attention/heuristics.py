@@ -251,12 +251,10 @@ class SplitKvWorkspace:
         _, self.num_sms, self.shared_memory = gpu(device)
         self._buffers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
-    def take(self, groups: int, splits: int, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For so many groups of programs: (maxima, sums, each groups * splits * heads fp32; outputs, those times width; counts,
-        groups int32), or larger. Nothing is shared where splits is 1."""
-        if splits == 1:
-            groups = 1
-        heads *= groups * splits
+    def take(self, groups: int, results: int, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """For so many groups of programs that share a row, and results of programs together, each of `heads` rows of `width`:
+        (maxima, sums, each results * heads fp32; outputs, those times width; counts, groups int32), or larger."""
+        heads *= results
         for buffers in self._buffers:
             if buffers[0].numel() >= heads and buffers[2].numel() >= heads * width and buffers[3].numel() >= groups:
                 return buffers
@@ -275,13 +273,16 @@ TILE_ROWS = 128
 class PrefillTiling(NamedTuple):
     """rows: (token, head) pairs that a program has, TILE_ROWS or a half of it. keys: that it computes at a time, a power of two.
     stages: as Triton's num_stages. registers: of a thread, at most, where the compiler is not to choose, so that as many programs
-    fit on a multiprocessor as it allows."""
+    fit on a multiprocessor as it allows. split_keys: of programs that share the keys of a tile each has so many, at least.
+    splits_per_sm: such programs for each multiprocessor, at most."""
 
     rows: int
     keys: int
     warps: int
     stages: int
     registers: int | None = None
+    split_keys: int = 512
+    splits_per_sm: int = 2
 
 
 def tile_tokens(group: int) -> int:
@@ -310,8 +311,10 @@ def select_prefill(head_dim: int, itemsize: int) -> PrefillTiling:
     return PrefillTiling(64, 64, warps=4, stages=3)
 
 
-LONG_KV = 512
-"""KV tokens of a row, on average, from which the warp-specialized kernel for prefill rows is the faster one on an H200."""
+LONG_KV, LONG_TOKENS = 512, 256
+"""KV tokens of a row, on average, from which the warp-specialized kernel for prefill rows is the faster one on an H200, where its
+programs occupy more than half of the multiprocessors; and tokens of a launch from which it is used whatever the lengths, which a
+captured launch does not know: at 400 KV tokens it takes 1 us less or more there, and at 100,000 half as long."""
 
 MAX_LONG_ROWS = 512
 """Prefill rows of a launch of that kernel, at most, so that one variant of it serves all."""

@@ -176,7 +176,9 @@ def latent_decode_attention(
         splits, early_lengths = plan(kv_lengths, table_rows, tiling.split, window=None, block_size=block_size), False
     sm, fp8, heads = sm_arch(query.device), cache.dtype == torch.float8_e4m3fn, tiling.heads
     width, bands = max(16, triton.next_power_of_2(rank)), triton.cdiv(members, heads)
-    split_max, totals, outs, arrivals = workspace.take(rows * bands, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
+    groups = rows * bands if tiling.extra_splits else 0
+    results = groups * (1 + triton.cdiv(tiling.extra_splits, rows))
+    split_max, totals, outs, arrivals = workspace.take(groups, results, heads, width)
     merged_apart = splits if tiling.apart else None
     _latent_decode[(bands, rows if splits is None else len(splits))](
         query, rotated, cache.view(torch.uint8) if fp8 else cache, block_tables,

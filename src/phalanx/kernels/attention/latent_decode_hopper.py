@@ -386,7 +386,7 @@ def latent_decode_attention(
         splits, early_lengths = plan(kv_lengths, table_rows, tiling.split, window=None, block_size=block_size), False
     query, rotated = (each if _in_lines(each) else each.contiguous() for each in (query, rotated))
     bands = triton.cdiv(members, HEADS.value)
-    *partial, _ = workspace.take(bands, len(splits), HEADS.value, RANK.value)
+    *partial, _ = workspace.take(bands, bands * len(splits), HEADS.value, RANK.value)
     _latent_decode_bands[(bands, len(splits))](
         query, rotated, _descriptor(cache), block_tables, splits, out, *partial, block_tables.stride(0), *query.stride()[:2],
         *rotated.stride()[:2], members, int(early_lengths), scale * LOG2_E, BLOCK_SIZE=block_size, num_warps=4, launch_pdl=True,

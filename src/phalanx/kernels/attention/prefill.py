@@ -11,6 +11,10 @@ heads: up to 128 (token, head) pairs, the rows of a tensor core's GEMM, which re
 from the begins of the rows, so that a captured launch serves any rows; programs beyond the last tile return at once. A row's last
 tiles, which have the most keys, run first.
 
+Where tiles are fewer than the programs that a GPU runs at once, as those of a short chunk of a long prompt are, several programs
+share the keys of a tile (split-KV), and the last of them to arrive merges their results by log-sum-exp. How many is decided on the
+device, from the lengths of all rows.
+
 e4m3 and int8 keys and values are widened to fp16, exactly, and queries are divided by powers of two so that fp16 holds them, too.
 """
 
@@ -23,32 +27,91 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.attention.decode import _blocks, _dot, _in_fp16, _places, _with_token_scales
-from phalanx.kernels.attention.heuristics import PrefillTiling, max_prefill_tiles, tile_tokens
-from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, with_sinks
+from phalanx.kernels.attention.heuristics import (
+    PrefillTiling,
+    SplitKvWorkspace,
+    max_prefill_tiles,
+    tile_tokens,
+)
+from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, merge_splits, with_sinks
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
 
 
 @triton.jit
-def _tile(starts, lengths, table_rows, rows, back, TOKENS: tl.constexpr, MOST: tl.constexpr, INDIRECT: tl.constexpr):
-    """The tile that is `back` before the last -> (its first token among its row's, less than 0 if there is no such tile; of the
-    row: the first token, the number of tokens, the KV length, the block table). MOST: a power of two that is at least `rows`."""
+def _tile(
+    starts, lengths, table_rows, rows, back, slots, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, MOST: tl.constexpr, INDIRECT: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The split of a part of a tile that is `back` before the last -> (the tile's first token among its row's, less than 0 if there
+    is no such split; the part's first (token, head) among the tile's; of the row: the first token, the number of tokens, the KV
+    length, the block table; the split's index among its part's, and among all; keys of a split). MOST: a power of two that is at
+    least `rows`. SPLIT: keys of a split, at least, where a row has several, which are so many that those of all rows are at most
+    `slots`; 0: each part is one."""
     each = tl.arange(0, MOST)
     begin = tl.load(starts + each, each < rows, 0, cache_modifier=".cg")
     count = tl.load(starts + each + 1, each < rows, 0, cache_modifier=".cg") - begin
     # Of all rows, not of this tile's row: so one load does not wait for another.
     length = tl.load(lengths + each, each < rows, 0, cache_modifier=".cg")
     table = tl.load(table_rows + each, each < rows, 0, cache_modifier=".cg").to(tl.int64) if INDIRECT else each.to(tl.int64)
-    tiles = (count + TOKENS - 1) // TOKENS
-    ends = tl.cumsum(tiles, 0)
-    tile = tl.max(ends, 0) - 1 - back
-    here = (tile < ends) & (tile >= ends - tiles)
-    first = tl.sum(tl.where(here, (tile - ends + tiles) * TOKENS, 0), 0)
+    parts = (tl.minimum(count, TOKENS) * GROUP + ROWS - 1) // ROWS  # of each tile of the row; its last one may have fewer
+    items, span, splits = (count + TOKENS - 1) // TOKENS * parts, 0, 1
+    if SPLIT > 0:
+        all_items = tl.maximum(tl.sum(items, 0), 1)
+        longest = tl.max(tl.where(count > 0, length, 0), 0)
+        # Either bound leaves no more splits than slots: as many for each part, or each part less than one more than its share.
+        share = (longest // tl.maximum(slots // all_items, 1)).to(tl.float32)
+        if slots > all_items:
+            share = tl.minimum(share, tl.sum(items.to(tl.float32) * length, 0) / (slots - all_items))
+        least = tl.maximum((share * 1.0001).to(tl.int32) + KEYS, SPLIT)
+        splits = tl.maximum(tl.where(all_items < slots, (length + least - 1) // least, 1), 1)
+        span = ((length + splits - 1) // splits + KEYS - 1) // KEYS * KEYS
+        items *= splits
+    ends = tl.cumsum(items, 0)
+    item = tl.max(ends, 0) - 1 - back
+    here = (item < ends) & (item >= ends - items)
+    place, its_parts = tl.sum(tl.where(here, item - ends + items, 0), 0), tl.maximum(tl.sum(tl.where(here, parts, 0), 0), 1)
+    split = 0
+    if SPLIT > 0:
+        its_splits = tl.maximum(tl.sum(tl.where(here, splits, 0), 0), 1)
+        place, split, span = place // its_splits, place % its_splits, tl.sum(tl.where(here, span, 0), 0)
     return (
-        tl.where(tile < 0, -1, first), tl.sum(tl.where(here, begin, 0), 0), tl.sum(tl.where(here, count, 0), 0),
-        tl.sum(tl.where(here, length, 0), 0), tl.sum(tl.where(here, table, 0), 0),
+        tl.where(item < 0, -1, place // its_parts * TOKENS), place % its_parts * ROWS, tl.sum(tl.where(here, begin, 0), 0),
+        tl.sum(tl.where(here, count, 0), 0), tl.sum(tl.where(here, length, 0), 0), tl.sum(tl.where(here, table, 0), 0),
+        split, item, span,
     )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    out, sinks, split_max, totals, outs, arrivals, place, valid, head, member, top, total, mixed, like, split, pieces, item,
+    kv_head, slots, value_scale, SPLIT: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """Store (maximum [ROWS], sum [ROWS], output [ROWS, WIDTH]) of a tile's part as its output; or where the part has several
+    `pieces` leave them, at `item` of the `slots` of this KV head, and the last to arrive merges those of all."""
+    if SPLIT > 0 and pieces > 1:
+        ROWS: tl.constexpr = mixed.shape[0]
+        WIDTH: tl.constexpr = mixed.shape[1]
+        row, dim, group = tl.arange(0, ROWS), tl.arange(0, WIDTH), kv_head * slots + item - split
+        left = (group + split) * ROWS + row
+        tl.store(split_max + left, top)
+        tl.store(totals + left, total)
+        tl.store(outs + left[:, None] * WIDTH + dim[None, :], mixed)
+        tl.debug_barrier()  # all warps have stored before one of them releases what they stored
+        if tl.atomic_add(arrivals + group, 1, sem="acq_rel") == pieces - 1:
+            tl.store(arrivals + group, 0)
+            top, total, mixed = merge_splits(split_max, totals, outs, group, pieces, WIDTH, ROWS, ROWS, 1, False)
+            _store(out, sinks, place, valid, head, member, top, total, mixed, like, value_scale, SM)
+    else:
+        _store(out, sinks, place, valid, head, member, top, total, mixed, like, value_scale, SM)
+
+
+@triton.jit
+def _store(out, sinks, place, valid, head, member, top, total, mixed, like, value_scale, SM: tl.constexpr):
+    total = with_sinks(sinks, top, total, head, member)
+    result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
+    tl.store(out + place, nearest(result, like, SM), valid)
 
 
 @triton.jit
@@ -108,30 +171,30 @@ def _attended(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "rows", "window"],
+    do_not_specialize=["table_stride", "rows", "window", "slots"],
     do_not_specialize_on_alignment=["tables", "table_rows", "starts", "lengths"],
 )
 def _prefill(
-    query, key_cache, value_cache, token_scales, tables, table_rows, starts, lengths, sinks, out,
-    table_stride, rows, window, score_scale, value_scale,
+    query, key_cache, value_cache, token_scales, tables, table_rows, starts, lengths, sinks, out, split_max, totals, outs, arrivals,
+    table_stride, rows, window, slots, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, MOST: tl.constexpr,
     INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr, COPIES: tl.constexpr, ANCHORED: tl.constexpr,
-    SM: tl.constexpr,
+    SPLIT: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """Programs count tiles from the last, parts of a tile from the last, and KV heads. EARLY: see early_lengths; COPIES: see
-    `decode._token_scales`; ANCHORED: see batch_invariant."""
+    """Programs count splits of parts of tiles from the last, and KV heads. EARLY: see early_lengths; COPIES:
+    see `decode._token_scales`; ANCHORED: see batch_invariant; SPLIT: see `_tile`."""
     if SM >= 90:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()  # starts, lengths, tables, queries and the newest keys and values: the kernel before may have written all
-    PARTS: tl.constexpr = (TOKENS * GROUP + ROWS - 1) // ROWS
     QUANTIZED: tl.constexpr = key_cache.dtype.element_ty == tl.uint8 or key_cache.dtype.element_ty == tl.int8
     kv_head, back = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
-    first, row_begin, count, length, table_row = _tile(starts, lengths, table_rows, rows, back // PARTS, TOKENS, MOST, INDIRECT)
+    first, lead, row_begin, count, length, table_row, split, item, span = _tile(
+        starts, lengths, table_rows, rows, back, slots, GROUP, TOKENS, ROWS, KEYS, MOST, INDIRECT, SPLIT
+    )  # fmt: skip
     if SM >= 90 and EARLY:
         gdc_wait()  # also where there is nothing to do: so a kernel that waits for this one has waited for those before it
-    lead = (PARTS - 1 - back % PARTS) * ROWS  # the part's first (token, head) among the tile's
     if (first < 0) | (first + lead // GROUP >= count):
         return
     earlier = length - count + first  # keys before the tile's first token
@@ -140,7 +203,13 @@ def _prefill(
     low = tl.maximum(full - window, 0) if WINDOWED else 0
     RUN: tl.constexpr = min(BLOCK_SIZE & -BLOCK_SIZE, KEYS)  # keys that certainly lie in one block, from a multiple of it on
     STEP: tl.constexpr = KEYS if ANCHORED else RUN
-    begin = low // STEP * STEP
+    begin, pieces = low // STEP * STEP, 1
+    if SPLIT > 0:
+        pieces = (end + span - 1) // span
+        begin = split * span
+        if begin >= end:  # of an early tile of its row
+            return
+        end = tl.minimum(end, begin + span)
     table = tables + table_row * table_stride
     block = _blocks(table, begin, end, KEYS, RUN, BLOCK_SIZE)
 
@@ -158,9 +227,10 @@ def _prefill(
         operand, tl.maximum(scales, 1e-30), earlier + member // GROUP, key_cache, value_cache, token_scales, table, block, begin,
         low, full, end, kv_head, window, DIM, KV_HEADS, BLOCK_SIZE, RUN, KEYS, STAGES, WINDOWED, COPIES, SM,
     )  # fmt: skip
-    total = with_sinks(sinks, top, total, kv_head * GROUP + member % GROUP, member < TOKENS * GROUP)
-    result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
-    tl.store(out + place, nearest(result, own, SM), valid)
+    _finish(
+        out, sinks, split_max, totals, outs, arrivals, place, valid, kv_head * GROUP + member % GROUP, member < TOKENS * GROUP,
+        top, total, mixed, own, split, pieces, item, kv_head, slots, value_scale, SPLIT, SM,
+    )  # fmt: skip
 
 
 def prefill_attention(
@@ -168,9 +238,11 @@ def prefill_attention(
     kv_lengths: Tensor, *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, tiling: PrefillTiling,
     tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None, sinks: Tensor | None = None,
     token_scales: Tensor | None = None, least_rows: int = 1, batch_invariant: bool = False,
+    workspace: SplitKvWorkspace | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.prefill_attention`, for contiguous queries and caches; tokens of no row are not set in `out`.
-    batch_invariant: the keys of a row are divided alike whatever tokens share a tile, where there is a window, too."""
+    batch_invariant: the keys of a row are divided alike whatever tokens share a tile, where there is a window, too. workspace: of
+    this stream; with one, and without a window, programs may share a tile."""
     tokens, q_heads, head_dim = query.shape
     block_size, kv_heads = key_cache.shape[1:3]
     rows, group = len(kv_lengths), q_heads // kv_heads
@@ -182,13 +254,19 @@ def prefill_attention(
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
     words = None if token_scales is None else token_scales.view(torch.int32)
-    _prefill[(tiles * triton.cdiv(each * group, tiling.rows) * kv_heads,)](
+    parts, width = triton.cdiv(each * group, tiling.rows), max(16, triton.next_power_of_2(head_dim))
+    slots, partial = 0, (None, None, None, None)
+    if workspace is not None and window is None and not batch_invariant:
+        slots = tiling.splits_per_sm * workspace.num_sms // kv_heads
+        partial = workspace.take(kv_heads * slots, kv_heads * slots, tiling.rows, width)
+    _prefill[(max(tiles * parts, slots) * kv_heads,)](
         query, *caches, words, block_tables, kv_lengths if table_rows is None else table_rows, query_starts, kv_lengths, sinks, out,
-        block_tables.stride(0), rows, window or 0, scale * key_scale * LOG2_E, value_scale,
-        GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
+        *partial, block_tables.stride(0), rows, window or 0, slots, scale * key_scale * LOG2_E, value_scale,
+        GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, BLOCK_SIZE=block_size,
         TOKENS=each, ROWS=tiling.rows, KEYS=tiling.keys, STAGES=tiling.stages, MOST=_padded_rows(max(rows, least_rows)),
         INDIRECT=table_rows is not None, WINDOWED=window is not None, EARLY=early_lengths,
-        COPIES=max(32 * tiling.warps // tiling.keys, 1), ANCHORED=batch_invariant, SM=sm, num_warps=tiling.warps,
+        COPIES=max(32 * tiling.warps // tiling.keys, 1), ANCHORED=batch_invariant,
+        SPLIT=tiling.split_keys if slots else 0, SM=sm, num_warps=tiling.warps,
         maxnreg=tiling.registers, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

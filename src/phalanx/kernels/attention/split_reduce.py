@@ -39,7 +39,7 @@ def split_reduce(
     """The end of program (band of heads, split): (top [HEADS], total [HEADS], mixed [HEADS, WIDTH]) are the maximum, sum and
     output of split `item` of a row that has `count` splits, from split `first` on. A row's only split stores its output. Otherwise
     each leaves its results in the workspace, and the last to arrive merges them, or where arrivals is None `split_merge` does.
-    LANES: so many heads are merged; AT_ONCE, BLOCK: see `_merge_splits`; sinks: None, or a logit per head. lse: None, or where the
+    LANES: so many heads are merged; AT_ONCE, BLOCK: see `merge_splits`; sinks: None, or a logit per head. lse: None, or where the
     log-sum-exp of each row's scores goes, [rows, q_heads] fp32: LOWEST of a row that has no token."""
     HEADS: tl.constexpr = mixed.shape[0]
     WIDTH: tl.constexpr = mixed.shape[1]
@@ -57,7 +57,7 @@ def split_reduce(
             tl.debug_barrier()  # all warps have stored before one of them releases what they stored
             if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1:
                 tl.store(arrivals + counted, 0)
-                highest, merged_total, merged = _merge_splits(
+                highest, merged_total, merged = merge_splits(
                     split_max, totals, outs, group, count, WIDTH, HEADS, LANES, AT_ONCE, BLOCK
                 )  # fmt: skip
                 _store(
@@ -88,7 +88,7 @@ def split_merge(
     if SM >= 90 and EARLY:
         gdc_wait()
     if count > 1:
-        top, total, merged = _merge_splits(
+        top, total, merged = merge_splits(
             split_max + lane, totals + lane, outs + lane * WIDTH, band * items + first, count, WIDTH, HEADS, LANES, AT_ONCE, BLOCK
         )  # fmt: skip
         like = tl.zeros([1], out.dtype.element_ty)
@@ -101,7 +101,7 @@ def merge_apart(
     lse: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch `split_merge` for the rows of out [R, q_heads, dim]. heads: of a program whose results these are; lanes: heads that a
-    program merges; at_once, block: as AT_ONCE and BLOCK of `_merge_splits`; early_lengths: `splits` may be read while the kernel
+    program merges; at_once, block: as AT_ONCE and BLOCK of `merge_splits`; early_lengths: `splits` may be read while the kernel
     before runs. lse: see `split_reduce`."""
     rows, q_heads, dim = out.shape
     group = q_heads // kv_heads
@@ -114,7 +114,7 @@ def merge_apart(
 
 
 @triton.jit
-def _merge_splits(
+def merge_splits(
     split_max, totals, outs, group, count, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip

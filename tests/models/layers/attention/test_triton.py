@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels import reference
-from phalanx.kernels.attention.heuristics import SHORT_KV
+from phalanx.kernels.attention.heuristics import SHORT_KV, SplitKvWorkspace
 from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, simulated
 from phalanx.models.batch import Batch, count_leading_decodes
 from phalanx.models.layers.attention import select, triton
@@ -81,7 +81,7 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
 
     def stand_in(
         query: Tensor, *inputs: Any, tiles: int | None, mean_length: int | None, early_lengths: bool, batch_invariant: bool,
-        **options: Any,
+        workspace: SplitKvWorkspace, **options: Any,
     ) -> Tensor:  # fmt: skip
         calls.append((-len(inputs[-1]) if early_lengths else len(inputs[-1]), tiles))
         assert mean_length == (None if early_lengths else int(inputs[-1].sum()) // len(inputs[-1]))

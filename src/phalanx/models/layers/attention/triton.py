@@ -55,6 +55,11 @@ class TritonBackend:
         """As GraphSupport: one kernel takes them, captured or not."""
         return math.inf
 
+    def prompt_wave(self) -> int:
+        """As GraphSupport: of the layers without a window, which are those that long prompts wait for."""
+        waves = (spec.heads.prompt_wave(self.workspace.num_sms) for spec in self.layer_specs if spec.window is None)
+        return max(waves, default=0)
+
     def short_kv_limit(self, rows: int) -> int:
         """As GraphSupport."""
         num_sms, shared_memory = self.workspace.num_sms, self.workspace.shared_memory
@@ -141,5 +146,5 @@ class TritonPlan:
             query, cache.key, cache.value, tables if rows is not None else tables[at:],
             None if rows is None else rows[at:], batch.query_starts[at:], batch.kv_lengths[at:], scale=scale, window=window,
             kv_scales=kv_scales, tiles=self._tiles, mean_length=self._mean_length, early_lengths=batch.fixed, out=out, sinks=sinks,
-            token_scales=cache.token_scales, batch_invariant=backend.batch_invariant,
+            token_scales=cache.token_scales, batch_invariant=backend.batch_invariant, workspace=backend.workspace,
         )  # fmt: skip

@@ -136,6 +136,10 @@ class TritonLatentBackend:
         """For one forward; of a fixed batch, before the first kernel of that forward."""
         return TritonLatentPlan(self, batch)
 
+    def prompt_wave(self) -> int:
+        """As GraphSupport: heads are expanded as many at a time as there is room for."""
+        return 0
+
     def max_prefill_pairs(self) -> float:
         """As GraphSupport."""
         ranks = 1 if self.context is None else self.context.size  # each has as many times more heads, and fewer tokens
