@@ -10,10 +10,6 @@ from phalanx.engine.messages import AddRequest, max_rows_per_step
 from phalanx.errors import CapacityError, PromptTooLong, RequestError
 from phalanx.layout.memory import blocks_of_request, most_positions
 
-COPIED_BYTES = 128 << 20
-"""Of KV blocks that come back from host memory in one step, on one rank, while requests run, and of those that go there: over
-PCIe 5 (some 50 GB/s, which was not measured here) 2.7 ms, beside the step that computes meanwhile."""
-
 
 @dataclass(frozen=True)
 class SchedulerOptions:

@@ -39,7 +39,6 @@ from phalanx.engine.draft_depth import DraftDepth
 from phalanx.engine.executor import RANK_EXECUTOR, Executor, load_executor
 from phalanx.engine.grammar import Grammars
 from phalanx.engine.grammar_threads import GrammarThreads
-from phalanx.engine.limits import COPIED_BYTES
 from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_client_message
 from phalanx.engine.messages import (
     EngineFacts,
@@ -63,7 +62,7 @@ from phalanx.layout.adapter import read_adapter
 from phalanx.layout.cache import group_windows
 from phalanx.layout.draft import draft_network, network_caches
 from phalanx.layout.families import model_cache
-from phalanx.layout.memory import most_positions, tokens_kept
+from phalanx.layout.memory import COPIED_BYTES, most_positions, tokens_kept
 
 if TYPE_CHECKING:
     from phalanx.engine.experts import ExpertLoads

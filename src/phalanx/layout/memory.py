@@ -56,8 +56,12 @@ HostMemory = int | Literal["auto"]
 """The option kv_host_memory: bytes of one host, or half of what is free there."""
 
 
-STAGING_BYTES = 32 << 20
+STAGING_BYTES = 64 << 20
 """Of each of a rank's four staging buffers: two for each direction between KV cache and host memory, which are used in turn."""
+
+COPIED_BYTES = 2 * STAGING_BYTES
+"""Of KV blocks that come back from host memory in one step, on one rank, while requests run, and of those that go there: what the
+buffers of a direction hold, so that the step does not wait for the bus. Over PCIe 5 (some 50 GB/s) they take 2.7 ms, beside it."""
 
 
 def staging_bytes(block: int) -> int:

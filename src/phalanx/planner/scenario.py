@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config.model import ModelShape
-from phalanx.engine.limits import COPIED_BYTES, SchedulerOptions, depth_of
+from phalanx.engine.limits import SchedulerOptions, depth_of
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.layout import Layout
 from phalanx.layout.cache import default_snapshots, group_windows, kv_dtype, request_bytes
 from phalanx.layout.draft import network_caches
 from phalanx.layout.families import model_cache
-from phalanx.layout.memory import tokens_kept
+from phalanx.layout.memory import COPIED_BYTES, tokens_kept
 from phalanx.planner import footprint, search, simulate
 from phalanx.planner.arrivals import Arrival
 from phalanx.planner.coefficients import document as document_of_coefficients

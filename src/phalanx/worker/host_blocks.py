@@ -2,13 +2,15 @@
 """`HostBlockStore`: a rank's part of the KV blocks in host memory, and their way there and back. The engine decides which blocks go
 where (`engine.host_blocks`); here they are copied, in the order of the steps.
 
-    out   blocks -> staging (compute stream) -> slots (copy stream)
-    back  slots -> staging (copy stream) -> blocks (compute stream)
+    out   blocks -> staging (compute stream) -> slots (stream of copies out)
+    back  slots -> staging (stream of copies back) -> blocks (compute stream)
 
 Blocks of the device are read and written in the order of the steps by this alone: a block is in the staging buffer before anything
-that comes later overwrites it, and a row that reads it comes behind the copy back. Host memory is read and written on the copy
-stream only. What the two streams have in common is the staging buffers, and each has an event for either direction. Copies back run
-beside the steps that are queued, unless their own step has copies out: these wait for the steps before, and come first.
+that comes later overwrites it, and a row that reads it comes behind the copy back. The buffers have an event for being filled and
+one for being emptied. A copy waits for the one in the other direction that has its slots, if that is still under way.
+
+Copies back begin while the steps before still compute, and copies out end while the next ones do: a step of no more copies than
+there are buffers waits for none of them, where the bus is done within one step.
 
 The host memory of a rank is on its GPU's NUMA node as far as that has free pages (`hardware.numa`).
 
@@ -19,7 +21,7 @@ CPU the same code runs, in one order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from weakref import finalize
 
 import torch
@@ -28,6 +30,8 @@ from torch import Tensor
 from phalanx.engine.messages import BlockCopy, StepBatch
 from phalanx.errors import CapacityError, EngineError
 from phalanx.hardware.numa import node_of, prefer_node
+from phalanx.kernels.capabilities import has_triton
+from phalanx.kernels.ops.block_rows import BlockRows
 from phalanx.layout.memory import staging_bytes
 from phalanx.log import get_logger
 from phalanx.models.cache import LayerCache
@@ -77,20 +81,6 @@ def cuda_unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-class _Streams:
-    """The compute stream and that of copies. On CPU there is one order of all work, and nothing to wait for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def copying(self) -> AbstractContextManager[object]:
-        """What is queued inside goes to the stream of copies."""
-        return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
-
-    def event(self) -> torch.cuda.Event | None:
-        return None if self._copies is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
 def _record(event: torch.cuda.Event | None) -> None:
     """The event is the end of what has been queued on the current stream."""
     if event is not None:
@@ -103,17 +93,38 @@ def _wait(event: torch.cuda.Event | None) -> None:
         event.wait()
 
 
-class _Buffers:
-    """The staging buffers of one direction, each with the events of its being filled and emptied."""
+class _Direction:
+    """The staging buffers of one direction, each with the events of its being filled and emptied, and the stream of its copies. On
+    CPU there is one order of all work, and nothing to wait for."""
 
-    def __init__(self, tensors: Sequence[Tensor], streams: _Streams) -> None:
-        self._buffers = [(tensor, streams.event(), streams.event()) for tensor in tensors]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._on_gpu = tensors[0].is_cuda
+        self._stream = torch.cuda.Stream(tensors[0].device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._buffers = [(tensor, self._event(), self._event()) for tensor in tensors]
         self._next = 0
+        self._ends: dict[int, torch.cuda.Event] = {}  # slot -> its last copy
+
+    def _event(self) -> torch.cuda.Event | None:
+        return torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
 
     def take(self) -> tuple[Tensor, torch.cuda.Event | None, torch.cuda.Event | None]:
-        """The next one: [blocks, words], filled, emptied."""
+        """The next buffer: [blocks, words], filled, emptied."""
         buffer, self._next = self._buffers[self._next], (self._next + 1) % len(self._buffers)
         return buffer
+
+    @contextmanager
+    def copying(self, copies: Sequence[BlockCopy], other: _Direction) -> Iterator[None]:
+        """What is queued inside are these copies: behind those of the other direction that have their slots."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            for event in {id(event): event for copy in copies if (event := other._ends.pop(copy.slot, None))}.values():
+                event.wait()
+            yield
+            end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            end.record()
+            self._ends |= {copy.slot: end for copy in copies}
 
 
 class HostBlockStore:
@@ -127,11 +138,10 @@ class HostBlockStore:
         tensors = [cache[name] for cache in caches for name in cache.tensors if name not in cache.states]
         rows = [tensor.flatten(1).view(torch.uint8) for tensor in {each.data_ptr(): each for each in tensors}.values()]
         word = torch.int64 if all(row.shape[1] % 8 == 0 for row in rows) else torch.uint8
-        self._rows = [row.view(word) for row in rows]
-        self._widths = [row.shape[1] for row in self._rows]
-        words = sum(self._widths)
-        size = slots * words * word.itemsize
         on_gpu = buffers.device.type == "cuda"
+        self._rows = BlockRows([row.view(word) for row in rows], by_kernel=on_gpu and has_triton())
+        words = self._rows.words
+        size = slots * words * word.itemsize
         node = _node_of(buffers.device) if on_gpu else None
         memory = host_memory(size, rank, register or (cuda_register if on_gpu else None), node)
         if on_gpu:
@@ -139,10 +149,13 @@ class HostBlockStore:
         self.slots = memory.view(word).view(slots, words)
         """[slots, words]: a block of all layers in each."""
         self._generations = [0] * slots
-        self._device, self._streams = buffers.device, _Streams(buffers.device)
+        self._device = buffers.device
         staged = buffers.view(word).view(4, -1, words)
-        self._out, self._back = _Buffers(list(staged[:2]), self._streams), _Buffers(list(staged[2:]), self._streams)
+        self._out, self._back = _Direction(list(staged[:2])), _Direction(list(staged[2:]))
         self._most = staged.shape[1]
+        first = torch.zeros(1, dtype=torch.int64, device=self._device)  # a block there and back: kernels are compiled here
+        self._rows.gather(first, staged[0, :1])
+        self._rows.scatter(first, staged[0, :1])
 
     @torch.inference_mode()
     def copy(self, step: StepBatch) -> None:
@@ -160,10 +173,9 @@ class HostBlockStore:
         buffer, filled, emptied = self._out.take()
         blocks = self._index(copies)
         _wait(emptied)
-        for row, part in self._tensors(buffer[: len(copies)]):
-            part.copy_(row.index_select(0, blocks))
+        self._rows.gather(blocks, buffer[: len(copies)])
         _record(filled)
-        with self._streams.copying():
+        with self._out.copying(copies, self._back):
             _wait(filled)
             for first, slot, count in _runs(copies):
                 self.slots[slot : slot + count].copy_(buffer[first : first + count], non_blocking=True)
@@ -180,19 +192,14 @@ class HostBlockStore:
                 )  # fmt: skip
         buffer, filled, emptied = self._back.take()
         blocks = self._index(copies)
-        with self._streams.copying():
+        with self._back.copying(copies, self._out):
             _wait(emptied)
             for first, slot, count in _runs(copies):
                 buffer[first : first + count].copy_(self.slots[slot : slot + count], non_blocking=True)
             _record(filled)
         _wait(filled)
-        for row, part in self._tensors(buffer[: len(copies)]):
-            row.index_copy_(0, blocks, part)
+        self._rows.scatter(blocks, buffer[: len(copies)])
         _record(emptied)
-
-    def _tensors(self, staged: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each tensor: its blocks [all blocks, its words], and its part of blocks in a staging buffer."""
-        return zip(self._rows, torch.split(staged, self._widths, dim=1), strict=True)
 
     def _index(self, copies: list[BlockCopy]) -> Tensor:
         """The blocks, on the device. From pinned memory: else the host would wait for the steps that are queued."""
