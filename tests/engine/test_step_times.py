@@ -112,7 +112,7 @@ def test_a_fit_that_has_come_to_nothing_recovers() -> None:
     times, loads = StepTimes(), mixed(300)
     ran(times, loads)
     times._end_run()
-    times._fit._c = [0.0] * 6
+    times._fit.coefficients = [0.0] * 6
     assert times.seconds(loads[0]) is None
     assert times.limit(loads[0]) == times._step_timeout
     ran(times, mixed(60, seed=3))

@@ -137,6 +137,28 @@ class Line:
         return self.messages.pop(0)
 
 
+def test_results_that_come_while_a_step_is_queued_layer_by_layer_are_reported_then(folder: Path) -> None:
+    line = Line(Step(1, [StepBatch()]), Step(2, [StepBatch()]), Stop())
+    worker = Worker({"options": options(folder).model_dump(mode="json"), "rank": 0}, line)  # type: ignore[arg-type]
+    events: list[str] = []
+    line.send = lambda message: events.append(f"done {message.number}")  # type: ignore[attr-defined,method-assign]
+
+    class Runs:
+        def run(self, step: StepBatch, extent: object) -> Later:
+            for layer in range(4):
+                line.progress.enter_layer(layer)
+                events.append(f"layer {layer}")
+            return Later(queries=3)
+
+    try:
+        worker._serve(Runs())  # type: ignore[arg-type]
+    finally:
+        gc.unfreeze()
+    layers = [f"layer {layer}" for layer in range(4)]
+    assert events == [*layers, *layers[:2], "done 1", *layers[2:], "done 2"]
+    assert line.progress.between_layers is None
+
+
 def test_a_rank_queues_steps_before_it_reports_and_never_waits_for_the_device(folder: Path) -> None:
     line = Line(Step(1, [StepBatch()]), Step(2, [StepBatch()]), Stop())
     worker = Worker({"options": options(folder).model_dump(mode="json"), "rank": 0}, line)  # type: ignore[arg-type]

@@ -210,6 +210,7 @@ class RankFacts(msgspec.Struct, array_like=True):
     moe_layers: list[int] = []  # the layers with experts whose tokens it counts; others may count for it
     self_check: str = ""  # what the self check found, on a rank that compares
     host_blocks: int = 0  # KV blocks that its part of host memory holds
+    prompt_wave: int = 0  # tokens of a prompt for which attention has as many programs as the GPU runs at once; 0 where unknown
 
 
 class EngineFacts(msgspec.Struct, array_like=True):

@@ -209,7 +209,7 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
         scheduler = Scheduler(limits, grammars.open, grammar_calls=grammar_calls, adapters=adapters)
     else:
         scheduler = DpScheduler(limits, indices, grammars.open, grammar_calls=grammar_calls, adapters=adapters)
-    scheduler.times = StepTimes(options.step_timeout)
+    scheduler.times = StepTimes(options.step_timeout, max(rank.prompt_wave for rank in ranks))
     if options.speculation is not None:
         depth = DraftDepth.of(options, scheduler.times, scheduler.counters)
         scheduler.choose_drafts, scheduler.verified = depth.choose, depth.verified

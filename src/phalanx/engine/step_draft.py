@@ -100,6 +100,9 @@ class StepPace:
                 fitting = middle
             else:
                 beyond = middle
+        wave = self._times.prompt_wave
+        if wave and most > fitting > wave and self._times.waits_for_attention(self._with(start, fitting)):
+            fitting -= fitting % wave  # the tokens beyond would take as long as a whole wave of programs
         return fitting if self._begun else max(fitting, min(LEAST_CHUNK, most))
 
     def take(self, start: int, count: int) -> None:

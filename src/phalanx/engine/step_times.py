@@ -36,6 +36,8 @@ FORGET_STEPS = 2048
 """After so many steps the time of a size that was not met is forgotten: requests have grown longer meanwhile."""
 LATE_RATIOS, LATE_PERCENTILE = 64, 0.97
 """From how many of the latest steps with prompts, and as which percentile, `margin` is taken."""
+LATEST_RATIOS = 8
+"""Of so many it is the second largest, where that is more: as contexts grow, steps may take longer and longer than the fit says."""
 RUN_STEPS = 16
 """So many decode steps of one size, one after the other, are fitted as one: a step of a small model takes less than the fit of each
 would."""
@@ -101,10 +103,10 @@ class _Run:
 
 
 class StepTimes:
-    """Of one engine. step_timeout: the limit of a step whose time is unknown, and the most of any."""
+    """Of one engine. step_timeout: the limit of a step whose time is unknown, and the most of any. prompt_wave: see `RankFacts`."""
 
-    def __init__(self, step_timeout: float = math.inf) -> None:
-        self._step_timeout = step_timeout
+    def __init__(self, step_timeout: float = math.inf, prompt_wave: int = 0) -> None:
+        self._step_timeout, self.prompt_wave = step_timeout, prompt_wave
         self.steps = 0
         """That have ended."""
         self._decodes: dict[tuple[int, int], _Time] = {}  # by the size of their tokens, and drafts
@@ -199,6 +201,11 @@ class StepTimes:
         """`seconds`, without what is not in the fit yet."""
         return self._fit.seconds(load) or None if self._measured >= SURE_STEPS and self._reaches(load) else None
 
+    def waits_for_attention(self, load: StepLoad) -> bool:
+        """Whether a third of a step is the attention of its prompts, so far as is known."""
+        c = self._fit.coefficients
+        return c[3] * load.pairs + c[5] * load.keys > self._fit.seconds(load) / 3
+
     def limit(self, load: StepLoad | None) -> float:
         """Seconds after which a step is stuck. load: as in `submitted`."""
         seconds = None if load is None else self._predicted(load)
@@ -213,8 +220,10 @@ class StepTimes:
     @property
     def margin(self) -> float:
         """By what factor steps with prompts take longer than predicted, but for a few of them: 1 at least."""
-        ratios = self._sorted_ratios
-        return max(1.0, ratios[int(LATE_PERCENTILE * len(ratios))]) if ratios else 1.0
+        ratios, latest = self._sorted_ratios, [*self._ratios][-LATEST_RATIOS:]
+        if not ratios:
+            return 1.0
+        return max(1.0, ratios[int(LATE_PERCENTILE * len(ratios))], sorted(latest)[-2] if len(latest) > 1 else 1.0)
 
     def _reaches(self, load: StepLoad) -> bool:
         return load.tokens <= REACH * self._most_tokens and load.attention <= REACH * self._most_attention
@@ -242,7 +251,7 @@ class _Fit:
     goes on from step to step."""
 
     def __init__(self) -> None:
-        self._c = [0.0] * 6
+        self.coefficients = [0.0] * 6
         self._squares = [[0.0] * 6 for _ in range(6)]  # sums of x_i x_j / seconds^2
         self._sums = [0.0] * 6  # of x_i / seconds
 
@@ -260,14 +269,14 @@ class _Fit:
             self._descend()
 
     def _descend(self) -> None:
-        c, squares, sums = self._c, self._squares, self._sums
+        c, squares, sums = self.coefficients, self._squares, self._sums
         for i, row in enumerate(squares):
             if row[i] > 1e-12:  # else no step of this kind was met for a long time, and what is known of it stays
                 all_of_row = row[0] * c[0] + row[1] * c[1] + row[2] * c[2] + row[3] * c[3] + row[4] * c[4] + row[5] * c[5]
                 c[i] = max(0.0, c[i] + (sums[i] - all_of_row) / row[i])
 
     def seconds(self, load: StepLoad) -> float:
-        c = self._c
+        c = self.coefficients
         tokens, kv_tokens, pairs, drafts, keys = load
         return c[0] + c[1] * tokens + c[2] * kv_tokens + c[3] * pairs + c[4] * drafts + c[5] * keys
 

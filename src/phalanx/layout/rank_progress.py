@@ -62,19 +62,27 @@ def in_layer(layer: int) -> str:
 class RankProgress:
     """Of this process. step: that it runs; 0 before the first. finished: the last one whose results it has. layer: BEFORE_LAYERS,
     n + 1 in layer n, BEHIND_LAYERS. queued: the device has all of the step. inside: how deep it is in collectives, which may call
-    others: 0 where it computes."""
+    others: 0 where it computes. between_layers: called before each layer that is not replayed from a graph; it calls no
+    collective."""
 
-    __slots__ = ("calls", "finished", "inside", "layer", "queued", "step")
+    __slots__ = ("between_layers", "calls", "finished", "inside", "layer", "queued", "step")
 
     def __init__(self) -> None:
         self.step = self.finished = self.layer = self.inside = 0
         self.queued = False
+        self.between_layers: Callable[[], None] | None = None
         self.calls = array(_WORD)
 
     def begin(self, step: int) -> None:
         """A step begins: its calls are counted from here."""
         self.calls = array(_WORD)
         self.step, self.layer, self.inside, self.queued = step, BEFORE_LAYERS, 0, False
+
+    def enter_layer(self, number: int) -> None:
+        """Layer `number` of the model begins."""
+        self.layer = number + 1
+        if self.between_layers is not None:
+            self.between_layers()
 
     def marker(self, group: str) -> CallMarker:
         """What a group of this name tells its calls to."""

@@ -141,7 +141,7 @@ class Decoder(nn.Module, ABC):
         for number, (layer, cache, next_norm) in enumerate(
             zip(self.layers, caches, [*norms[1:], self.norm], strict=True), start=self.layer_range.start
         ):  # fmt: skip
-            self.progress.layer = number + 1
+            self.progress.enter_layer(number)
             if batch.inner is not None:
                 self._keep(batch.inner, number, residual)
             x, residual = layer(x, cos_sin[layer.rope], batch, cache, residual, next_norm)
@@ -162,7 +162,7 @@ class Decoder(nn.Module, ABC):
         """A step that has tokens on other dp indices only: their experts on this rank are computed, and nothing else."""
         nothing = torch.empty((0, self.shape.hidden_size), dtype=self.context.dtype, device=self.context.device)
         for number, layer in enumerate(self.layers, start=self.layer_range.start):
-            self.progress.layer = number + 1
+            self.progress.enter_layer(number)
             if layer.moe is not None:
                 layer.moe.exchanged(nothing, dp_tokens)
 

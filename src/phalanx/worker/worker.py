@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from phalanx.layout.cache import Cache
     from phalanx.models.adapters import ModelAdapters
     from phalanx.models.decoder import Decoder
+    from phalanx.models.layers.attention.backend import AttentionBackend
     from phalanx.tables.exchange import ExchangeTable
     from phalanx.worker.adapter_store import AdapterStore
     from phalanx.worker.cuda_graphs import StepCounts
@@ -384,7 +385,7 @@ class Worker:
         calls = getattr(tp, "calls", {})
         for name in calls:  # not cleared: a graph counts up the entries that it holds
             calls[name] = 0
-        facts = self._facts(model, layers, attention.name, device)
+        facts = self._facts(model, layers, attention, device)
         facts.self_check = checked
         self.channel.send(RankReady(self.rank, facts))
         return runner
@@ -403,16 +404,17 @@ class Worker:
                 max_seq_len=max_seq_len, compares=last and self._place.tp_index == 0,
             )  # fmt: skip
 
-    def _facts(self, model: Decoder, layers: range, attention: str, device: torch.device) -> RankFacts:
+    def _facts(self, model: Decoder, layers: range, attention: AttentionBackend, device: torch.device) -> RankFacts:
         import torch
 
         assert self._groups is not None
         return RankFacts(
             self.rank, self._config["node"], device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            layers=(layers.start, layers.stop), bytes=self._bytes_now(), phases=self._phases.seconds, attention=attention,
+            layers=(layers.start, layers.stop), bytes=self._bytes_now(), phases=self._phases.seconds, attention=attention.name,
             allreduce=getattr(self._groups.tp, "digest", ""), expert_bytes=0 if self._mover is None else self._mover.expert_bytes,
             moe_layers=list(model.moe_layers) if self._reports_experts else [],
             host_blocks=0 if self._host_blocks is None else len(self._host_blocks.slots),
+            prompt_wave=0 if attention.graphs is None else attention.graphs.prompt_wave(),
         )  # fmt: skip
 
     def _size_caches(self, measured: int, block_size: int) -> Allocate:
@@ -585,7 +587,10 @@ class Worker:
 
     def _serve(self, runner: ModelRunner) -> None:
         """Queue each step on the device as it comes, and report the steps whose results are there: the device never waits for the
-        host. The engine's depth bounds how many steps are queued."""
+        host. The engine's depth bounds how many steps are queued.
+
+        To queue a step that is no graph takes tens of milliseconds, and longer where the device's queue is full: results that come
+        meanwhile are reported between two layers."""
         # The objects that exist now stay: a full collection would visit all of them, and the device would run dry meanwhile.
         gc.collect()
         gc.freeze()
@@ -593,6 +598,11 @@ class Worker:
         queued: deque[_QueuedStep] = deque()
         progress = self.channel.progress
         load = self._expert_load
+
+        def report_ready() -> None:
+            if queued and queued[0].output.ready:
+                self._report(queued.popleft())
+
         while True:
             # A new step wakes this at once. An event of the device does not: it is polled, and in between the core and the
             # interpreter are free for the other threads.
@@ -608,8 +618,9 @@ class Worker:
                 batch = message.batches[self._place.dp_index]
                 if self._host_blocks is not None:
                     self._host_blocks.copy(batch)
+                progress.between_layers = report_ready if queued else None
                 output = runner.run(batch, message.extent)
-                progress.queued = True
+                progress.between_layers, progress.queued = None, True
                 queued.append(_QueuedStep(message.number, self.channel.digest, output, moves, progress.packed_calls))
                 if load is not None:
                     load.step_queued()
@@ -621,8 +632,7 @@ class Worker:
                 self._adapters.drop(message.key)
             elif message is not None:
                 raise EngineError(f"rank {self.rank} received {type(message).__name__}", held="it waits for steps")
-            if queued and queued[0].output.ready:
-                self._report(queued.popleft())
+            report_ready()
             if load is not None:
                 load.read()
             for answer in self._adapters.answers() if self._adapters is not None else []:
