@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -74,6 +75,16 @@ def llm(folder):
 
 def ids_of(llm, text):
     return llm.tokenizer.encode(text)
+
+
+def test_processes_of_tests_are_forks(llm):
+    """Of a template that has imported everything. A variable that `launch` sets, or the launcher, can make each a new interpreter:
+    then the tests take twice as long, and all pass."""
+    shared = {}
+    for process in psutil.Process().children(recursive=True):
+        memory = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii")
+        shared[" ".join(process.cmdline()).strip()] = int(re.search(r"Shared_Dirty: +(\d+) kB", memory)[1])
+    assert all(shared[title] > 50_000 for title in ("phalanx engine", "phalanx rank 0", "phalanx rank 1")), shared
 
 
 def test_facts_and_options(llm):

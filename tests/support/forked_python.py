@@ -53,10 +53,10 @@ _CLONE_NEWNS, _CLONE_NEWNET, _MS_SLAVE_REC, _MNT_DETACH = 0x20000, 0x40000000, 0
 _ON_A_HOST = ["ip", "netns", "exec"]
 
 _AT_START = re.compile(
-    r"PYTHON|LD_|OMP_|MKL_|TORCH(?!INDUCTOR|ELASTIC|_NCCL)|CUDA(?!_VISIBLE_DEVICES$)|HF_|TRANSFORMERS_|TOKENIZERS_|MPL"
+    r"PYTHON|LD_|OMP_|MKL_|TORCH(?!INDUCTOR|ELASTIC|_NCCL)|CUDA(?!_VISIBLE_DEVICES$|_DEVICE_ORDER$)|HF_|TRANSFORMERS_|TOKENIZERS_|MPL"
 )
-"""Variables that are read when an interpreter starts or a library is imported. That of the visible devices is read when the first
-is opened, which a template never does."""
+"""Variables that are read when an interpreter starts or a library is imported. Those of the visible devices and of their order are
+read when the first is opened, which a template never does."""
 _FITTED = {"PYTHONWARNINGS": "ignore", "OMP_WAIT_POLICY": "PASSIVE"}
 """Such variables, and the only value that a fork can have. Without one it does what the template does, which waits as OpenMP does
 in ranks on CPU."""
