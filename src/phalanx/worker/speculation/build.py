@@ -84,7 +84,7 @@ def draft_context(target: LayerContext) -> LayerContext:
 def _backend(options: EngineOptions, shape: ModelShape, context: LayerContext, max_seq_len: int) -> AttentionBackend:
     backend = select_backend(
         context.device, context.dtype, shape.head_dim, shape.latent, cache_dtype=CACHE_DTYPES[context.kv_dtype], sinks=shape.sinks,
-        block_size=options.kv_block_size, windows=any(window is not None for window in shape.windows),
+        block_size=options.block_size, windows=any(window is not None for window in shape.windows),
         most_tokens=options.index_num_tokens or max_seq_len, chunked=any(shape.chunks),
     )  # fmt: skip
     captures = backend.graphs is not None and backend.graphs.captures_prefill
