@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from phalanx import LLM, SamplingParams
@@ -231,7 +231,7 @@ def answers(llm: LLM, prompts: Sequence[str], begin: int, options: argparse.Name
 
 @dataclass
 class States:
-    """Of all texts, one after the other. inner [N, L * hidden] bf16, in a file: the inner states. tokens [N, K] int64: the most
+    """Of all texts, one after the other. inner [N, L * hidden] bf16, in a file: the inner states. tokens [N, K] int32: the most
     likely of the draft vocabulary, as its ids; shares [N, K]: their probabilities among all tokens."""
 
     inner: Tensor
@@ -248,43 +248,62 @@ def draft_ids(texts: Sequence[Text], size: int, vocabulary: int) -> Tensor:
     return torch.tensor(ids).sort().values
 
 
+def states_of(model: Decoder, texts: Sequence[Text], layers: tuple[int, ...], ids: Tensor, work: Path, most: int) -> States:
+    """Those of an earlier run, if it had these texts, layers and draft vocabulary; else they are computed and kept. Gives each text
+    its `begin`."""
+    begin = 0
+    for text in sorted(texts, key=_length):
+        text.begin, begin = begin, begin + len(text.tokens)
+    file, rest, width = work / "states.bin", work / "states.safetensors", len(layers) * model.shape.hidden_size
+    kept, made_of = (load_file(rest) if rest.exists() else {}), torch.cat([torch.tensor(layers), ids])
+    same = bool(kept) and torch.equal(kept["made_of"], made_of) and len(kept["tokens"]) == begin
+    if not same:
+        rest.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+    inner = torch.from_file(str(file), shared=True, size=begin * width, dtype=torch.bfloat16).view(begin, width)
+    if same:
+        print(f"states: those of the run before, of {begin} tokens", flush=True)
+        return States(inner, kept["tokens"], kept["shares"])
+    states = compute_states(model, texts, layers, ids, inner, most)
+    save_file({"made_of": made_of, "tokens": states.tokens, "shares": states.shares}, rest)
+    return states
+
+
 @torch.inference_mode()
-def compute_states(model: Decoder, texts: Sequence[Text], layers: tuple[int, ...], ids: Tensor, file: Path, most: int) -> States:
-    """One forward over each text, of up to `most` tokens at once. Gives each text its `begin`."""
-    total, width = sum(len(text.tokens) for text in texts), len(layers) * model.shape.hidden_size
-    file.unlink(missing_ok=True)
-    inner = torch.from_file(str(file), shared=True, size=total * width, dtype=torch.bfloat16).view(total, width)
-    kept = min(TOP, len(ids))
-    tokens, shares = torch.empty(total, kept, dtype=torch.int64), torch.empty(total, kept)
+def compute_states(model: Decoder, texts: Sequence[Text], layers: tuple[int, ...], ids: Tensor, inner: Tensor, most: int) -> States:
+    """One forward over each text, of up to `most` tokens at once. inner: is filled."""
+    total, kept = len(inner), min(TOP, len(ids))
+    tokens, shares = torch.empty(total, kept, dtype=torch.int32), torch.empty(total, kept)
     ids, begin, reported = ids.to(model.context.device), 0, time.monotonic()
     assert model.lm_head is not None
     for group in groups(texts, most):
         batch = prefill(model, group)
-        out = torch.empty(len(batch.token_ids), width, dtype=model.context.dtype, device=model.context.device)
+        out = torch.empty(len(batch.token_ids), inner.shape[1], dtype=model.context.dtype, device=model.context.device)
         batch.inner = InnerStates(layers, out)
         caches = empty_caches(model.declared_caches(), len(batch.token_ids) // BLOCK + len(group), BLOCK, model.context.device)
         hidden = model.hidden_states(batch, caches)
-        end = begin + len(out)
-        inner[begin:end] = out.to(torch.bfloat16).cpu()
+        inner[begin : begin + len(out)] = out.to(torch.bfloat16).cpu()
         for part in range(0, len(out), 512):
             logits = model.lm_head.gather(model.lm_head.local(hidden[part : part + 512])).float()
             probabilities, at = logits.softmax(-1)[:, ids].topk(kept, -1)
-            tokens[begin + part : begin + part + len(at)], shares[begin + part : begin + part + len(at)] = (
-                at.cpu(),
-                probabilities.cpu(),
-            )
-        for text in group:
-            text.begin, begin = begin, begin + len(text.tokens)
+            here = slice(begin + part, begin + part + len(at))
+            tokens[here], shares[here] = at.cpu().int(), probabilities.cpu()
+        begin += len(out)
         if time.monotonic() - reported > 20:
             reported = time.monotonic()
             print(f"states: {begin} of {total} tokens", flush=True)
     return States(inner, tokens, shares)
 
 
+def _length(text: Text) -> int:
+    """By which texts are in order, the longest first."""
+    return -len(text.tokens)
+
+
 def groups(texts: Sequence[Text], most: int) -> Iterator[list[Text]]:
     """Texts of similar lengths, of up to `most` tokens with padding, at least one."""
     group: list[Text] = []
-    for text in sorted(texts, key=lambda text: -len(text.tokens)):
+    for text in sorted(texts, key=_length):
         if group and (len(group) + 1) * len(group[0].tokens) > most:
             yield group
             group = []
@@ -453,7 +472,7 @@ class Trainer:
                 counts = (predicted > prompts[:, None]) & (predicted < ends[:, None])
                 logits = self.head.logits(states[counts.to(self.device)]).float()
                 of = at[:, place + 1 : place + 1 + length][counts]
-                shares, likely = self.states.shares[of].to(self.device), self.states.tokens[of].to(self.device)
+                shares, likely = self.states.shares[of].to(self.device), self.states.tokens[of].long().to(self.device)
                 cross = shares * (logits.logsumexp(-1, keepdim=True) - logits.gather(1, likely))
                 loss = loss + DECAY**place * cross.sum() / max(len(of), 1)
                 right = torch.zeros(counts.shape, dtype=torch.bool)
@@ -521,7 +540,7 @@ def train(
     ids = draft_ids(texts, declared.draft_vocab, shape.vocab_size)
     covered = np.isin([token for text in held_out for token in text.tokens[text.prompt :]], ids.numpy()).mean()
     print(f"draft vocabulary: {len(ids)} of {shape.vocab_size} tokens, {covered:.1%} of those of held-out answers", flush=True)
-    states = compute_states(model, texts, declared.inner_layers, ids, work / "states.bin", options.batch_tokens)
+    states = states_of(model, texts, declared.inner_layers, ids, work, max(options.batch_tokens, 4096))
     head = Head(declared)
     head.begin_as(model, ids)
     assert model.embed_tokens is not None

@@ -76,12 +76,13 @@ def test_tokens_over_data_parallel_indices_equal_transformers(references):
         assert generated(llm) == expected
 
 
-@pytest.mark.parametrize(("family", "layout"), [
-    ("qwen3_next", (1, 1, 2, 1)), ("qwen3_next", (2, 2, 1, 2)), ("granite_hybrid", (2, 1, 1, 1)),
+@pytest.mark.parametrize(("family", "layout", "drafts"), [
+    ("qwen3_next", (1, 1, 2, 1), 3), ("qwen3_next", (2, 2, 1, 2), 0), ("granite_hybrid", (2, 1, 1, 1), 0),
 ])  # fmt: skip
-def test_a_prefix_hit_goes_on_from_the_state_of_the_prefix(tmp_path, family, layout):
+def test_a_prefix_hit_goes_on_from_the_state_of_the_prefix(tmp_path, family, layout, drafts):
     """Turns of a conversation, and prompts that begin alike, of which the second shows where they part. layout: (tp, moe_ep, dp,
     pp)"""
+    lookup = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 1}
     folder = write_checkpoint(tmp_path / family, family, num_hidden_layers=4, max_position_embeddings=1024)
     tp, moe_ep, dp, pp = layout
     generator = torch.Generator().manual_seed(5)
@@ -94,6 +95,7 @@ def test_a_prefix_hit_goes_on_from_the_state_of_the_prefix(tmp_path, family, lay
     with LLM(
         folder, device="cpu", dtype="fp32", max_num_tokens=256 * dp, max_batch_size=4 * dp, max_seq_len=900, state_snapshots=4 * dp,
         tensor_parallel_size=tp, moe_expert_parallel_size=moe_ep, expert_parallel_size=dp, pipeline_parallel_size=pp,
+        speculative_config=lookup if drafts else None,
     ) as llm:  # fmt: skip
         outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
         assert [output.outputs[0].token_ids for output in outputs] == expected
@@ -102,6 +104,7 @@ def test_a_prefix_hit_goes_on_from_the_state_of_the_prefix(tmp_path, family, lay
         assert hits == [0, behind_turn, 0, behind_system, behind_turn]
         together = llm.generate(prompts, params, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in together] == expected
+        assert (llm.stats().draft_tokens > 0) == (drafts > 0)
 
 
 def test_a_context_of_5000_tokens_equals_transformers(tmp_path):
@@ -126,7 +129,7 @@ def test_tokens_on_a_gpu_equal_transformers(references, name):
 def test_what_cannot_run_is_refused_by_name(references):
     folder, _ = references["3.5"]
     with pytest.raises(OptionError, match=r"speculative_config does not work with this model"):
-        LLM(folder, device="cpu", speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+        LLM(references["granite"][0], device="cpu", speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     with pytest.raises(LayoutError, match=r"tensor_parallel_size=3 does not divide"):
         LLM(folder, device="cpu", tensor_parallel_size=3)
 

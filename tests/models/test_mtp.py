@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The multi-token prediction module in a checkpoint drafts what transformers' layers make of its tensors, of DeepSeek-V3 and of
-GLM-4.5; and whatever it drafts, requests get what they get without."""
+"""The multi-token prediction module in a checkpoint drafts what transformers' layers make of its tensors, of DeepSeek-V3, of
+GLM-4.5 and of Qwen3-Next; and whatever it drafts, requests get what they get without."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from phalanx.worker.speculation.model_proposer import ModelProposer
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import BLOCK
 from tests.support.models_deepseek import MTP_LAYERS as LAYERS
-from tests.support.models_deepseek import with_module
+from tests.support.models_deepseek import module_names, with_module
 from tests.support.worker_drafts import K, Staged, pipeline_of, require_alike
 from tests.support.worker_graphs import CPU, SLOTS, TOKENS, make_runner, requests, serve
 
-FAMILIES = ("deepseek_v3", "glm4_moe")
+FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next")
 PROMPT = [5, 9, 200, 7, 11, 42, 99, 3, 250, 8, 17]
 
 
@@ -47,27 +47,32 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 
 
 def reference_drafts(folder: Path, complete: Path, tokens: Sequence[int], count: int) -> list[int]:
-    own = {name.removeprefix(f"model.layers.{LAYERS}."): value for name, value in load_file(folder / "model.safetensors").items()}
-    model = transformers.AutoModelForCausalLM.from_pretrained(complete, dtype=torch.float32)
+    """Qwen's norms multiply by 1 + weight, and each state of its module is normed."""
+    before, embedding, hidden, last, joining = module_names(folder.name)
+    own = {name.removeprefix(before): value for name, value in load_file(folder / "model.safetensors").items()}
+    model, qwen = transformers.AutoModelForCausalLM.from_pretrained(complete, dtype=torch.float32), before == "mtp."
     table, ids, drafts = model.model.embed_tokens.weight, list(tokens[1:]), list[int]()
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps) * own[f"{name}.weight"]
+        weight = own[f"{name}.weight"] + (1.0 if qwen else 0.0)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps) * weight
 
     with torch.inference_mode():
-        rows = list(model(torch.tensor([list(tokens[:-1])]), output_hidden_states=True).hidden_states[LAYERS][0])
+        states = model(torch.tensor([list(tokens[:-1])]), output_hidden_states=True).hidden_states[LAYERS][0]
+        rows = list(model.model.norm(states) if qwen else states)
         for _ in range(count):
-            joined = torch.cat([norm(table[torch.tensor(ids)], "enorm"), norm(torch.stack(rows), "hnorm")], -1)
-            x, size = (joined @ own["eh_proj.weight"].T).unsqueeze(0), len(ids)
+            joined = torch.cat([norm(table[torch.tensor(ids)], embedding), norm(torch.stack(rows), hidden)], -1)
+            x, size = (joined @ own[f"{joining}.weight"].T).unsqueeze(0), len(ids)
             places = torch.arange(size).unsqueeze(0)
             mask = torch.full((size, size), float("-inf")).triu(1)[None, None]
             out = model.model.layers[LAYERS](
                 x, attention_mask=mask, position_ids=places, position_embeddings=model.model.rotary_emb(x, places)
             )  # fmt: skip
             out = (out[0] if isinstance(out, tuple) else out)[0, -1]
-            drafts.append(int((model.lm_head.weight @ norm(out, "shared_head.norm")).argmax()))
+            normed = norm(out, last)
+            drafts.append(int((model.lm_head.weight @ normed).argmax()))
             ids.append(drafts[-1])
-            rows.append(out)
+            rows.append(normed if qwen else out)
     return drafts
 
 
@@ -96,7 +101,9 @@ def plain_runner(folder: Path) -> ModelRunner:
     return make_runner(folder, None, attention=lambda: select_backend(CPU, torch.float32, shape.head_dim, shape.latent))
 
 
-@pytest.mark.parametrize(("family", "tp"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("glm4_moe", 1)])
+@pytest.mark.parametrize(
+    ("family", "tp"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("glm4_moe", 1), ("qwen3_next", 1), ("qwen3_next", 2)]
+)
 def test_drafts_are_those_of_the_reference(folders: dict[str, tuple[Path, Path]], family: str, tp: int) -> None:
     folder, complete = folders[family]
     batch = StepBatch(
@@ -134,8 +141,9 @@ def test_it_is_on_the_last_stage(folders: dict[str, tuple[Path, Path]]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_changes_no_answer(folders: dict[str, tuple[Path, Path]], family: str) -> None:
     arrivals = requests(1, 10)
-    wanted, _ = serve([plain_runner(folders[family][0])], arrivals)
-    updates, scheduler = serve([mtp_runner(folders[family][0])], arrivals, max_drafts=K, drafts_keep_kv=True)
+    limits = {"prefix_caching": family != "qwen3_next"}  # a hit needs the state of a prefix
+    wanted, _ = serve([plain_runner(folders[family][0])], arrivals, **limits)
+    updates, scheduler = serve([mtp_runner(folders[family][0])], arrivals, max_drafts=K, drafts_keep_kv=True, **limits)
     require_alike(updates, wanted)
     assert scheduler.stats().draft_tokens > 100
 
@@ -146,5 +154,9 @@ def test_a_checkpoint_without_it_is_named(tmp_path: Path) -> None:
     model = registry.build(shape, range(shape.num_layers), context)
     with pytest.raises(WeightError, match=r"holds no model\.layers\.2"):
         MtpHead(Mtp.of(shape), model, context).load(folder)
+    qwen = write_checkpoint(tmp_path / "qwen", "qwen3_next")
+    shape = ModelShape.from_folder(qwen)
+    with pytest.raises(WeightError, match=r"holds no mtp\.\*"):
+        MtpHead(Mtp.of(shape), registry.build(shape, range(shape.num_layers), context), context).load(qwen)
     with pytest.raises(OptionError, match="LlamaForCausalLM with 0 modules"):
         Mtp.of(ModelShape.from_folder(write_checkpoint(tmp_path / "llama", "llama")))

@@ -62,7 +62,7 @@ def test_passes_are_those_of_a_head_that_drafts(script: ModuleType, target: Path
     head.load_state_dict(read)
     options = script.parsed(["model", "head", "--unroll", str(count), "--device", "cpu"])
     texts = [script.Text([3, 4, 5, 6], 1, 0.0, False), script.Text(tokens + drafts, len(tokens) - 1, 0.0, False)]
-    states = script.compute_states(model, texts, layers, ids, tmp_path / "states.bin", 64)
+    states = script.states_of(model, texts, layers, ids, tmp_path, 64)
     states.inner = states.inner.float()
     table = model.embed_tokens.weight.float()
     trainer = script.Trainer(head, table, ids, states, options)
@@ -87,7 +87,7 @@ def test_the_engine_accepts_what_a_trained_head_drafts(
     assert script.main([common[0], str(tmp_path / "untrained"), *common[1:], "--epochs", "0"]) == 0
     assert script.main([common[0], str(tmp_path / "trained"), *common[1:], "--epochs", "11"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("texts: 24 of 24") == 1  # the second run has the texts of the first
+    assert printed.count("texts: 24 of 24") == printed.count("states: those of the run before") == 1  # in the second run
     texts = [json.loads(line) for line in (tmp_path / "work" / "texts.jsonl").read_text().splitlines()]
     accepted = {}
     for name in ("untrained", "trained"):

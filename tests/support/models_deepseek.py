@@ -39,19 +39,37 @@ MTP_LAYERS = 2
 
 def with_module(parent: Path, family: str) -> tuple[Path, Path]:
     """A checkpoint with a module of multi-token prediction, and the one of transformers whose last layer is the module's."""
-    complete = write_checkpoint(parent / f"{family}_complete", family, num_hidden_layers=MTP_LAYERS + 1)
-    folder = write_checkpoint(parent / family, family, num_hidden_layers=MTP_LAYERS + 1)
+    qwen = family.startswith("qwen")
+    traits: dict[str, Any] = {"num_hidden_layers": MTP_LAYERS + 1}
+    if qwen:
+        traits["layer_types"] = ["linear_attention", "full_attention", "full_attention"]
+    complete = write_checkpoint(parent / f"{family}_complete", family, **traits)
+    folder = write_checkpoint(parent / family, family, **traits)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": MTP_LAYERS, "num_nextn_predict_layers": 1}
+    config |= {"num_hidden_layers": MTP_LAYERS} | ({"layer_types": traits["layer_types"][:-1]} if qwen else {})
+    if not qwen:
+        config["num_nextn_predict_layers"] = 1
     config.pop("mlp_layer_types", None)
     (folder / "config.json").write_text(json.dumps(config))
-    generator, prefix = torch.Generator().manual_seed(4), f"model.layers.{MTP_LAYERS}"
+    generator, prefix = torch.Generator().manual_seed(4), f"model.layers.{MTP_LAYERS}."
+    before, *norms, joined = module_names(family)
     tensors = load_file(folder / "model.safetensors")
+    if qwen:
+        tensors = {name.replace(prefix, "mtp.layers.0."): value for name, value in tensors.items()}
     hidden = config["hidden_size"]
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{prefix}.{name}.weight"] = torch.rand(hidden, generator=generator) + 0.5
-    tensors[f"{prefix}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.3
-    tensors[f"{prefix}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{prefix}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for name in norms:
+        tensors[f"{before}{name}.weight"] = torch.rand(hidden, generator=generator) + 0.5
+    tensors[f"{before}{joined}.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.3
+    if not qwen:
+        tensors[f"{before}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{before}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder, complete
+
+
+def module_names(family: str) -> tuple[str, ...]:
+    """What stands before the module's names; its norms of the embedding, of the state and of the output; and what joins the first
+    two."""
+    if family.startswith("qwen"):
+        return "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc"
+    return f"model.layers.{MTP_LAYERS}.", "enorm", "hnorm", "shared_head.norm", "eh_proj"

@@ -124,13 +124,13 @@ def make_runner(
     attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128, tokens: int = 0,
     dp: Group | None = None, ends: Any = None, adapters: AdapterBatch | None = None, **speculation: Any,
 ) -> ModelRunner:  # fmt: skip
-    shape = ModelShape.from_folder(folder)
+    shape = ModelShape.from_folder(folder).with_drafts(speculation.get("max_drafts", 0))
     context = LayerContext(group or Solo(), torch.float32, CPU, dp=dp or Solo(), adapters=adapters)
     model = registry.build(shape, layers or range(shape.num_layers), context)
     weights.load(model, folder)
     proposer = speculation.get("proposer")
     declared = [*model.declared_caches(), *([] if proposer is None else proposer.declared_caches())]
-    caches = empty_caches(declared, BLOCKS, BLOCK, CPU)
+    caches = empty_caches(declared, BLOCKS, BLOCK, CPU, slots=SLOTS)
     runner = ModelRunner(
         model, caches, attention(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
         max_batch_size=SLOTS, max_seq_len=longest, block_size=BLOCK, dtype=torch.float32, device=CPU, capturer=capturer,

@@ -10,12 +10,13 @@ from typing import Any
 
 from phalanx.config.model import ModelShape
 from phalanx.config.sampling_params import SamplingParams
+from phalanx.config.speculation import SpeculativeConfig
 from phalanx.engine.dp_scheduler import DpScheduler
 from phalanx.engine.limits import SchedulerOptions
 from phalanx.engine.messages import AddRequest, RequestUpdate, Stats
 from phalanx.engine.scheduler import Scheduler
 from phalanx.executor.rank_executor import RankExecutor
-from phalanx.layout.cache import group_windows
+from phalanx.layout.cache import group_windows, request_bytes
 from phalanx.layout.families import model_cache
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engine_client import each_update
@@ -48,10 +49,12 @@ def served(
     executor = RankExecutor(
         options(folder, max_batch_size=LIMITS["max_batch_size"] * indices, **speculative, **sizes), returns_tokens=returns
     )
+    caches = model_cache(ModelShape.from_folder(folder))
     limits = SchedulerOptions(
-        **LIMITS, pipeline_stages=sizes.get("pipeline_parallel_size", 1), depth=executor.depth,
-        returns_tokens=executor.returns_tokens, max_drafts=0 if config is None else config["num_speculative_tokens"],
-        drafts_keep_kv=config is not None and "model" in config, windows=group_windows(model_cache(ModelShape.from_folder(folder))),
+        **LIMITS, prefix_caching=not request_bytes(caches), pipeline_stages=sizes.get("pipeline_parallel_size", 1),
+        depth=executor.depth, returns_tokens=executor.returns_tokens,
+        max_drafts=0 if config is None else config["num_speculative_tokens"],
+        drafts_keep_kv=config is not None and SpeculativeConfig.of(config).keeps_kv, windows=group_windows(caches),
     )  # fmt: skip
     scheduler = Scheduler(limits) if indices == 1 else DpScheduler(limits, indices)
     coming, answers = deque(some_requests()), dict[str, list[Any]]()

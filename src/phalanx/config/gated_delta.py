@@ -23,6 +23,7 @@ class GatedDelta:
     key_heads, value_heads: each key head serves value_heads / key_heads neighbouring value heads.
     key_dim, value_dim: of a head. A value head's state is a matrix [key_dim, value_dim] in fp32.
     conv: tokens that the causal convolution of queries, keys and values covers.
+    drafts: that a row of a step verifies, at most: what is computed of them must be taken back where they are rejected.
     """
 
     layers: tuple[int, ...]
@@ -31,6 +32,18 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     conv: int
+    drafts: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Tokens of a request that are kept behind its state, since they may be rejected."""
+        return self.drafts + 1 if self.drafts else 0
+
+    @property
+    def conv_rows(self) -> int:
+        """Of a request: the inputs that the convolution still covers; those of the tokens that are kept, and the position of the
+        state."""
+        return self.conv - 1 + (self.kept + 1 if self.kept else 0)
 
     @property
     def ratio(self) -> int:

@@ -120,6 +120,10 @@ class ModelShape:
         layer_ropes = tuple(rope.within(max_seq_len) for rope in self.layer_ropes)
         return replace(self, rope=self.rope.within(max_seq_len), layer_ropes=layer_ropes)
 
+    def with_drafts(self, drafts: int) -> ModelShape:
+        """The model where a row of a step verifies up to so many drafts."""
+        return self if self.gated_delta is None else replace(self, gated_delta=replace(self.gated_delta, drafts=drafts))
+
     @property
     def rotary_pairs(self) -> int:
         """Pairs of elements of a head (of its rotated part with latent attention) that kernels rotate, some of them by nothing."""

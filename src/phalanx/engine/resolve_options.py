@@ -22,12 +22,12 @@ def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions
 
     Raises OptionError, LayoutError or ModelError for options that cannot work.
     """
-    shape = ModelShape.from_folder(locate(options.model, options.revision))
+    shape = ModelShape.from_folder(locate(options.model, options.revision)).with_drafts(options.max_drafts)
     resolved = resolve(options, shape, *_gpus(options))
     require_suits(Layout.of(options), shape)
     draft_network(options, shape, quiet=False)
     keeps_state = request_bytes(model_cache(shape)) > 0
-    if keeps_state and options.speculation is not None:
+    if keeps_state and shape.gated_delta is None and options.speculation is not None:
         raise OptionError(
             "speculative_config does not work with this model", held=f"it is a {shape.architecture}",
             why="some layers keep a state of each request, which a rejected draft would have changed", next="leave it out",

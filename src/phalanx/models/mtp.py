@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The multi-token prediction module of DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5: a decoder layer that predicts tokens from the
-target's last state, and then from its own; embedding and head are the target's."""
+"""The multi-token prediction module of DeepSeek-V3 (arXiv 2412.19437), GLM-4.5, and Qwen3-Next: a decoder layer that predicts
+tokens from the target's last state, and then from its own; embedding and head are the target's."""
 
 from __future__ import annotations
 
@@ -39,31 +39,37 @@ class MtpHead(nn.Module):
         self.inner_layers, self.width = mtp.inner_layers, shape.hidden_size
         self._shared = target.embed_tokens, target.lm_head  # in a tuple: they are no parts of the module
         own = replace(context, declared={tensor.name: tensor for tensor in mtp.own_tensors()})
-        hidden, eps, prefix = shape.hidden_size, shape.rms_norm_eps, mtp.prefix
-        self.enorm = RmsNorm(f"{prefix}.enorm", hidden, eps, context=own)
-        self.hnorm = RmsNorm(f"{prefix}.hnorm", hidden, eps, context=own)
-        self.eh_proj = ColumnParallelLinear.of(f"{prefix}.eh_proj", context=own)
+        assert target.norm is not None
+        self._target_norm = (target.norm,)
+        self.enorm, self.hnorm, self.norm = (
+            RmsNorm(f"{mtp.prefix}.{name}", shape.hidden_size, shape.rms_norm_eps, offset=shape.norm_offset, context=own)
+            for name in mtp.names.norms
+        )
+        self.eh_proj = ColumnParallelLinear.of(f"{mtp.prefix}.{mtp.names.joined}", context=own)
         self.layer = registry.build(shape, range(mtp.layer, mtp.layer + 1), context)
-        self.norm = RmsNorm(f"{prefix}.shared_head.norm", hidden, eps, context=own)
 
     def declared_caches(self) -> list[Cache]:
         """As `Drafter`."""
         return self.layer.declared_caches()
 
     def first_states(self, inner: Tensor | None) -> Tensor | None:
-        """As `Drafter`: the target's last state, before the final norm."""
-        return inner
+        """As `Drafter`: the target's last state, before the final norm or behind it."""
+        if not self.mtp.names.normed or inner is None:
+            return inner
+        normed: Tensor = self._target_norm[0](inner)
+        return normed
 
     def hidden_states(self, batch: Batch, caches: Sequence[LayerCache], states: Tensor | None) -> Tensor:
         """As `Drafter`."""
         assert states is not None
         embedded, _ = self._shared[0](batch.token_ids, self.enorm)
-        return self.layer.hidden_states(batch, caches, self.eh_proj(torch.cat([embedded, self.hnorm(states)], 1)))
+        output = self.layer.hidden_states(batch, caches, self.eh_proj(torch.cat([embedded, self.hnorm(states)], 1)))
+        return self.norm(output) if self.mtp.names.normed else output
 
     def most_likely(self, states: Tensor) -> Tensor:
         """As `Drafter`."""
         lm_head = self._shared[1]
-        return lm_head.argmax(lm_head.local(self.norm(states)))
+        return lm_head.argmax(lm_head.local(states if self.mtp.names.normed else self.norm(states)))
 
     def load(self, folder: Path, progress: Progress | None = None) -> None:
         """Read the module's tensors from the target's checkpoint. Raises WeightError, as `weights.load`."""
@@ -71,14 +77,16 @@ class MtpHead(nn.Module):
         known = {tensor.name for tensor in self.mtp.own_tensors()} | catalog.layer_tensors(shape, self.mtp.layer).keys()
         known |= catalog.fused_experts(shape, self.mtp.layer).keys() | catalog.scales(shape)
         located = locate_tensors(folder)
-        if shape.wrapper is not None:
+        if shape.wrapper is not None and not self.mtp.names.normed:
             located = text_tensors(located, shape.wrapper)
         copies = (f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight")
+        located = {self.mtp.in_model(name): place for name, place in located.items()}
         named = by_model_names(located, known, tied=shape.tie_word_embeddings)
         files = {name: place for name, place in named.items() if name.startswith(prefix) and name not in copies}
         if not files:
             raise WeightError(
-                f"{folder} holds no {self.mtp.prefix}", held=f"config.json says that there are {shape.mtp_layers} such modules",
+                f"{folder} holds no {self.mtp.names.before.format(layer=self.mtp.layer)}*",
+                held=f"config.json says that there are {shape.mtp_layers} such modules" if shape.mtp_layers else "",
                 why="tools that convert checkpoints often leave multi-token prediction out",
                 next="use the published checkpoint, or speculate without method 'mtp'",
             )  # fmt: skip

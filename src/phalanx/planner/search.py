@@ -12,6 +12,7 @@ from phalanx.config.experts import Experts
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.quantization import on_load
+from phalanx.config.speculation import SpeculativeConfig
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.hardware import catalogue
 from phalanx.layout import Layout
@@ -77,6 +78,12 @@ class PlanRequest:
             "--tp_size": self.tp_size, "--pp_size": self.pp_size, "--ep_size": self.ep_size, "--dcp_size": self.dcp_size,
         }  # fmt: skip
         return {flag: size for flag, size in sizes.items() if size is not None}
+
+    @property
+    def max_drafts(self) -> int:
+        """As of `EngineOptions`."""
+        config = self.speculative_config
+        return 0 if config is None else SpeculativeConfig.of(config).num_speculative_tokens
 
     @property
     def seq_len(self) -> int:
@@ -365,7 +372,7 @@ def memory(
     shape: ModelShape, machine: MachineModel, request: PlanRequest, layout: Layout, slots: int, kv: str
 ) -> tuple[dict[str, int], footprint.RankMemory, int]:  # fmt: skip
     """Bytes of the fullest rank by kind, that rank, and the bytes that are missing for one request of the asked length."""
-    total = machine.gpu.memory_bytes
+    total, shape = machine.gpu.memory_bytes, shape.with_drafts(request.max_drafts)
     sizes = footprint.Sizes(
         request.dtype,
         kv,

@@ -167,7 +167,7 @@ class Worker:
 
     def _shape_of(self, folder: Path) -> ModelShape:
         shape = ModelShape.from_folder(folder, quiet=True)  # the engine logs
-        return shape.within(self.options.max_seq_len or shape.max_positions)
+        return shape.within(self.options.max_seq_len or shape.max_positions).with_drafts(self.options.max_drafts)
 
     def _import(self) -> None:
         """Import what takes long, so that the phases that follow are quick."""

@@ -65,7 +65,7 @@ def _before(x, tails, place, j, channel, channels, pitch, begin, going, mask, TA
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "starts", "lengths"])
 def _conv_prefill(
-    x, weight, bias, tails, out, slots, starts, lengths, rows, channels, pitch,
+    x, weight, bias, tails, out, slots, starts, lengths, rows, channels, pitch, slot_pitch,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """The arguments of rows are those of prefill rows."""
@@ -76,7 +76,7 @@ def _conv_prefill(
     first, row, begin, count = chunk_at(starts, rows, tl.program_id(0), TOKENS, MOST)
     if first >= 0:
         i, going = first + tl.arange(0, TOKENS)[:, None], tl.load(lengths + row) > count
-        place, start = tl.load(slots + row).to(tl.int64) * ((TAPS - 1) * channels), begin.to(tl.int64)
+        place, start = tl.load(slots + row).to(tl.int64) * slot_pitch, begin.to(tl.int64)
         mask = (i < count) & (channel < channels)
         total = tl.zeros([TOKENS, BLOCK], tl.float32)
         for tap in tl.static_range(TAPS):
@@ -90,7 +90,7 @@ def _conv_prefill(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "lengths"])
 def _keep_tails(
-    x, tails, slots, starts, lengths, channels, pitch, TAPS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr
+    x, tails, slots, starts, lengths, channels, pitch, slot_pitch, TAPS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr
 ):  # fmt: skip
     """What the next step needs of a prefill row, in the place of what this one needed."""
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -101,7 +101,7 @@ def _keep_tails(
     count = tl.load(starts + row + 1) - begin
     if count > 0:
         inside, going = channel < channels, tl.load(lengths + row) > count
-        place = tl.load(slots + row).to(tl.int64) * ((TAPS - 1) * channels)
+        place = tl.load(slots + row).to(tl.int64) * slot_pitch
         for tap in tl.static_range(TAPS - 1):
             taken = _before(x, tails, place, count - (TAPS - 1) + tap, channel, channels, pitch, begin, going, inside, TAPS)
             tl.store(tails + place + tap * channels + channel, taken, inside)
@@ -110,22 +110,30 @@ def _keep_tails(
 def causal_conv(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows, bias: Tensor | None = None) -> Tensor:
     """The kernels of `reference.causal_conv`, for x whose rows are contiguous. Tokens of no row have no output."""
     tokens, channels = x.shape
-    taps, decodes = weight.shape[2], rows.decodes
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
-    blocks, sm = triton.cdiv(channels, BLOCK), sm_arch(x.device)
-    common = {"TAPS": taps, "BLOCK": BLOCK, "SM": sm, "num_warps": 4, "launch_pdl": sm >= 90}
-    weights = weight, weight if bias is None else bias
-    if decodes:
-        _conv_decode[(decodes, blocks)](
-            x, *weights, tails, out, rows.slots, rows.starts, rows.lengths, rows.kv_slots, channels, x.stride(0),
-            BIAS=bias is not None, **common,
+    sm = sm_arch(x.device)
+    if rows.decodes:
+        _conv_decode[(rows.decodes, triton.cdiv(channels, BLOCK))](
+            x, weight, weight if bias is None else bias, tails, out, rows.slots, rows.starts, rows.lengths, rows.kv_slots, channels,
+            x.stride(0), TAPS=weight.shape[2], BLOCK=BLOCK, BIAS=bias is not None, SM=sm, num_warps=4, launch_pdl=sm >= 90,
         )  # fmt: skip
-    prefills = len(rows.lengths) - decodes
-    if prefills and rows.chunks:
-        slots, starts, lengths = (each[decodes:] for each in (rows.slots, rows.starts, rows.lengths))
-        _conv_prefill[(rows.chunks * (CHUNK // TOKENS), blocks)](
-            x, *weights, tails, out, slots, starts, lengths, prefills, channels, x.stride(0),
-            TOKENS=TOKENS, MOST=max_chunk_rows(prefills), BIAS=bias is not None, **common,
-        )  # fmt: skip
-        _keep_tails[(prefills, blocks)](x, tails, slots, starts, lengths, channels, x.stride(0), **common)
+    if rows.chunks:
+        conv_prefill(x, weight, tails, out, rows, bias)
     return out
+
+
+def conv_prefill(
+    x: Tensor, weight: Tensor, tails: Tensor, out: Tensor, rows: StateRows, bias: Tensor | None = None
+) -> None:  # fmt: skip
+    """The same of prefill rows, written into `out`. tails [slots, taps - 1 or more, channels]: the first are those before a row."""
+    channels, taps, prefills, sm = x.shape[1], weight.shape[2], len(rows.lengths) - rows.decodes, sm_arch(x.device)
+    if not prefills:
+        return
+    slots, starts, lengths = (each[rows.decodes :] for each in (rows.slots, rows.starts, rows.lengths))
+    blocks, pitches = triton.cdiv(channels, BLOCK), (x.stride(0), tails.stride(0))
+    common = {"TAPS": taps, "BLOCK": BLOCK, "SM": sm, "num_warps": 4, "launch_pdl": sm >= 90}
+    _conv_prefill[(rows.chunks * (CHUNK // TOKENS), blocks)](
+        x, weight, weight if bias is None else bias, tails, out, slots, starts, lengths, prefills, channels, *pitches,
+        TOKENS=TOKENS, MOST=max_chunk_rows(prefills), BIAS=bias is not None, **common,
+    )  # fmt: skip
+    _keep_tails[(prefills, blocks)](x, tails, slots, starts, lengths, channels, *pitches, **common)

@@ -10,6 +10,7 @@ Of one value head, with a state S [key_dim, value_dim], for each token of a requ
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -57,32 +58,100 @@ def max_chunk_rows(rows: int) -> int:
 
 
 def gated_delta(
-    mixed: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, rows: StateRows
+    mixed: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, rows: StateRows,
+    pending: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """mixed [T, channels + values]: queries, keys, values and gates z of all heads; ba [T, 2 * value_heads]: b, then a; both of one
-    dtype. conv [slots, taps - 1, channels] and state [slots, value_heads, key_dim, value_dim], fp32, are brought up to date.
-    Returns the gated outputs [T, value_heads * value_dim]."""
-    tokens = mixed.shape[0]
+    dtype. conv [slots, conv_rows, channels] and state [slots, value_heads, key_dim, value_dim], fp32, are brought up to date.
+    Returns the gated outputs [T, value_heads * value_dim]. pending [slots, value_heads, 2 * kept + 1], fp32: see `with_drafts`."""
     qkv, z = torch.split(mixed, [sum(heads.sections), heads.sections[2]], dim=1)
-    convolved = causal_conv(qkv, weights.conv, conv, rows)
-    query, key, value = torch.split(convolved.float(), list(heads.sections), dim=1)
-    query, key = (normed_heads(each.view(tokens, heads.key_heads, -1), heads.ratio) for each in (query, key))
-    value = value.view(tokens, heads.value_heads, -1)
-    b, a = torch.split(ba.float(), heads.value_heads, dim=1)
-    beta, decay = b.sigmoid(), -weights.a_log.exp() * F.softplus(a + weights.dt_bias)
-    query, out = query * heads.key_dim**-0.5, torch.empty_like(value)
-    for begin, end, index, fresh in runs_of(rows):
-        states = state[rows.slots[index]]
-        states[fresh] = 0.0
-        q, k, v, g, b = (each[begin:end] for each in (query, key, value, decay, beta))
-        if index.stop - index.start == end - begin:
-            out[begin:end], states = one_token(q, k, v, g, b, states)
-        else:
-            out[begin:end], states[0] = many_tokens(q, k, v, g, b, states[0])
-        state[rows.slots[index]] = states
-    gates = F.silu(z.float()).view(tokens, heads.value_heads, -1)
+    if pending is not None:
+        out = with_drafts(qkv, ba, heads, weights, conv, state, rows, pending)
+    else:
+        query, key, value, decay, beta = rule_inputs(causal_conv(qkv, weights.conv, conv, rows), ba.float(), heads, weights)
+        out = torch.empty_like(value)
+        for begin, end, index, fresh in runs_of(rows):
+            states = state[rows.slots[index]]
+            states[fresh] = 0.0
+            q, k, v, g, b = (each[begin:end] for each in (query, key, value, decay, beta))
+            if index.stop - index.start == end - begin:
+                out[begin:end], states = one_token(q, k, v, g, b, states)
+            else:
+                out[begin:end], states[0] = many_tokens(q, k, v, g, b, states[0])
+            state[rows.slots[index]] = states
+    gates = F.silu(z.float()).view(len(mixed), heads.value_heads, -1)
     normed = (out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + weights.eps)).to(mixed.dtype)
     return ((weights.norm * normed).float() * gates).to(mixed.dtype).flatten(1)
+
+
+RuleInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _tokens(each: RuleInputs, begin: int, end: int) -> RuleInputs:
+    query, key, value, decay, beta = each
+    return query[begin:end], key[begin:end], value[begin:end], decay[begin:end], beta[begin:end]
+
+
+def rule_inputs(convolved: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights) -> RuleInputs:
+    """convolved [T, channels], ba [T, 2 * value_heads] fp32 -> query, key, value [T, H, ...], decay and beta [T, H]."""
+    tokens = len(convolved)
+    query, key, value = torch.split(convolved.float(), list(heads.sections), dim=1)
+    query, key = (normed_heads(each.view(tokens, heads.key_heads, -1), heads.ratio) for each in (query, key))
+    b, a = torch.split(ba, heads.value_heads, dim=1)
+    decay = -weights.a_log.exp() * F.softplus(a + weights.dt_bias)
+    return query * heads.key_dim**-0.5, key, value.view(tokens, heads.value_heads, -1), decay, b.sigmoid()
+
+
+def with_drafts(
+    qkv: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, rows: StateRows, pending: Tensor
+) -> Tensor:  # fmt: skip
+    """The outputs [T, value_heads, value_dim] before the norm, where decode rows may be drafts, which the next step rejects.
+
+    The decode rows of one slot stand one behind the other, at neighbouring positions. Their tokens do not change the slot's state:
+    their inputs are kept behind it, those of the convolution in conv, b and a in pending, which has the position up to which the
+    state is, too. The next row of the slot takes in as many of them as it begins behind that position: those were accepted. So a
+    state is read once and written once in a step, as without drafts. A prefill row's tokens are final."""
+    taps, out = weights.conv.shape[2], torch.zeros(len(qkv), heads.value_heads, heads.value_dim, device=qkv.device)
+    for begin, count, slot, start, decodes in _runs_of_slots(rows):
+        taken = start - int(pending[slot, 0, -1]) if start else 0
+        before = conv[slot, : taps - 1 + taken] if start else conv.new_zeros(taps - 1, conv.shape[2])
+        inputs = torch.cat([before, qkv[begin : begin + count].float()])
+        sums = F.conv1d(inputs.T.unsqueeze(0), weights.conv.float(), groups=inputs.shape[1])[0].T
+        kept = pending[slot, :, :-1].view(heads.value_heads, 2, -1)
+        earlier = kept[:, :, :taken].permute(2, 1, 0).flatten(1)
+        new = ba[begin : begin + count].float()
+        each = rule_inputs(F.silu(sums).to(qkv.dtype), torch.cat([earlier, new]), heads, weights)
+        states = state[slot].unsqueeze(0) if start else torch.zeros_like(state[:1])
+        for token in range(taken):
+            _, states = one_token(*_tokens(each, token, token + 1), states)
+        if decodes:
+            state[slot] = states[0]
+            for token in range(taken, taken + count):
+                out[begin + token - taken], states = one_token(*_tokens(each, token, token + 1), states)
+            kept[:, :, :count] = new.view(count, 2, -1).permute(2, 1, 0)
+            conv[slot, : taps - 1 + count] = inputs[taken:]
+        else:
+            out[begin : begin + count], state[slot] = many_tokens(*_tokens(each, taken, taken + count), states[0])
+            conv[slot, : taps - 1] = inputs[len(inputs) - taps + 1 :]
+        pending[slot, :, -1] = conv[slot, -1] = start if decodes else start + count
+    return out
+
+
+def _runs_of_slots(rows: StateRows) -> Iterator[tuple[int, int, int, int, bool]]:
+    """(first token, tokens, slot, position of the first, whether they are decode rows): the decode rows of each slot, as far as
+    they have blocks, and each other row."""
+    slots, starts, lengths, row = rows.slots.tolist(), rows.starts_cpu, rows.lengths_cpu, 0
+    stored = (rows.kv_slots >= 0).tolist()
+    while row < len(slots):
+        decodes, begin, end = row < rows.decodes, starts[row], row + 1
+        count = starts[end] - begin
+        if decodes:
+            while end < rows.decodes and slots[end] == slots[row]:
+                end += 1
+            count = sum(stored[begin : begin + end - row])
+        if count:
+            yield begin, count, slots[row], lengths[row] - (starts[row + 1] - begin), decodes
+        row = end
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:

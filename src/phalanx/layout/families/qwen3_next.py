@@ -28,16 +28,19 @@ def qwen3_5(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
 
 def cache(shape: ModelShape, index: int, dtype: str) -> Iterator[CacheTensor]:
     """Of the gated delta rule: the inputs that the convolution still covers, by key heads with their value heads, and a matrix for
-    each value head."""
+    each value head. Where rows verify drafts also what takes in the tokens behind the state: see `GatedDelta.conv_rows`, and of
+    each value head b and a of these tokens, and the position of the state."""
     gated = shape.gated_delta
     assert gated is not None
     if index not in gated.layers:
         yield from dense.cache(shape, index, dtype)
         return
     width = sum(gated.sections) // gated.key_heads
-    yield CacheTensor("conv", (gated.key_heads, (gated.conv - 1) * width), "fp32", "request", heads=gated.key_heads)
+    yield CacheTensor("conv", (gated.key_heads, gated.conv_rows * width), "fp32", "request", heads=gated.key_heads)
     matrices = (gated.value_heads, gated.key_dim, gated.value_dim)
     yield CacheTensor("state", matrices, "fp32", "request", heads=gated.value_heads)
+    if gated.kept:
+        yield CacheTensor("pending", (gated.value_heads, 2 * gated.kept + 1), "fp32", "request", heads=gated.value_heads)
 
 
 def _layer(shape: ModelShape, index: int, projections: Projections) -> Iterator[WeightTensor]:

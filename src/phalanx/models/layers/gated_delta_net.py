@@ -48,7 +48,8 @@ class GatedDeltaNet(nn.Module):
         weights = DeltaWeights(self.conv1d.weight, self.A_log.weight, self.dt_bias.weight, self.norm.weight, self.eps)
         mixed, ba, conv = self.in_proj_qkvz(x), self.in_proj_ba(x), cache["conv"]
         tails = conv.view(len(conv), -1, sum(self.heads.sections))
-        out = gated_delta(mixed, ba, self.heads, weights, tails, cache["state"], state_rows(batch))
+        pending = cache["pending"] if self.heads.kept else None
+        out = gated_delta(mixed, ba, self.heads, weights, tails, cache["state"], state_rows(batch), pending)
         output: tuple[NormOutput, Tensor] = self.o_proj(out, residual, norm)
         return output
 

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""The gated delta rule of decode rows whose tokens may be drafts: see `reference.with_drafts`, which these kernels compute.
+
+The first row of each slot computes all rows of the slot, one token after the other. A program has some channels of the convolution,
+or one value head; each has its own copy of the position up to which the state is. `flush` takes in what a slot has kept before the
+prefill kernels go on from its state.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.config.gated_delta import GatedDelta
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.gated_delta.chunks import log_decay, sigmoid
+from phalanx.kernels.gated_delta.recurrent import gated_norm
+from phalanx.kernels.gated_delta.reference import NORM_EPS, DeltaWeights, StateRows
+from phalanx.kernels.vectors import nearest
+
+BLOCK = 256
+"""Channels of a program of the convolution."""
+
+
+@triton.jit
+def _first_of_slot(slots, kv_slots, row, token, count, NEW: tl.constexpr):
+    """Whether a row's program computes the rows of its slot."""
+    first = count > 0
+    if NEW:
+        before = tl.load(slots + row - 1, row > 0, -1)
+        first = (before != tl.load(slots + row)) & (tl.load(kv_slots + token, count > 0, -1) >= 0)
+    return first
+
+
+@triton.jit
+def _is_next(slots, starts, kv_slots, row, token, i, rows):
+    """Whether row + i is of the slot of the row, and has a token with a block. Rows that are none are of slot 0."""
+    inside = (row + i < rows) & (tl.load(starts + row + i + 1, row + i < rows, 0) > token + i)
+    same = tl.load(slots + row + i, inside, -1) == tl.load(slots + row)
+    return inside & same & (tl.load(kv_slots + token + i, inside, -1) >= 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "lengths"])
+def _conv_verify(
+    x, weight, tails, out, accepted, slots, starts, lengths, kv_slots, rows, channels, pitch, slot_pitch,
+    TAPS: tl.constexpr, KEPT: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """accepted [rows * KEPT, channels]: the convolved inputs that a slot has kept, of its first row."""
+    row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    if SM >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.load(starts + row).to(tl.int64)
+    count = tl.load(starts + row + 1).to(tl.int64) - token
+    if _first_of_slot(slots, kv_slots, row, token, count, NEW):
+        length = tl.load(lengths + row).to(tl.int64)
+        start = length - count
+        kept = tails + tl.load(slots + row).to(tl.int64) * slot_pitch + channel
+        origin = kept + (TAPS - 1 + KEPT) * channels
+        going = inside & (start > 0)
+        at = tl.max(tl.load(origin, going, 0.0), 0).to(tl.int64)
+        taken = tl.where(start > 0, start - at, 0)
+        like = tl.load(weight + channel * TAPS, inside, 0.0)
+        for j in range(0, taken):
+            total = tl.zeros([BLOCK], tl.float32)
+            for tap in tl.static_range(TAPS):
+                earlier = tl.load(kept + (j + tap) * channels, inside, 0.0)
+                total += earlier * tl.load(weight + channel * TAPS + tap, inside, 0.0).to(tl.float32)
+            tl.store(accepted + (row * KEPT + j) * channels + channel, nearest(total * sigmoid(total), like, SM), inside)
+        if NEW:
+            for i in range(0, KEPT):
+                if _is_next(slots, starts, kv_slots, row, token, i, rows):
+                    total = tl.zeros([BLOCK], tl.float32)
+                    for tap in tl.static_range(TAPS):
+                        place = i + tap - (TAPS - 1)
+                        earlier = tl.load(kept + (taken + TAPS - 1 + place) * channels, going & (place < 0), 0.0)
+                        now = tl.load(x + (token + place) * pitch + channel, inside & (place >= 0), 0.0).to(tl.float32)
+                        both = tl.where(place < 0, earlier, now)
+                        total += both * tl.load(weight + channel * TAPS + tap, inside, 0.0).to(tl.float32)
+                    tl.store(out + (token + i) * channels + channel, nearest(total * sigmoid(total), like, SM), inside)
+        for tap in tl.static_range(TAPS - 1):
+            tl.debug_barrier()  # a warp may store what another one still loads
+            earlier = tl.load(kept + (taken + tap) * channels, going, 0.0)
+            tl.debug_barrier()
+            tl.store(kept + tap * channels, earlier, inside)
+        tl.debug_barrier()
+        if NEW:
+            for i in range(0, KEPT):
+                if _is_next(slots, starts, kv_slots, row, token, i, rows):
+                    now = tl.load(x + (token + i) * pitch + channel, inside, 0.0).to(tl.float32)
+                    tl.store(kept + (TAPS - 1 + i) * channels, now, inside)
+            tl.store(origin, tl.zeros([BLOCK], tl.float32) + start.to(tl.float32), inside)
+        else:
+            tl.store(origin, tl.zeros([BLOCK], tl.float32) + length.to(tl.float32), inside)
+
+
+@triton.jit
+def _one_token(
+    matrix, own, b, a, log, bias, head, key, value, is_key, is_value, scale,
+    HEADS: tl.constexpr, RATIO: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """own: a token's convolved channels. Returns the state behind it, and the query."""
+    WIDTH: tl.constexpr = HEADS // RATIO * KEYS
+    q = tl.load(own + head // RATIO * KEYS + key, is_key, 0.0).to(tl.float32)
+    k = tl.load(own + WIDTH + head // RATIO * KEYS + key, is_key, 0.0).to(tl.float32)
+    v = tl.load(own + 2 * WIDTH + head * VALUES + value, is_value, 0.0).to(tl.float32)
+    q = q * (tl.rsqrt(tl.sum(q * q, 0, keep_dims=True) + EPS) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k, 0, keep_dims=True) + EPS)
+    matrix = matrix * tl.exp(log_decay(a, log, bias))
+    delta = (v - tl.sum(matrix * k, 0, keep_dims=True)) * sigmoid(b)
+    return matrix + k * delta, q
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "lengths"])
+def _delta_verify(
+    qkv, accepted, z, ba, a_log, dt_bias, norm, state, pending, out, slots, starts, lengths, kv_slots, rows, z_pitch, ba_pitch, eps,
+    scale, HEADS: tl.constexpr, RATIO: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, WIDE_KEYS: tl.constexpr,
+    WIDE_VALUES: tl.constexpr, KEPT: tl.constexpr, NEW: tl.constexpr, EPS: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """pending [slots, HEADS, 2 * KEPT + 1]: b, then a of the tokens that a slot has kept, then the position of its state."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    key, value = tl.arange(0, WIDE_KEYS)[:, None], tl.arange(0, WIDE_VALUES)[None, :]
+    is_key, is_value = key < KEYS, value < VALUES
+    if SM >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.load(starts + row).to(tl.int64)
+    count = tl.load(starts + row + 1).to(tl.int64) - token
+    if _first_of_slot(slots, kv_slots, row, token, count, NEW):
+        CHANNELS: tl.constexpr = 2 * (HEADS // RATIO * KEYS) + HEADS * VALUES
+        length = tl.load(lengths + row).to(tl.int64)
+        start = length - count
+        slot = tl.load(slots + row).to(tl.int64)
+        kept = pending + (slot * HEADS + head) * (2 * KEPT + 1)
+        at = tl.load(kept + 2 * KEPT, start > 0, 0.0).to(tl.int64)
+        taken = tl.where(start > 0, start - at, 0)
+        place = (slot * HEADS + head) * (KEYS * VALUES) + key * VALUES + value
+        matrix = tl.load(state + place, is_key & is_value & (start > 0), 0.0)
+        log, bias = tl.load(a_log + head), tl.load(dt_bias + head)
+        for j in range(0, taken):
+            own = accepted + (row * KEPT + j).to(tl.int64) * CHANNELS
+            b, a = tl.load(kept + j), tl.load(kept + KEPT + j)
+            matrix, _ = _one_token(
+                matrix, own, b, a, log, bias, head, key, value, is_key, is_value, scale, HEADS, RATIO, KEYS, VALUES, EPS
+            )
+        tl.store(state + place, matrix, is_key & is_value & ((taken > 0) | (start == 0)))
+        tl.debug_barrier()  # a warp may store what another one still loads
+        if NEW:
+            for i in range(0, KEPT):
+                if _is_next(slots, starts, kv_slots, row, token, i, rows):
+                    now = token + i
+                    b = tl.load(ba + now * ba_pitch + head).to(tl.float32)
+                    a = tl.load(ba + now * ba_pitch + HEADS + head).to(tl.float32)
+                    tl.store(kept + i, b)
+                    tl.store(kept + KEPT + i, a)
+                    matrix, q = _one_token(
+                        matrix, qkv + now * CHANNELS, b, a, log, bias, head, key, value, is_key, is_value, scale,
+                        HEADS, RATIO, KEYS, VALUES, EPS,
+                    )  # fmt: skip
+                    gate = tl.load(z + now * z_pitch + head * VALUES + value, is_value, 0.0)
+                    weight = tl.load(norm + value, is_value, 0.0)
+                    result = gated_norm(tl.sum(matrix * q, 0, keep_dims=True), weight, gate, eps, VALUES, SM)
+                    tl.store(out + now * (HEADS * VALUES) + head * VALUES + value, nearest(result, gate, SM), is_value)
+            tl.store(kept + 2 * KEPT, start.to(tl.float32))
+        else:
+            tl.store(kept + 2 * KEPT, length.to(tl.float32))
+
+
+def verify(
+    qkv: Tensor, z: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, pending: Tensor,
+    rows: StateRows, convolved: Tensor, out: Tensor,
+) -> None:  # fmt: skip
+    """The decode rows of `reference.with_drafts`: their outputs are written into `out`."""
+    _launch(qkv, z, ba, heads, weights, conv, state, pending, rows, convolved, out, slice(0, rows.decodes), new=True)
+
+
+def flush(
+    qkv: Tensor, z: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, pending: Tensor,
+    rows: StateRows, convolved: Tensor, out: Tensor,
+) -> None:  # fmt: skip
+    """Bring the states of prefill rows to where these begin, before they are computed; the position becomes that of their end."""
+    _launch(qkv, z, ba, heads, weights, conv, state, pending, rows, convolved, out, slice(rows.decodes, None), new=False)
+
+
+def _launch(
+    qkv: Tensor, z: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, pending: Tensor,
+    rows: StateRows, convolved: Tensor, out: Tensor, part: slice, *, new: bool,
+) -> None:  # fmt: skip
+    slots, lengths = rows.slots[part], rows.lengths[part]
+    starts, count, kept, sm = rows.starts[part.start :], len(slots), heads.kept, sm_arch(qkv.device)
+    channels = sum(heads.sections)
+    accepted = convolved.new_empty(count * kept, channels)
+    common = {"KEPT": kept, "NEW": new, "SM": sm, "launch_pdl": sm >= 90}
+    _conv_verify[(count, triton.cdiv(channels, BLOCK))](
+        qkv, weights.conv, conv, convolved, accepted, slots, starts, lengths, rows.kv_slots, count, channels, qkv.stride(0),
+        conv.stride(0), TAPS=weights.conv.shape[2], BLOCK=BLOCK, num_warps=4, **common,
+    )  # fmt: skip
+    _delta_verify[(count, heads.value_heads)](
+        convolved, accepted, z, ba, weights.a_log, weights.dt_bias, weights.norm, state, pending, out, slots, starts, lengths,
+        rows.kv_slots, count, z.stride(0), ba.stride(0), weights.eps, heads.key_dim**-0.5,
+        HEADS=heads.value_heads, RATIO=heads.ratio, KEYS=heads.key_dim, VALUES=heads.value_dim,
+        WIDE_KEYS=triton.next_power_of_2(heads.key_dim), WIDE_VALUES=triton.next_power_of_2(heads.value_dim), EPS=NORM_EPS,
+        num_warps=8, **common,
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode rows that are drafts leave the outputs of all tokens as they are without: in plain torch, and by the kernels in Triton's
+interpreter; and the kernels compile for three generations of GPUs."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config.gated_delta import GatedDelta
+from phalanx.kernels.gated_delta import reference
+from phalanx.kernels.gated_delta.dispatch import count_chunks, launched
+from phalanx.kernels.gated_delta.reference import StateRows
+from tests.support.kernels_compiled import by_generation, compiled
+from tests.support.kernels_gated_delta import HEADS, TAPS, inputs, weights
+from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+
+DRAFTS, LENGTH = 3, 40
+
+
+def check_drafts(
+    rule: Callable[..., Tensor], dtype: torch.dtype, device: str = "cpu", heads: GatedDelta = HEADS, seed: int = 0, absent: int = 0
+) -> None:
+    """Two requests of which some drafts are right, in steps with prompts beside them, with absent rows, and a third that takes a
+    slot; one is computed on from its last decode row as a prompt is, as behind a state that was kept."""
+    torch.manual_seed(seed)
+    chance, heads = random.Random(seed), replace(heads, drafts=DRAFTS)
+    own = weights(heads, dtype)
+    own = own._replace(**{name: getattr(own, name).to(device) for name in ("conv", "a_log", "dt_bias", "norm")})
+    conv = torch.full((2, heads.conv_rows, sum(heads.sections)), float("nan"), device=device)
+    state = torch.full((2, heads.value_heads, heads.key_dim, heads.value_dim), float("nan"), device=device)
+    pending = torch.full((2, heads.value_heads, 2 * heads.kept + 1), float("nan"), device=device)
+    texts = [inputs(LENGTH, heads, dtype) for _ in range(3)]
+    wanted = [without_drafts(*text, heads, dtype) for text in texts]
+    done, slots, pairs = [0, 0, LENGTH], [0, 1, 0], list[tuple[Tensor, Tensor]]()
+    for step in range(60):
+        if step == 30:
+            done[0], done[2] = LENGTH, 0
+        rows = list[tuple[int, int, int, int]]()  # (request, tokens, those that are right, decode rows)
+        for request in range(3):
+            left = LENGTH - done[request]
+            if not left or chance.random() < 0.2:
+                continue
+            if not done[request] or step % 11 == 10:
+                count = min(left, chance.randrange(2, 9))
+                rows += [(request, count, count, 0)] if count > 1 else []
+                continue
+            count = chance.randrange(1, DRAFTS + 2)
+            rows.append((request, count, min(left, chance.randrange(1, count + 1)), count))
+        rows.sort(key=lambda row: not row[3])
+        if not rows:
+            continue
+        mixed, ba, lengths, starts, places, kv = [], [], [], [0], [], []
+        for request, count, right, decodes in rows:
+            garbage = inputs(count - right, heads, dtype)
+            for parts, text, other in zip((mixed, ba), texts[request], garbage, strict=True):
+                parts += [text[done[request] : done[request] + right], other]
+            each = range(count) if decodes else [count - 1]
+            lengths += [done[request] + number + 1 for number in each]
+            starts += [starts[-1] + (1 if decodes else count) * (number + 1) for number in range(len(each))]
+            places += [slots[request]] * len(each)
+            stored = chance.randrange(right, count + 1)
+            kv += [1] * stored + [-1] * (count - stored)
+        decodes = sum(row[3] for row in rows)
+        for _ in range(absent):  # of slot 0, without a token
+            lengths.insert(decodes, 0)
+            places.insert(decodes, 0)
+            starts.insert(decodes, decodes)
+        decodes += absent
+        state_rows = StateRows(
+            torch.tensor(places, device=device), torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor(lengths, dtype=torch.int32, device=device), torch.tensor(kv, device=device), decodes,
+            count_chunks(starts, decodes), starts, lengths,
+        )  # fmt: skip
+        out = rule(torch.cat(mixed).to(device), torch.cat(ba).to(device), heads, own, conv, state, state_rows, pending)
+        begin = 0
+        for request, count, right, _ in rows:
+            pairs.append((out[begin : begin + right].cpu(), wanted[request][done[request] : done[request] + right]))
+            begin, done[request] = begin + count, done[request] + right
+    assert done[1:] == [LENGTH, LENGTH]
+    outs, right = (torch.cat(each).float() for each in zip(*pairs, strict=True))
+    if dtype == torch.float32:
+        torch.testing.assert_close(outs, right, rtol=5e-4, atol=5e-4)
+    else:  # a norm enlarges the error of what is nearly 0: all of them together are close
+        assert (outs - right).norm() / right.norm() < 0.015
+
+
+def without_drafts(mixed: Tensor, ba: Tensor, heads: GatedDelta, dtype: torch.dtype) -> Tensor:
+    rows = StateRows(
+        torch.tensor([0]), torch.tensor([0, LENGTH]), torch.tensor([LENGTH]), torch.ones(LENGTH).long(), 0, 1, [0, LENGTH], [LENGTH]
+    )
+    conv, state = torch.zeros(1, TAPS - 1, sum(heads.sections)), torch.zeros(1, heads.value_heads, heads.key_dim, heads.value_dim)
+    return reference.gated_delta(mixed, ba, heads, weights(heads, dtype), conv, state, rows)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_plain_torch(seed: int) -> None:
+    check_drafts(reference.gated_delta, torch.float32, seed=seed)
+
+
+def test_a_rejected_draft_that_was_taken_in_is_seen() -> None:
+    """The test above can fail: where a step takes in all tokens of the one before."""
+
+    def careless(*arguments: Tensor) -> Tensor:
+        pending = arguments[-1]
+        pending[:, :, -1] -= 1.0
+        return reference.gated_delta(*arguments)
+
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_drafts(careless, torch.float32)
+
+
+def check_kernels() -> None:
+    for seed in range(2):
+        check_drafts(launched, torch.float32, seed=seed, absent=2 * seed)
+    check_drafts(launched, torch.bfloat16)
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    assert interpreted("tests.kernels.gated_delta.test_verified").split() == ["check_kernels"]
+
+
+@pytest.mark.parametrize(("name", "arch"), by_generation(["_conv_verify", "_delta_verify"], set()))
+@pytest.mark.parametrize("new", [True, False])
+def test_compiles(name: str, arch: int, new: bool) -> None:
+    """Down to machine code, in the sizes of Qwen3-Next."""
+    pytest.importorskip("triton")
+    kernel = getattr(importlib.import_module("phalanx.kernels.gated_delta.verified"), name)
+    kinds = {
+        "slots": "*i64", "starts": "*i32", "lengths": "*i32", "kv_slots": "*i64", "rows": "i32", "channels": "i32", "pitch": "i32",
+        "slot_pitch": "i32", "z_pitch": "i32", "ba_pitch": "i32", "eps": "fp32", "scale": "fp32",
+        **dict.fromkeys(("tails", "state", "pending", "a_log", "dt_bias"), "*fp32"),
+    }  # fmt: skip
+    sizes = {
+        "HEADS": 32, "RATIO": 2, "KEYS": 128, "VALUES": 128, "WIDE_KEYS": 128, "WIDE_VALUES": 128, "EPS": 1e-6, "TAPS": TAPS,
+        "BLOCK": 256, "KEPT": DRAFTS + 1, "NEW": new,
+    }  # fmt: skip
+    constants = {argument: value for argument, value in sizes.items() if argument in kernel.arg_names}
+    compiled(kernel, {argument: kinds.get(argument, "*bf16") for argument in kernel.arg_names}, constants, arch)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    check_drafts(launched, dtype, "cuda", GatedDelta((), 16, 32, 128, 128, conv=4), absent=2)
+
+
+if __name__ == "__main__":
+    let_loops_begin_anywhere()
+    check_kernels()
+    print("check_kernels")
