@@ -70,9 +70,14 @@ def kind_of(shape: ModelShape) -> tuple[int, ...]:
     first: dict[object, int] = {}
     kinds = []
     for layer in range(shape.num_layers):
-        tensors = tuple((replace(tensor, name=""), scheme_of(shape, tensor, "fp8")) for tensor in layer_tensors(shape, layer))
+        tensors = tuple((_unnamed(tensor), scheme_of(shape, tensor, "fp8")) for tensor in layer_tensors(shape, layer))
         kinds.append(first.setdefault((tensors, shape.windows[layer]), layer))
     return tuple(kinds)
+
+
+def _unnamed(tensor: WeightTensor) -> WeightTensor:
+    """Without the names of one layer."""
+    return replace(tensor, name="", fused=None if tensor.fused is None else tensor.fused._replace(name=""))
 
 
 @cache
