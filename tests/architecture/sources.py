@@ -4,11 +4,33 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src" / "phalanx"
+
+
+def of_each(items: Sequence[Any]) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Makes a check of one of these a test of all: `@of_each(python_files())`. It fails with what the check says of each.
+    Parametrized, a check would take 2 ms more for each of them."""
+
+    def test_of(check: Callable[[Any], None]) -> Callable[[], None]:
+        def test() -> None:
+            faults = []
+            for item in items:
+                try:
+                    check(item)
+                except AssertionError as error:
+                    faults.append(f"{item}: {error}")
+            assert not faults, "\n".join(faults)
+
+        test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
+        return test
+
+    return test_of
 
 
 @cache

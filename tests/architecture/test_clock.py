@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.architecture.sources import ROOT, module_name, nodes_of, python_files
+from tests.architecture.sources import ROOT, module_name, nodes_of, of_each, python_files
 
 WALL_CLOCK = {"time", "time_ns", "ctime", "localtime", "gmtime"}
 """Functions of the module time; of datetime: now, utcnow and today."""
@@ -61,13 +61,13 @@ def code_runners(nodes: Iterable[ast.AST]) -> list[int]:
     return lines
 
 
-@pytest.mark.parametrize("path", python_files(), ids=module_name)
+@of_each(python_files())
 def test_the_wall_clock_is_for_dates_only(path):
     lines = wall_clock_reads(nodes_of(path))
     assert bool(lines) == (module_name(path) in DATES), f"{path} reads the wall clock on lines {lines}"
 
 
-@pytest.mark.parametrize("path", python_files(), ids=module_name)
+@of_each(python_files())
 def test_no_code_of_data_is_run(path):
     assert code_runners(nodes_of(path)) == []
 

@@ -7,9 +7,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.architecture.sources import ROOT, SRC, module_name, nodes_of, python_files, tree_of
+from tests.architecture.sources import ROOT, SRC, module_name, nodes_of, of_each, python_files, tree_of
 from tests.conftest import SLOW_FILES
 
 MAX_FILE, MAX_FUNCTION, MAX_PACKAGE = 600, 60, 20
@@ -42,7 +40,7 @@ def packages() -> Iterator[tuple[str, int]]:
         )
 
 
-@pytest.mark.parametrize("path", python_files(), ids=module_name)
+@of_each(python_files())
 def test_file_and_function_sizes(path):
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_FILE or module_name(path) in LONG_FILES, f"{path} has {lines} lines"
@@ -64,14 +62,14 @@ def test_every_exception_is_needed_and_has_a_reason():
     assert all({**LONG_FILES, **LONG_FUNCTIONS, **LARGE_PACKAGES}.values())
 
 
-@pytest.mark.parametrize("path", python_files(), ids=module_name)
+@of_each(python_files())
 def test_every_file_says_what_it_is(path):
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), f"{path}: the licence line is missing"
     assert ast.get_docstring(tree_of(path)), f"{path}: the module docstring is missing"
 
 
-@pytest.mark.parametrize("path", python_files(), ids=module_name)
+@of_each(python_files())
 def test_names_state_the_act(path):
     banned = {"utils", "util", "common", "base", "manager", "impl", "v2", "helpers", "misc"}
     assert not banned & set(path.stem.split("_")), f"{path}: the name says nothing"

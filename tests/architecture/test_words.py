@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.sources import ROOT, module_name, nodes_of, python_files, tree_of
+from tests.architecture.sources import ROOT, module_name, nodes_of, of_each, python_files, tree_of
 
 BANNED = {
     "an absolute path of a machine": re.compile(r"(?<![\w.}])/(?:work|root|home/(?!phalanx)\w+)/"),
@@ -99,7 +99,7 @@ def checked_files() -> list[str]:
     return [name for name in names if name.endswith(".py")]
 
 
-@pytest.mark.parametrize("name", checked_files())
+@of_each(checked_files())
 def test_names_are_of_things(name):
     """`blocks`, `error` or `logits`, not `found`, `HELD` or `_made`, in sources, tests, benchmarks and scripts."""
     acts = [(bound, line) for bound, line in bindings(ROOT / name) if bound.lower().strip("_") in ACTS]
