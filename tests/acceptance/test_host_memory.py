@@ -25,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 
 USERS, TURNS, MORE, NEW = 6, 3, 9, 8
 LONGEST, SLOTS = TURNS * (MORE + NEW), 400
-NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
+NGRAM = json.dumps({
+    "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "num_speculative_tokens_per_batch_size": [[1, 64, 3]],
+})  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp 2, n-gram drafts": ("llama", {"tensor_parallel_size": 2, "speculative_config": NGRAM}),
     "pp 2, int8 with scales, a draft model": ("llama", {"pipeline_parallel_size": 2, "kv_cache_dtype": "int8"}),
@@ -89,6 +91,7 @@ def test_tokens_are_those_without_a_prefix_cache(case: str, tmp_path: Path) -> N
         else:
             assert stats.host_total == SLOTS * options.get("expert_parallel_size", 1), "one budget for all ranks of the host"
         if "ngram" in options.get("speculative_config", ""):
+            assert stats.draft_tokens > 0
             for _ in range(4):  # where a busy machine lets few requests run at once, none is preempted
                 if not llm.stats().preemptions:
                     assert converse(llm) == expected
