@@ -24,6 +24,8 @@ from phalanx.planner import search, subject
 from tests.support.greedy_tokens import BLOCK, STEP_TOKENS, longest_request, params_of, prompts_of_all_lengths
 from tests.support.layout_mosaic import CONFIG, INT8, ROOT, SITE, add
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SLOTS = 6
 QUANTIZED = {"quantization_config": {"quant_method": INT8, "ignore": [r"model\.layers\.\d+\.mlp\.experts"]}}
 

@@ -18,8 +18,11 @@ from phalanx.layout import Layout
 from phalanx.layout.cache import default_snapshots, request_bytes, token_bytes
 from phalanx.layout.memory import stage_caches
 from phalanx.planner import search, subject
+from tests.support.forked_python import FORKS_TOO
 from tests.support.greedy_tokens import BLOCK, STEP_TOKENS, longest_request, params_of, prompts_of_all_lengths
 from tests.support.layout_hybrid import HYBRID, add_family
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 CONFIG = {
     "architectures": [HYBRID], "vocab_size": 384, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4,
@@ -37,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "sitecustomize.py").write_text(
-        "from tests.support import layout_hybrid\nlayout_hybrid.add_family()\nimport tests.support.models_hybrid\n"
+        FORKS_TOO + "from tests.support import layout_hybrid\nlayout_hybrid.add_family()\nimport tests.support.models_hybrid\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, ROOT / "src", ROOT))))
     return tmp_path / "model"

@@ -16,6 +16,7 @@ status.
 - `ip netns exec NAME` before a command of Python's is done by the fork itself, and by its template: its children are there, too.
 - Zeros of many MiB are pages that the system gives as they are written, not filled at once: a KV cache has 1 GiB by default on CPU,
   most of a second of a core for each rank, and tests write a few MiB of it.
+- A folder of PYTHONPATH that the template lacks makes a new interpreter, unless its sitecustomize.py begins with FORKS_TOO.
 - Any other command that is not Python's, that has settings of the interpreter or of torch other than the template's
   (`_AT_START`), or that runs a function before it starts, is started as ever.
 """
@@ -60,6 +61,9 @@ read when the first is opened, which a template never does."""
 _FITTED = {"PYTHONWARNINGS": "ignore", "OMP_WAIT_POLICY": "PASSIVE"}
 """Such variables, and the only value that a fork can have. Without one it does what the template does, which waits as OpenMP does
 in ranks on CPU."""
+_SITE = "sitecustomize.py"
+FORKS_TOO = "# forks execute this, too\n"
+"""The first line of a sitecustomize.py that may be executed when everything has been imported."""
 _ON_DEMAND = 16 << 20
 _HUGE, _MADV_COLLAPSE = 2 << 20, 25
 _PRELOADED = (
@@ -220,9 +224,20 @@ def _alike(environment: Mapping[str, str], preloaded: Mapping[str, str]) -> bool
     def at_start(variables: Mapping[str, str]) -> dict[str, str]:
         return {name: value for name, value in variables.items() if _AT_START.match(name) and name not in {"PYTHONPATH", *_FITTED}}
 
-    paths = [set(variables.get("PYTHONPATH", "").split(os.pathsep)) - {""} for variables in (environment, preloaded)]
     fits = all(environment.get(name, value) == value for name, value in _FITTED.items())
-    return paths[0] <= paths[1] and fits and at_start(environment) == at_start(preloaded)
+    known = all(map(_is_for_forks, _more_folders(environment, preloaded)))
+    return known and fits and at_start(environment) == at_start(preloaded)
+
+
+def _more_folders(environment: Mapping[str, str], preloaded: Mapping[str, str]) -> list[Path]:
+    """Folders of modules that a template does not know."""
+    folders, known = (variables.get("PYTHONPATH", "").split(os.pathsep) for variables in (environment, preloaded))
+    return [Path(folder) for folder in folders if folder and folder not in known]
+
+
+def _is_for_forks(folder: Path) -> bool:
+    site = folder / _SITE
+    return site.is_file() and site.read_text(encoding="utf-8").startswith(FORKS_TOO)
 
 
 # ---- in the template, and in its forks -----------------------------------------------------------------------------------
@@ -283,6 +298,9 @@ def _become(job: dict[str, Any], streams: list[int], environment: Mapping[str, s
     os.environ.update(job["environment"])
     if "PYTHONWARNINGS" in os.environ:
         warnings.simplefilter("ignore")
+    for folder in _more_folders(os.environ, environment):
+        sys.path.insert(0, str(folder))
+        runpy.run_path(str(folder / _SITE))
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

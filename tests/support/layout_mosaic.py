@@ -27,6 +27,7 @@ from phalanx.layout.cache import CacheTensor
 from phalanx.layout.families import dense, registry
 from phalanx.layout.families.declare import WeightTensor
 from phalanx.layout.families.registry import LayerDeclaration
+from tests.support.forked_python import FORKS_TOO
 
 MOSAIC, INT8 = "MosaicForCausalLM", "int8"
 POST_NORM, STATE = 1, 2
@@ -99,7 +100,7 @@ def add(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
             monkeypatch.setitem(known, name, entry)
 
 
-SITE = "from tests.support import layout_mosaic\nlayout_mosaic.add()\nimport tests.support.models_mosaic\n"
+SITE = FORKS_TOO + "from tests.support import layout_mosaic\nlayout_mosaic.add()\nimport tests.support.models_mosaic\n"
 """The content of a sitecustomize.py by which every process knows the family as soon as it starts."""
 
 ROOT = Path(__file__).parents[2]
