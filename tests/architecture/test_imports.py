@@ -23,7 +23,8 @@ from tests.architecture.sources import (
 )
 
 LEVELS = [
-    {"errors", "version"}, {"log", "metrics"}, {"launch"}, {"config"}, {"hardware"}, {"tables"}, {"kernels", "layout"}, {"comm"},
+    {"errors", "version"}, {"log", "metrics", "progress"}, {"launch"}, {"config"}, {"hardware"}, {"tables"}, {"kernels", "layout"},
+    {"comm"},
     {"models"}, {"engine"}, {"executor"}, {"worker"}, {"planner"}, {"serve", "tune"}, {"bench"}, {"deploy", "health"}, {"cli"},
     {"__main__"},
 ]  # fmt: skip

@@ -137,7 +137,10 @@ def test_closed_loop_keeps_so_many_open():
 
 
 def test_a_concurrency_on_a_real_server(served, capsys):
-    document = load.run(served.url, None, Load(8, 16, 12, concurrency=4, length_range=0.5, skip_first=4))
+    calls = []
+    wanted = Load(8, 16, 12, concurrency=4, length_range=0.5, skip_first=4)
+    document = load.run(served.url, None, wanted, on_progress=lambda done, of, what: calls.append((done, of, what)))
+    assert calls == [(number, 8, "requests") for number in range(1, 9)], "the warm-up does not count"
     figures = document["results"]
     lengths = Load(8, 16, 12, concurrency=4, length_range=0.5).output_lens()
     assert (figures["completed"], figures["failed"], figures["output_tokens"]) == (8, 0, sum(lengths))

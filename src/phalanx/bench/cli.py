@@ -13,6 +13,7 @@ import typer
 from phalanx.config import EngineOptions
 from phalanx.config.sources import RawOptions
 from phalanx.errors import OptionError
+from phalanx.progress import progress_bar
 
 Verb = Callable[..., None]
 Takes = Callable[..., Callable[[Verb], Verb]]
@@ -278,7 +279,9 @@ def serve(
         document, tables = _converse(url, api_key, num_conversations, common, of_conversations, commit)
     else:
         _require_unset("do nothing without --num_conversations", of_conversations)
-        document = load.run(url, api_key, load.Load(requests, warmup=warmup, **common, **of_requests), offline, commit)
+        chosen = load.Load(requests, warmup=warmup, **common, **of_requests)
+        with progress_bar("bench serve") as on_progress:
+            document = load.run(url, api_key, chosen, offline, commit, on_progress)
         tables = [load.table(document)]
     report.publish(document, tables, json)
     if document["results"]["failed"]:

@@ -29,6 +29,7 @@ from phalanx.errors import EngineError, OptionError, RequestError
 from phalanx.hardware import provenance
 from phalanx.planner import arrivals
 from phalanx.planner.arrivals import Arrival
+from phalanx.progress import OnProgress
 
 PERCENTS = (50, 90, 95, 99)
 _WARM_TOKENS = 8
@@ -168,7 +169,10 @@ def arrival_times(rate: float, count: int, seed: int) -> list[float]:
     return times
 
 
-def run(url: str, key: str | None, load: Load, offline_file: Path | None = None, commit: str | None = None) -> report.Document:
+def run(
+    url: str, key: str | None, load: Load, offline_file: Path | None = None, commit: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> report.Document:  # fmt: skip
     """Drive the server; returns the report.
 
     offline_file: a report of `phalanx bench throughput` or `all` with the same numbers of requests and tokens. The server's
@@ -178,7 +182,7 @@ def run(url: str, key: str | None, load: Load, offline_file: Path | None = None,
     endpoint = ApiEndpoint.of(url, key)
     offline = None if offline_file is None else offline_row(offline_file, load)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        model, samples, hits = runner.run(_drive(endpoint, load))
+        model, samples, hits = runner.run(_drive(endpoint, load, on_progress))
     figures = require_some(summary(samples, load.skip_first), endpoint)
     return {
         "about": provenance.collect(commit).as_json(),
@@ -239,7 +243,9 @@ def relative_throughput(rate: float, offline: dict[str, Any] | None) -> dict[str
     }
 
 
-async def _drive(endpoint: ApiEndpoint, load: Load) -> tuple[str, list[Sample], prefix_hits.Hits | None]:
+async def _drive(
+    endpoint: ApiEndpoint, load: Load, on_progress: OnProgress | None
+) -> tuple[str, list[Sample], prefix_hits.Hits | None]:
     model = load.model or await model_of(endpoint)
     prompts, output_lens = load.prompts(), load.output_lens()
 
@@ -248,14 +254,24 @@ async def _drive(endpoint: ApiEndpoint, load: Load) -> tuple[str, list[Sample], 
         body = body_of(model, prompts[number], tokens)
         return await send(endpoint, body, due=due, expected=tokens, timeout=load.timeout)
 
+    ended = 0
+
+    async def counted(number: int, due: float) -> Sample:
+        nonlocal ended
+        sample = await one(number, due)
+        ended += 1
+        if on_progress is not None:
+            on_progress(ended, len(prompts), "requests")
+        return sample
+
     warm = range(min(load.warmup, len(prompts)))
     await asyncio.gather(*(one(number, time.perf_counter(), _WARM_TOKENS) for number in warm))
     async with httpx.AsyncClient(base_url=endpoint.base, headers=endpoint.headers, timeout=10.0) as client:
         before, due = await prefix_hits.read(client), load.due()
         if due is None:
-            samples = await closed_loop(one, len(prompts), load.concurrency or 1)
+            samples = await closed_loop(counted, len(prompts), load.concurrency or 1)
         else:
-            samples = await open_loop(one, due)
+            samples = await open_loop(counted, due)
         return model, samples, prefix_hits.between(before, await prefix_hits.read(client))
 
 

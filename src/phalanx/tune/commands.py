@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from phalanx.config.dtypes import parse_dtype
 from phalanx.errors import OptionError, TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.log import get_logger
+from phalanx.progress import OnProgress, progress_bar
 from phalanx.tables import cpp_lookup, shipped
 from phalanx.tables.grid import TP_SIZES
 from phalanx.tables.message import Fusion
@@ -23,7 +23,7 @@ from phalanx.tune import preflight
 from phalanx.tune.options import TuneOptions
 from phalanx.tune.ranks.external_launcher import LaunchedRank
 from phalanx.tune.records import Benchmark, csv_path, read, read_folder
-from phalanx.tune.runner import BenchmarkRun, OnProgress
+from phalanx.tune.runner import BenchmarkRun
 from phalanx.tune.sweep import Sweep, parse_strategies
 from phalanx.version import install_extra
 
@@ -339,18 +339,10 @@ def _extra() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(title: str) -> Iterator[OnProgress | None]:
+def _progress(title: str) -> Iterator[OnProgress]:
     """A progress bar on a terminal; elsewhere a log line at every twentieth."""
-    if not sys.stderr.isatty():
-        yield _lines(title)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
+    with progress_bar(title) as on_progress:
+        yield on_progress or _lines(title)
 
 
 def _lines(title: str) -> Callable[[int, int, str], None]:

@@ -22,6 +22,7 @@ from phalanx.errors import EngineError, OptionError, file_named
 from phalanx.hardware import provenance
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.log import get_logger
+from phalanx.progress import OnProgress
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Strategy
 from phalanx.tune import preflight, records
@@ -35,9 +36,6 @@ _POLL_S = 0.02
 _LAST_EVENTS_S = 0.5  # for the ranks that fail after the first one, so that the cause is among what they report
 _GIVE_UP_AFTER = 3  # faults of one choice in one fusion, after which the rest of its kind is skipped
 _MODULE = "phalanx.tune.ranks.rank_process"
-
-OnProgress = Callable[[int, int, str], None]
-"""Called with (done, of, what comes next)."""
 
 
 @dataclass(frozen=True)

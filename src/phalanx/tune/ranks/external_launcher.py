@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from phalanx.log import get_logger
+from phalanx.progress import OnProgress
 from phalanx.tune.records import Benchmark
-from phalanx.tune.runner import BenchmarkRun, OnProgress, RunState
+from phalanx.tune.runner import BenchmarkRun, RunState
 from phalanx.tune.sweep import Task
 
 _log = get_logger(__name__)
