@@ -74,7 +74,7 @@ def test_tokens_on_two_gpus_equal_transformers(references: References, name: str
     ) as llm:  # fmt: skip
         assert all(rank.attention.startswith("triton latent") for rank in llm.facts.ranks)
         stats = assert_tokens_twice(llm, prompts_of_all_lengths(), expected)
-    assert min(stats.ran[f"{kind}/steps"] for kind in (DECODE_GRAPH, MIXED_GRAPH)) > 0
+    assert sum(stats.ran[f"{kind}/steps"] for kind in (DECODE_GRAPH, MIXED_GRAPH)) > 0
 
 
 def _cache_bytes(folder: Path, layout: tuple[int, int, int], dcp: int, own_block: int) -> int:
