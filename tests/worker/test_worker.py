@@ -148,7 +148,7 @@ def test_results_that_come_while_a_step_is_queued_layer_by_layer_are_reported_th
             for layer in range(4):
                 line.progress.enter_layer(layer)
                 events.append(f"layer {layer}")
-            return Later(queries=3)
+            return Later(queries=4)
 
     try:
         worker._serve(Runs())  # type: ignore[arg-type]
