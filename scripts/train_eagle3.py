@@ -9,7 +9,7 @@
    tokens of each position.
 3. The head is trained as it drafts: its first pass reads the model's inner states, the next ones its own, and each pass predicts a
    token further ahead (training-time test). The loss is the cross-entropy to the model's probabilities.
-4. HEAD has config.json and model.safetensors with SpecForge's names. The texts of every 20th prompt are held out. After each epoch
+4. HEAD has config.json and model.safetensors with SpecForge's names. The texts of every 21st prompt are held out. After each epoch
    the share of accepted drafts is printed, by place, given that those before are accepted: that of the engine on these texts.
 
 Texts and states are kept in HEAD.work, and used again by the next run: states take 2 bytes for each token and value, 25 GB for a
@@ -176,8 +176,8 @@ def write_texts(options: argparse.Namespace, file: Path) -> list[Text]:
     prompts = [task.replace("{}", subject) for subject in SUBJECTS for task in TASKS]
     if options.prompts is not None:
         prompts = [line.strip() for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if len(prompts) < 20:
-        raise PhalanxError(f"{len(prompts)} prompts are not enough", why="every 20th one is held out", next="give more prompts")
+    if len(prompts) < 21:
+        raise PhalanxError(f"{len(prompts)} prompts are not enough", why="every 21st one is held out", next="give more prompts")
     file.parent.mkdir(parents=True, exist_ok=True)
     stated = {"model": options.model, "max_tokens": options.max_tokens, "temperatures": options.temperatures, "prompts": prompts}
     about = file.with_name("about.json")
@@ -198,7 +198,7 @@ def write_texts(options: argparse.Namespace, file: Path) -> list[Text]:
     texts = []
     for number, line in enumerate(lines):
         read = json.loads(line)
-        texts.append(Text(read["prompt"] + read["output"], len(read["prompt"]), read["temperature"], number % 20 == 10))
+        texts.append(Text(read["prompt"] + read["output"], len(read["prompt"]), read["temperature"], number % 21 == 10))
     return [text for text in texts if len(text.tokens) > text.prompt + options.unroll]
 
 
