@@ -8,8 +8,8 @@ its rows: first all that write slots, then all that read them. This module keeps
     a slot that a copy of the step reads is not written in that step
     a block that is taken by somebody else is no target of a copy any more
 
-A step waits for its copies. So it has no more of them than `bound`, beside what `allow` adds for blocks whose contents take much
-longer to compute; what is evicted beyond is lost, as it would be without a host tier.
+Copies run beside the steps as far as the ranks have buffers. So a step has no more of them than `bound`, beside what `allow` adds
+for blocks whose contents take much longer to compute; what is evicted beyond is lost, as it would be without a host tier.
 
 Each write of a slot has a generation, which the copies that read it name: ranks refuse to read another one.
 """

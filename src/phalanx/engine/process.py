@@ -62,7 +62,7 @@ from phalanx.layout.adapter import read_adapter
 from phalanx.layout.cache import group_windows
 from phalanx.layout.draft import draft_network, network_caches
 from phalanx.layout.families import model_cache
-from phalanx.layout.memory import COPIED_BYTES, most_positions, tokens_kept
+from phalanx.layout.memory import copied_blocks, most_positions, tokens_kept
 
 if TYPE_CHECKING:
     from phalanx.engine.experts import ExpertLoads
@@ -201,7 +201,7 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
         drafts_keep_kv=options.speculation is not None and options.speculation.keeps_kv,
         max_decode_gap=options.max_decode_gap,
         state_snapshots=options.index_snapshots, host_blocks=_host_blocks(ranks, options, reasons),
-        copied_blocks=max(1, COPIED_BYTES * num_blocks // max(rank.bytes.get("kv", 0) or 1 for rank in ranks)),
+        copied_blocks=copied_blocks(max(max(rank.bytes.get("kv", 0) for rank in ranks) // max(num_blocks, 1), 1)),
     )  # fmt: skip
     indices, grammar_calls, adapters = options.expert_parallel_size, GrammarThreads(), Adapters(options.max_loras)
     scheduler: StepScheduler[Any]

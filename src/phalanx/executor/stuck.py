@@ -201,6 +201,8 @@ class _Waits:
             members = layout.pp_group(rank)
             if call.group == "ends":
                 members = [members[0], members[-1]]
+        elif call.group == "dcp":
+            members = layout.dcp_group(rank)
         else:
             members = layout.dp_group(rank) if call.group == "dp" else layout.tp_group(rank)
         if call.between_two:

@@ -70,7 +70,7 @@ def _flag(name: str, value: object) -> str:
 def budget(options: EngineOptions, shape: ModelShape, total: int = MOST_BYTES, *, on_gpu: bool) -> MemoryBudget:
     """Of options whose "auto" is resolved here, on GPUs with `total` free bytes. Raises LayoutError or OptionError for what cannot
     be laid out."""
-    world = options.world_size
+    shape, world = shape.with_drafts(options.max_drafts), options.world_size
     device = "cuda" if on_gpu else "cpu"
     resolved = resolve(options.model_copy(update={"device": device}), shape, max(-(-world // options.nnodes), 1)).options
     layout = Layout.of(options)

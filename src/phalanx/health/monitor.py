@@ -147,6 +147,7 @@ class ServerWatch:
             except (httpx.HTTPError, ValueError) as error:
                 self._failures[url] = f"{type(error).__name__}: {error}"
                 self._scrapes[url] = []
+                self._first_tokens[url].clear()
             else:
                 self._failures.pop(url, None)
                 self._keep(url, scrape)

@@ -59,9 +59,12 @@ HostMemory = int | Literal["auto"]
 STAGING_BYTES = 64 << 20
 """Of each of a rank's four staging buffers: two for each direction between KV cache and host memory, which are used in turn."""
 
-COPIED_BYTES = 2 * STAGING_BYTES
-"""Of KV blocks that come back from host memory in one step, on one rank, while requests run, and of those that go there: what the
-buffers of a direction hold, so that the step does not wait for the bus. Over PCIe 5 (some 50 GB/s) they take 2.7 ms, beside it."""
+
+def copied_blocks(block: int) -> int:
+    """KV blocks that come back from host memory in one step, at most, while requests run, and that go there: what the buffers of a
+    direction hold, so that the step does not wait for the bus. Over PCIe 5 (some 50 GB/s) they take 2.7 ms, beside it. block: bytes
+    of one on a rank, above 0."""
+    return 2 * max(STAGING_BYTES // block, 1)
 
 
 def staging_bytes(block: int) -> int:

@@ -15,7 +15,7 @@ from phalanx.layout import Layout
 from phalanx.layout.cache import default_snapshots, group_windows, kv_dtype, request_bytes
 from phalanx.layout.draft import network_caches
 from phalanx.layout.families import model_cache
-from phalanx.layout.memory import COPIED_BYTES, tokens_kept
+from phalanx.layout.memory import copied_blocks, tokens_kept
 from phalanx.planner import footprint, search, simulate
 from phalanx.planner.arrivals import Arrival
 from phalanx.planner.coefficients import document as document_of_coefficients
@@ -91,7 +91,7 @@ class ReplicaSpec:
             prefix_caching=prefix_caching,
             state_snapshots=default_snapshots(fits.slots) if prefix_caching and request_bytes(caches) else 0,
             host_blocks=host,
-            copied_blocks=max(1, COPIED_BYTES // max(fits.rank.block, 1)),
+            copied_blocks=copied_blocks(max(fits.rank.block, 1)),
         )
         return cls(fits.costs, options, frontend, fits.rank.block / machine.gpu.pcie_bandwidth, request.speculation)
 

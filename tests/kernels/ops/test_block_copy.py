@@ -38,6 +38,26 @@ def check(widths: list[int], word: torch.dtype) -> None:
         assert torch.equal(one[[0, 2, 3, 4, 6, 7, 8]], tensor[[0, 2, 3, 4, 6, 7, 8]])
 
 
+def check_memory_that_moves() -> None:
+    """Caches are given back and taken again by a server that sleeps."""
+    from phalanx.kernels.ops.block_rows import BlockRows
+
+    rows = [torch.zeros(64, 4096, dtype=torch.int64) for _ in range(3)]
+    copies = BlockRows(rows, by_kernel=True)
+    copies.scatter(torch.tensor([5]), torch.ones(1, copies.words, dtype=torch.int64))
+    before, sizes = [row.data_ptr() for row in rows], [row.untyped_storage().size() for row in rows]
+    for row in rows:
+        row.untyped_storage().resize_(0)
+    others = [torch.zeros(64, 4096, dtype=torch.int64) for _ in range(3)]
+    for row, size in zip(rows, sizes, strict=True):
+        row.untyped_storage().resize_(size)
+        row.zero_()
+    assert [row.data_ptr() for row in rows] != before
+    copies.scatter(torch.tensor([5]), torch.full((1, copies.words), 7, dtype=torch.int64))
+    assert all((row[5] == 7).all() for row in rows)
+    assert not any(other.any() for other in others)
+
+
 def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.ops.test_block_copy") == "done\n"
 
@@ -60,4 +80,5 @@ if __name__ == "__main__":
     check([1024, 1023, 1025, 3], torch.int64)
     check([2048], torch.int64)
     check([7, 1, 130], torch.uint8)
+    check_memory_that_moves()
     print("done")

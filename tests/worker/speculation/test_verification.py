@@ -174,6 +174,20 @@ def test_memory_is_measured_with_drafts(folders: dict[str, Path], longest: int) 
     assert not runner._sampler._state.occupied.any()  # type: ignore[union-attr]
 
 
+def test_memory_is_measured_with_drafts_over_recurrent_states(tmp_path: Path) -> None:
+    """The steps of the start begin anywhere, over slots whose states are elsewhere: no other memory is read or written."""
+    folder = write_checkpoint(tmp_path / "qwen3_next", "qwen3_next")
+    proposer = NgramProposer(SLOTS, 2048, least=1, most=3, device=CPU)
+    runner = step_runner(folder, None, longest=2048, max_drafts=K, proposer=proposer)
+    groups = runner._model.cache_groups
+    steps = profiling_steps(
+        max_num_tokens=TOKENS, max_seq_len=2048, max_batch_size=SLOTS, block_size=BLOCK, max_drafts=K, groups=groups
+    )
+    for step in steps:
+        runner.run(step).results()
+    assert not runner._sampler._state.occupied.any()  # type: ignore[union-attr]
+
+
 class ReadsInner(KnownAnswers):
     """Keeps the inner states of the last step."""
 

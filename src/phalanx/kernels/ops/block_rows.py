@@ -11,34 +11,39 @@ from torch import Tensor
 
 
 class BlockRows:
-    """rows: [blocks, words] each, contiguous, of one dtype and device, whose memory stays where it is."""
+    """rows: [blocks, words] each, contiguous, of one dtype and device."""
 
     def __init__(self, rows: Sequence[Tensor], *, by_kernel: bool) -> None:
         """by_kernel: with Triton, on a GPU or in its interpreter; else torch copies one tensor after the other."""
         self._rows, self._widths = list(rows), [row.shape[1] for row in rows]
         self.words = sum(self._widths)
+        self._by_kernel, self._ends = by_kernel, list(accumulate(self._widths))
+        self._addresses: list[int] = []
         self._table: tuple[Tensor, Tensor] | None = None
-        if by_kernel:
-            table = [row.data_ptr() for row in rows], list(accumulate(self._widths))
-            addresses, ends = torch.tensor(table, dtype=torch.int64, device=rows[0].device)
-            self._table = addresses, ends
+
+    def _now(self) -> tuple[Tensor, Tensor] | None:
+        """The kernel's table. Memory has another address once it was given back and taken again (sleep)."""
+        if self._by_kernel and (addresses := [row.data_ptr() for row in self._rows]) != self._addresses:
+            both = torch.tensor((addresses, self._ends), dtype=torch.int64, device=self._rows[0].device)
+            self._addresses, self._table = addresses, (both[0], both[1])
+        return self._table
 
     def gather(self, blocks: Tensor, out: Tensor) -> None:
         """blocks [n] int64, on the device; out [n, words], contiguous."""
-        if self._table is not None:
+        if (table := self._now()) is not None:
             from phalanx.kernels.ops.block_copy import copy_blocks
 
-            copy_blocks(self._table, blocks, out, back=False)
+            copy_blocks(table, blocks, out, back=False)
         else:
             for row, part in self._parts(out):
                 part.copy_(row.index_select(0, blocks))
 
     def scatter(self, blocks: Tensor, source: Tensor) -> None:
         """As `gather`, the other way. No block is there twice."""
-        if self._table is not None:
+        if (table := self._now()) is not None:
             from phalanx.kernels.ops.block_copy import copy_blocks
 
-            copy_blocks(self._table, blocks, source, back=True)
+            copy_blocks(table, blocks, source, back=True)
         else:
             for row, part in self._parts(source):
                 row.index_copy_(0, blocks, part)
