@@ -113,7 +113,9 @@ def with_drafts(
     state is read once and written once in a step, as without drafts. A prefill row's tokens are final."""
     taps, out = weights.conv.shape[2], torch.zeros(len(qkv), heads.value_heads, heads.value_dim, device=qkv.device)
     for begin, count, slot, start, decodes in _runs_of_slots(rows):
-        taken = min(max(start - int(pending[slot, 0, -1]), 0), heads.kept) if start else 0  # warm-up steps begin anywhere
+        taken = (
+            min(max(start - int(pending[slot, 0, -1]), 0), heads.kept) if start else 0
+        )  # steps that measure memory begin anywhere
         before = conv[slot, : taps - 1 + taken] if start else conv.new_zeros(taps - 1, conv.shape[2])
         inputs = torch.cat([before, qkv[begin : begin + count].float()])
         sums = F.conv1d(inputs.T.unsqueeze(0), weights.conv.float(), groups=inputs.shape[1])[0].T

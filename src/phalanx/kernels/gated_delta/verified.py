@@ -64,7 +64,7 @@ def _conv_verify(
         origin = kept + (TAPS - 1 + KEPT) * channels
         going = inside & (start > 0)
         at = tl.max(tl.load(origin, going, 0.0), 0).to(tl.int64)
-        taken = tl.where(start > 0, tl.minimum(tl.maximum(start - at, 0), KEPT), 0)  # warm-up steps begin anywhere
+        taken = tl.where(start > 0, tl.minimum(tl.maximum(start - at, 0), KEPT), 0)  # steps that measure memory begin anywhere
         like = tl.load(weight + channel * TAPS, inside, 0.0)
         for j in range(0, taken):
             total = tl.zeros([BLOCK], tl.float32)
@@ -138,7 +138,7 @@ def _delta_verify(
         slot = tl.load(slots + row).to(tl.int64)
         kept = pending + (slot * HEADS + head) * (2 * KEPT + 1)
         at = tl.load(kept + 2 * KEPT, start > 0, 0.0).to(tl.int64)
-        taken = tl.where(start > 0, tl.minimum(tl.maximum(start - at, 0), KEPT), 0)  # warm-up steps begin anywhere
+        taken = tl.where(start > 0, tl.minimum(tl.maximum(start - at, 0), KEPT), 0)  # steps that measure memory begin anywhere
         place = (slot * HEADS + head) * (KEYS * VALUES) + key * VALUES + value
         matrix = tl.load(state + place, is_key & is_value & (start > 0), 0.0)
         log, bias = tl.load(a_log + head), tl.load(dt_bias + head)
