@@ -53,9 +53,8 @@ class Run:
         """Run steps, two in flight, until something is so."""
         while not until():
             while (step := self.scheduler.schedule()) is not None:
-                load = StepLoad.of(step)
-                self.times.submitted(step.number, load, self.now)
-                self._free = max(self._free, self.now) + self.seconds(load) * (1 + self.noise * self._chance.random())
+                self.times.submitted(step.number, StepLoad.of(step, self.times.prompt_wave), self.now)
+                self._free = max(self._free, self.now) + self.seconds(StepLoad.of(step)) * (1 + self.noise * self._chance.random())
                 self._flight.append((step, self._free))
             step, end = self._flight.pop(0)
             self.now = end
@@ -116,17 +115,18 @@ def test_gaps_stay_below_the_bound_beside_a_prompt_of_200_000_tokens(bound: floa
 
 
 def machine_of_waves(load: StepLoad) -> float:
-    """Attention of prompts takes as long for one token as for the 512 whose programs run at once."""
-    waves = -(-(load.tokens - STREAMS) // 512)
-    return max(8e-3, 20e-6 * load.tokens) + 1.5e-9 * load.kv_tokens + 0.5e-6 * waves * load.keys
+    """As 70B on two H200: attention of prompts takes as long for the first of 512 tokens, whose programs run at once, as for all of
+    them; up to half of that programs share the keys, and half of them take 0.92 of the time."""
+    prompt = load.tokens - STREAMS
+    waves = -(-prompt // 512) if prompt > 256 else 0.92 * prompt / 256
+    return max(8e-3, 40e-6 * load.tokens) + 1.5e-9 * load.kv_tokens + 1.2e-6 * waves * load.keys
 
 
-@pytest.mark.parametrize("bound", [0.1, 0.2])
+@pytest.mark.parametrize("bound", [0.05, 0.1, 0.2])
 def test_gaps_stay_below_the_bound_where_attention_runs_in_waves(bound: float) -> None:
     (_, unknown, slower), (late, longest, seconds) = (beside_waves(bound, wave) for wave in (0, 512))
-    assert late <= bound
-    assert longest <= 1.05 * bound
-    assert bound > 0.1 or unknown > 1.05 * bound, "the bound is not kept by chance"
+    assert late <= longest <= bound
+    assert bound < 0.2 or unknown > 1.05 * bound, "the bound is not kept by chance"
     assert seconds < 1.01 * slower
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from phalanx.engine.messages import Step, StepBatch, StepRow
-from phalanx.engine.step_times import LEAST_LIMIT, RUN_STEPS, SURE_STEPS, StepLoad, StepTimes
+from phalanx.engine.step_times import LEAST_LIMIT, RUN_STEPS, SURE_STEPS, StepLoad, StepTimes, prompt_pairs
 
 
 def machine(load: StepLoad) -> float:
@@ -41,6 +41,15 @@ def test_the_load_of_a_step_is_that_of_the_fullest_index() -> None:
     assert StepLoad.of(Step(1, [StepBatch(rows=[decode, chunk])])) == StepLoad(21, 100, 20 * 10 + 210, keys=30)
     assert StepLoad.of(Step(1, [StepBatch(rows=[verifies])])) == StepLoad(3, 159, 0)
     assert StepLoad.of(Step(1, [StepBatch(rows=[decode]), StepBatch(rows=[chunk])])) == StepLoad(20, 100, 410, keys=30)
+    assert StepLoad.of(Step(1, [StepBatch(rows=[decode, chunk])]), 32).pairs == 32 * (10 + (20 + 1) / 2)
+
+
+def test_pairs_of_prompts_are_counted_in_whole_waves():
+    taken = {1: 2, 255: 510, 256: 512, 257: 512, 512: 512, 513: 1024, 1025: 1536}
+    for count, tokens in taken.items():
+        assert prompt_pairs(1000, count, 512) == tokens * (2 * 1000 + count + 1) // 2
+        assert prompt_pairs(1000, count, 0) == sum(range(1001, 1001 + count))
+    assert prompt_pairs(0, 0, 512) == 0
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -112,7 +121,7 @@ def test_a_fit_that_has_come_to_nothing_recovers() -> None:
     times, loads = StepTimes(), mixed(300)
     ran(times, loads)
     times._end_run()
-    times._fit.coefficients = [0.0] * 6
+    times._fit._c = [0.0] * 6
     assert times.seconds(loads[0]) is None
     assert times.limit(loads[0]) == times._step_timeout
     ran(times, mixed(60, seed=3))

@@ -230,7 +230,8 @@ class Loop:
         """Submit a step, with what ranks are to do before it."""
         if self._experts is not None and self._experts.moving and (move := self._experts.next_move(step.number)) is not None:
             step.before.append(move)
-        load = None if step.before or any(batch.loaded for batch in step.batches) else StepLoad.of(step)
+        alone = not step.before and not any(batch.loaded for batch in step.batches)
+        load = StepLoad.of(step, self._times.prompt_wave) if alone else None
         step.limit = self._times.submitted(step.number, load, self._watch.look())
         self._executor.submit(step)
 

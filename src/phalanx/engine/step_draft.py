@@ -13,7 +13,7 @@ from phalanx.engine.adapters import Claims
 from phalanx.engine.limits import SchedulerOptions
 from phalanx.engine.messages import SlotAssignment, StepRow
 from phalanx.engine.request import Request
-from phalanx.engine.step_times import StepLoad, StepTimes
+from phalanx.engine.step_times import StepLoad, StepTimes, prompt_pairs
 
 ADMITTED_TOKENS = 2**14
 """Tokens of the prompts that one step admits, at least one, also those of the prefix cache: hashing them takes 5 ms, and every
@@ -100,9 +100,6 @@ class StepPace:
                 fitting = middle
             else:
                 beyond = middle
-        wave = self._times.prompt_wave
-        if wave and most > fitting > wave and self._times.waits_for_attention(self._with(start, fitting)):
-            fitting -= fitting % wave  # the tokens beyond would take as long as a whole wave of programs
         return fitting if self._begun else max(fitting, min(LEAST_CHUNK, most))
 
     def take(self, start: int, count: int) -> None:
@@ -112,7 +109,7 @@ class StepPace:
     def _with(self, start: int, count: int) -> StepLoad:
         load = self.load
         return StepLoad(
-            load.tokens + count, load.kv_tokens, load.pairs + count * (2 * start + count + 1) // 2, load.drafts,
+            load.tokens + count, load.kv_tokens, load.pairs + prompt_pairs(start, count, self._times.prompt_wave), load.drafts,
             max(load.keys, start + count),
         )  # fmt: skip
 

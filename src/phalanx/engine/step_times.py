@@ -43,11 +43,21 @@ RUN_STEPS = 16
 would."""
 
 
+def prompt_pairs(start: int, count: int, wave: int) -> int:
+    """Pairs of `count` tokens of a prompt, from `start` on, with the keys that each sees. wave: `RankFacts.prompt_wave`; above 0,
+    as many as attention takes the time for: tokens that begin a wave of programs take as long as all of it; and up to half of one,
+    which several programs share, each takes twice its part."""
+    if wave and count:
+        taken = min(2 * count, wave) if count <= wave else -(-count // wave) * wave
+        return taken * (2 * start + count + 1) // 2
+    return count * (2 * start + count + 1) // 2
+
+
 class StepLoad(NamedTuple):
     """What one step computes, of the dp index that has the most. tokens: all. kv_tokens: that decode rows read. pairs: of prompt
-    tokens with the keys that each sees. drafts: that it proposes for a row, which may take a pass of a network each. keys: that the
-    last token of a prompt sees, of the one that has the most: a kernel goes through them one after the other, however few tokens
-    the step has of the prompt."""
+    tokens with the keys that each sees, as `prompt_pairs` counts them. drafts: that it proposes for a row, which may take a pass of
+    a network each. keys: that the last token of a prompt sees, of the one that has the most: a kernel goes through them one after
+    the other, however few tokens the step has of the prompt."""
 
     tokens: int
     kv_tokens: int
@@ -56,14 +66,14 @@ class StepLoad(NamedTuple):
     keys: int = 0
 
     @classmethod
-    def of(cls, step: Step) -> StepLoad:
-        """Each field is that of the index that has the most of it."""
+    def of(cls, step: Step, wave: int = 0) -> StepLoad:
+        """Each field is that of the index that has the most of it. wave: as of `prompt_pairs`."""
         if len(step.batches) == 1:
-            return cls._of_batch(step.batches[0])
-        return cls(*map(max, zip(*map(cls._of_batch, step.batches), strict=True)))
+            return cls._of_batch(step.batches[0], wave)
+        return cls(*map(max, zip(*(cls._of_batch(batch, wave) for batch in step.batches), strict=True)))
 
     @classmethod
-    def _of_batch(cls, batch: StepBatch) -> StepLoad:
+    def _of_batch(cls, batch: StepBatch, wave: int) -> StepLoad:
         rows = batch.rows
         tokens = sum([row.count for row in rows])
         if tokens == len(rows):  # decode rows without drafts: by far the most steps
@@ -74,7 +84,7 @@ class StepLoad(NamedTuple):
             if count == 1 or row.drafts:
                 kv_tokens += count * (start + count)
             else:
-                pairs += count * (2 * start + count + 1) // 2
+                pairs += prompt_pairs(start, count, wave)
                 keys = max(keys, start + count)
         return cls(tokens, kv_tokens, pairs, batch.propose, keys)
 
@@ -201,11 +211,6 @@ class StepTimes:
         """`seconds`, without what is not in the fit yet."""
         return self._fit.seconds(load) or None if self._measured >= SURE_STEPS and self._reaches(load) else None
 
-    def waits_for_attention(self, load: StepLoad) -> bool:
-        """Whether a third of a step is the attention of its prompts, so far as is known."""
-        c = self._fit.coefficients
-        return c[3] * load.pairs + c[5] * load.keys > self._fit.seconds(load) / 3
-
     def limit(self, load: StepLoad | None) -> float:
         """Seconds after which a step is stuck. load: as in `submitted`."""
         seconds = None if load is None else self._predicted(load)
@@ -251,7 +256,7 @@ class _Fit:
     goes on from step to step."""
 
     def __init__(self) -> None:
-        self.coefficients = [0.0] * 6
+        self._c = [0.0] * 6
         self._squares = [[0.0] * 6 for _ in range(6)]  # sums of x_i x_j / seconds^2
         self._sums = [0.0] * 6  # of x_i / seconds
 
@@ -269,14 +274,14 @@ class _Fit:
             self._descend()
 
     def _descend(self) -> None:
-        c, squares, sums = self.coefficients, self._squares, self._sums
+        c, squares, sums = self._c, self._squares, self._sums
         for i, row in enumerate(squares):
             if row[i] > 1e-12:  # else no step of this kind was met for a long time, and what is known of it stays
                 all_of_row = row[0] * c[0] + row[1] * c[1] + row[2] * c[2] + row[3] * c[3] + row[4] * c[4] + row[5] * c[5]
                 c[i] = max(0.0, c[i] + (sums[i] - all_of_row) / row[i])
 
     def seconds(self, load: StepLoad) -> float:
-        c = self.coefficients
+        c = self._c
         tokens, kv_tokens, pairs, drafts, keys = load
         return c[0] + c[1] * tokens + c[2] * kv_tokens + c[3] * pairs + c[4] * drafts + c[5] * keys
 
