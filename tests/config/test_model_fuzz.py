@@ -405,7 +405,8 @@ def ours(stem: str, shape: ModelShape, stated: dict[str, Any], reference: dict[s
     facts["caps"] = shape.multipliers.attention_cap, shape.multipliers.logits_cap
     facts["softmax_scale"] = shape.multipliers.attention
     if shape.gated_delta is not None:
-        facts["gated_delta"] = dataclasses.astuple(shape.gated_delta)
+        assert shape.gated_delta.kept == 0, "no file says how many drafts there are"
+        facts["gated_delta"] = dataclasses.astuple(shape.gated_delta)[:-1]
     facts["blocks"] = shape.blocks
     facts["mamba"] = () if shape.mamba is None else dataclasses.astuple(shape.mamba)
     if shape.latent is not None:
