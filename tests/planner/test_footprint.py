@@ -217,5 +217,5 @@ def test_the_buffers_on_the_way_to_host_memory_take_memory():
     shape = ModelShape.from_config(known("llama-3-8b"))
     sizes = footprint.Sizes("bf16", "bf16", slots=256, max_num_tokens=8192)
     before, rank = (footprint.rank_memory(shape, Layout(), 80 * 10**9, each) for each in (sizes, replace(sizes, host_tier=True)))
-    assert rank.beside - before.beside == staging_bytes(rank.block) == 128 << 20
-    assert before.kv_tokens - rank.kv_tokens == pytest.approx(0.9 * (128 << 20) / (rank.block / 16), abs=32)
+    assert rank.beside - before.beside == staging_bytes(rank.block) == 256 << 20
+    assert before.kv_tokens - rank.kv_tokens == pytest.approx(0.9 * (256 << 20) / (rank.block / 16), abs=32)
