@@ -344,6 +344,24 @@ def test_bounds(text, why):
         read_json(text, what="json_schema")
 
 
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, ("0.25", "0.0001"), ("0", "0.0", "-0", "0.5")),
+        ({"exclusiveMinimum": 7, "maximum": 7.25}, ("7.25", "7.1"), ("7", "7.0", "7.3")),
+        ({"minimum": -1.5, "exclusiveMaximum": -1}, ("-1.5", "-1.2"), ("-1", "-1.0")),
+        ({"exclusiveMinimum": -0.5, "exclusiveMaximum": 0}, ("-0.1",), ("-0", "0", "-0.5")),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1e-9}, ("0.0000000005",), ("0", "0.000000001")),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, ("0.5",), ("0", "1")),
+    ],
+)
+def test_integers_that_are_exclusive_bounds_are_outside(bounds, inside, outside):
+    """Also where the other bound is less than 1 away, which the library reads otherwise."""
+    matcher = json_matcher({"type": "number", **bounds})
+    assert all(accepts(matcher, text) for text in inside)
+    assert not any(accepts(matcher, text) for text in outside)
+
+
 def test_what_is_no_schema_is_refused():
     for schema in ([], 3, "x"):
         with pytest.raises(OptionError, match="is not a JSON object"):

@@ -275,11 +275,33 @@ class _Preparation:
         for keyword in _BOUNDS:
             if isinstance(node.get(keyword), int | float) and not isinstance(node[keyword], bool):
                 node[keyword] = _inward(node[keyword], up="inimum" in keyword, integers=integers)
+        if not integers:
+            self._exclude_ends(node)
         if "number" in types and not node.keys() & {"const", "enum"}:
             if not node.keys() & {"minimum", "exclusiveMinimum"}:
                 node["minimum"] = -NUMBER_LIMIT
             if not node.keys() & {"maximum", "exclusiveMaximum"}:
                 node["maximum"] = NUMBER_LIMIT
+
+    def _exclude_ends(self, node: dict[str, Any]) -> None:
+        """llguidance lets an integer through that is an exclusive bound, where the other bound is less than 1 away: a millionth of
+        what is between them lies behind it."""
+        bounds = {
+            name: node[name] for name in _BOUNDS if isinstance(node.get(name), int | float) and not isinstance(node[name], bool)
+        }
+        low = max((bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds), default=None)
+        high = min((bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds), default=None)
+        if low is None or high is None or not 0 < high - low < 1:
+            return
+        step = 10.0 ** math.floor(math.log10(high - low) - 6)
+        for exclusive, inclusive, end, inner in (
+            ("exclusiveMinimum", "minimum", low, low + step), ("exclusiveMaximum", "maximum", high, high - step)
+        ):  # fmt: skip
+            if bounds.get(exclusive) == end and float(end).is_integer():
+                if inner == end:
+                    raise self.refuse(f"{exclusive!r} {end} beside a bound less than 1 away", why="it is too large for that")
+                del node[exclusive]
+                node[inclusive] = inner
 
     def strings(self, node: dict[str, Any]) -> None:
         pattern, format_ = node.get("pattern"), node.get("format")
