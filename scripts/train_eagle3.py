@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
 import time
 from collections import Counter
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folder = locate(options.model)
         shape = ModelShape.from_folder(folder)
-        declared = declare(options, folder, shape)
+        declared = declare(options, folder, shape, work / "head")
         texts = write_texts(options, work / "texts.jsonl")
         train(options, folder, shape, declared, texts, work)
     except PhalanxError as error:
@@ -123,8 +124,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 # ---- the head's config.json ------------------------------------------------------------------------------------------
 
 
-def declare(options: argparse.Namespace, folder: Path, shape: ModelShape) -> Eagle3:
-    """Write config.json, and read it as the engine does. Raises ModelError for a head that it would not read."""
+def declare(options: argparse.Namespace, folder: Path, shape: ModelShape, written: Path) -> Eagle3:
+    """Write config.json, not yet into HEAD, which may have weights of other layers, and read it as the engine does. Raises
+    ModelError for a head that it would not read."""
     if request_bytes(model_cache(shape)):
         raise PhalanxError(
             f"{shape.architecture} keeps a state of each request", why="the forward over texts has no place for it",
@@ -142,9 +144,9 @@ def declare(options: argparse.Namespace, folder: Path, shape: ModelShape) -> Eag
         **{name: raw[name] for name in ("rope_theta", "rope_scaling", "rope_parameters") if name in raw},
         **({} if options.layers is None else {LAYERS: stated_layers(options.layers)}), **options.config,
     }  # fmt: skip
-    options.head.mkdir(parents=True, exist_ok=True)
-    (options.head / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    return Eagle3.from_folder(options.head, shape).with_embedding(False)
+    written.mkdir(parents=True, exist_ok=True)
+    (written / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return Eagle3.from_folder(written, shape).with_embedding(False)
 
 
 def stated_layers(layers: Sequence[int]) -> list[int]:
@@ -199,7 +201,13 @@ def write_texts(options: argparse.Namespace, file: Path) -> list[Text]:
     for number, line in enumerate(lines):
         read = json.loads(line)
         texts.append(Text(read["prompt"] + read["output"], len(read["prompt"]), read["temperature"], number % 21 == 10))
-    return [text for text in texts if len(text.tokens) > text.prompt + options.unroll]
+    texts = [text for text in texts if len(text.tokens) > text.prompt + options.unroll]
+    if {text.held_out for text in texts} != {False, True}:
+        raise PhalanxError(
+            f"{len(texts)} answers have more than {options.unroll} tokens (--unroll)",
+            why="some are trained on, and others held out", next="raise --max_tokens, or give other prompts",
+        )  # fmt: skip
+    return texts
 
 
 def answers(llm: LLM, prompts: Sequence[str], begin: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -547,6 +555,8 @@ def train(
     with torch.no_grad():
         embedding = model.embed_tokens.weight[: shape.vocab_size].float() * model.embed_tokens.multiplier
     del model
+    options.head.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(work / "head" / "config.json", options.head / "config.json")
     head.save(options.head, ids)
     Trainer(head, embedding, ids, states, options).epochs(rest, held_out)
 

@@ -121,7 +121,17 @@ def test_what_cannot_be_trained_is_refused(
     assert script.main([str(recurrent), str(tmp_path / "head")]) == 1
     assert "Qwen3NextForCausalLM keeps a state of each request" in capsys.readouterr().err
     work = tmp_path / "head.work"
-    work.mkdir()
+    work.mkdir(exist_ok=True)
     (work / "about.json").write_text(json.dumps({"model": "another"}))
     assert script.main([str(DEMO), str(tmp_path / "head"), "--layers", "0", "2", "4"]) == 1
     assert "has texts of another model" in capsys.readouterr().err
+    assert not (tmp_path / "head").exists()  # a head that is there keeps its config.json
+    short = [{"prompt": [1], "output": [2, 3], "temperature": 0}] * 21
+    (work / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in short))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("x\n" * 21)
+    stated = {"model": str(DEMO), "max_tokens": 2, "temperatures": [0.0], "prompts": ["x"] * 21}
+    (work / "about.json").write_text(json.dumps(stated))
+    options = ["--layers", "0", "2", "4", "--prompts", str(prompts), "--max_tokens", "2", "--temperatures", "0"]
+    assert script.main([str(DEMO), str(tmp_path / "head"), *options]) == 1
+    assert "0 answers have more than 5 tokens" in capsys.readouterr().err

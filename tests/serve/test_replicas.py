@@ -83,6 +83,9 @@ def test_facts_and_counters_of_all():
     assert (both.running, both.prompt_tokens, both.ran) == (2, 10, {"eager/steps": 6})
     assert both.rank_bytes == {0: {"kv": 1}, 1: {"kv": 2}, 2: {"kv": 1}, 3: {"kv": 2}}
     assert both.dp_running == []
+    one, other = Stats(accepted_tokens=[3, 1], wrong_head=1), Stats(accepted_tokens=[2, 0], wrong_head=1)
+    drafts = replicas.merged_stats([one, other, Stats()])
+    assert (drafts.accepted_tokens, drafts.wrong_head) == ([5, 1], 1)
 
 
 def test_lists_of_all_and_ranks_behind_a_replica_that_has_failed():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,8 +29,8 @@ def _speculation_text(value: Any) -> Any:
 
 
 def _above_zero(value: float | str | None) -> float | str | None:
-    if isinstance(value, float) and not value > 0:
-        raise ValueError("Input should be greater than 0")
+    if isinstance(value, float) and not 0 < value < math.inf:
+        raise ValueError("Input should be a finite number greater than 0, or 'auto'")
     return value
 
 
@@ -333,7 +334,7 @@ def _nearest(name: str, known: Any, spell: Callable[[str], str]) -> str:
 def option_error(error: ValidationError) -> OptionError:
     """The first error that pydantic found, as an OptionError."""
     first = error.errors(include_url=False)[0]
-    name = ".".join(str(part) for part in first["loc"]) or "options"
+    name = str(first["loc"][0]) if first["loc"] else "options"  # what follows is which member of a union refused it
     if name == "cluster_token":
         return OptionError("cluster_token is not valid", why="it must be a string")
     why = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be", 1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any, Literal, get_args
 
@@ -134,7 +135,24 @@ class SpeculativeConfig(BaseModel):
             raise OptionError(
                 f"speculative_config: prompt_lookup_min={self.lookup_min} exceeds prompt_lookup_max={self.lookup_max}"
             )
-        for first, last, drafts in self.num_speculative_tokens_per_batch_size or []:
+        if self.revision is not None and self.model is None:
+            raise OptionError(
+                f"speculative_config: revision={self.revision!r} does nothing", why=f"method {self.method!r} takes no model",
+                next="leave it out; the option revision is that of the target",
+            )  # fmt: skip
+        table = self.num_speculative_tokens_per_batch_size
+        if table is not None and not table:
+            raise OptionError(
+                "speculative_config: num_speculative_tokens_per_batch_size is empty: no row would verify drafts",
+                next="leave it out, and the engine chooses; or leave speculative_config out",
+            )
+        for one, other in itertools.pairwise(sorted(table or [])):
+            if other[0] <= one[1]:
+                raise OptionError(
+                    f"speculative_config: num_speculative_tokens_per_batch_size has {list(one)} and {list(other)}",
+                    why="a number of rows is in both", next="let each entry begin behind the one before",
+                )  # fmt: skip
+        for first, last, drafts in table or []:
             if not 1 <= first <= last or not 0 <= drafts <= self.num_speculative_tokens:
                 raise OptionError(
                     f"speculative_config: num_speculative_tokens_per_batch_size has {[first, last, drafts]}",

@@ -127,7 +127,7 @@ def monitor(
     from phalanx.health.monitor_live import live
     from phalanx.health.servers import urls_of
 
-    if interval <= 0:
+    if not 0 < interval < 1e6:
         raise OptionError(f"interval={interval:g} is no time", next="use a positive number of seconds")
     _check_json(json, "servers")
     with view.ServerWatch(urls_of(url or ["http://localhost:8000"])) as watch:

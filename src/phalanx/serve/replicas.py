@@ -310,13 +310,18 @@ def merged_facts(facts: Sequence[EngineFacts]) -> EngineFacts:
 
 
 def merged_stats(stats: Sequence[Stats]) -> Stats:
-    """Those of all replicas together: numbers added up, lists one behind the other, ranks numbered on, reasons joined."""
+    """Those of all replicas together: numbers added up, accepted drafts by their place; other lists one behind the other, ranks
+    numbered on, reasons joined."""
     numbers: dict[str, Any] = {}
     first_ranks = list(itertools.accumulate((len(each.rank_bytes) for each in stats), initial=0))
     for name in Stats.__struct_fields__:
         values = [getattr(each, name) for each in stats]
-        if isinstance(values[0], int):
+        if name == "wrong_head":
+            numbers[name] = max(values)
+        elif isinstance(values[0], int):
             numbers[name] = sum(values)
+        elif name == "accepted_tokens":
+            numbers[name] = [sum(counts) for counts in itertools.zip_longest(*values, fillvalue=0)]
         elif name in ("rank_bytes", "rank_gauges"):
             numbers[name] = {
                 first + rank: of_rank
