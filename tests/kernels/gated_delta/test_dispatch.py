@@ -135,7 +135,7 @@ def test_compiles(name: str, arch: int) -> None:
     for argument in kernel.arg_names:
         if argument in ("eps", "scale"):
             kinds[argument] = "fp32"
-        elif argument in ("pitch", "z_pitch", "ba_pitch", "channels", "width"):
+        elif argument in ("pitch", "slot_pitch", "z_pitch", "ba_pitch", "channels", "width"):
             kinds[argument] = "i32"
         else:
             kinds[argument] = ROWS.get(argument, "*fp32" if argument in FP32 else "*bf16")
