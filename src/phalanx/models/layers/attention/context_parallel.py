@@ -24,7 +24,7 @@ number."""
 
 
 GATHERED_BYTES = 32 << 20
-"""Of latents that one message gathers, at most, beside what they are copied into: a context is gathered in several."""
+"""Of latents that one message gathers, beside what they are copied into: rows go in several messages, and a longer row in one."""
 
 
 class ContextParallel:
