@@ -6,7 +6,7 @@
 Ranks are real, on CPU, and know what is in each KV block: `host_memory_soak_rank` compares it at every copy and every hit. One
 prompt in twenty is computed once more without a hit, and must have the same tokens, unless its two best ones are equally good. When
 host memory is full, the resident memory of each process must stay flat. The status is 1 where it grows; a wrong block ends the
-engine.
+engine. Below a --duty of 1, all requests pause together: beside others' work, with as many of them at once.
 --corrupt N changes what is in host memory after N copies: the soak must then fail.
 """
 
@@ -44,6 +44,7 @@ USERS, AGAIN = 40, 0.05
 TIE = 1e-3
 """Two tokens whose log probabilities differ by less are equally good: sums in fp32 have another order in another batch."""
 SAMPLE_SECONDS = 5.0
+DUTY_SECONDS = 4.0
 FLAT_BYTES = 16 << 20
 """Growth of a process that is no leak: heaps are fragmented."""
 
@@ -61,12 +62,13 @@ class CheckingLauncher(LocalLauncher):
 
 @dataclass
 class Soak:
-    """Random conversations with an engine. resident: bytes of each process, by its title, each SAMPLE_SECONDS since host memory is
-    full."""
+    """Random conversations with an engine. duty: requests begin in this part of each DUTY_SECONDS only. resident: bytes of each
+    process, by its title, each SAMPLE_SECONDS since host memory is full."""
 
     llm: LLM
     chance: random.Random
     until: float
+    duty: float = 1.0
     texts: dict[int, list[int]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     resident: dict[str, list[int]] = field(default_factory=dict)
@@ -111,6 +113,9 @@ class Soak:
                 busy.add(user)
                 await self.turn(user)
                 busy.discard(user)
+                at = time.monotonic() % DUTY_SECONDS
+                if at > self.duty * DUTY_SECONDS:
+                    await asyncio.sleep(DUTY_SECONDS - at)
 
         busy: set[int] = set()
         watch = asyncio.create_task(self._watch())
@@ -147,7 +152,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         skip_tokenizer_init=True, seed=options.seed,
     ) as llm:  # fmt: skip
         begin = time.monotonic()
-        one = Soak(llm, random.Random(options.seed), begin + 60 * options.minutes)
+        one = Soak(llm, random.Random(options.seed), begin + 60 * options.minutes, options.duty)
         asyncio.run(one.run())
         time.sleep(2.0)  # the last heartbeat
         stats, seconds = llm.stats(), time.monotonic() - begin
@@ -172,6 +177,9 @@ def main() -> int:
     parser.add_argument("--tp_size", type=int, default=2)
     parser.add_argument("--device", type=int, default=1280, help="tokens that the KV cache holds")
     parser.add_argument("--host", type=int, default=4096, help="tokens that host memory holds")
+    parser.add_argument(
+        "--duty", type=float, default=1.0, help="part of the time in which requests begin; 1 for a machine that is idle"
+    )
     parser.add_argument("--corrupt", type=int, default=0)
     parser.add_argument("--name", help="keep the figures in benchmarks/results/NAME.json")
     options = parser.parse_args()

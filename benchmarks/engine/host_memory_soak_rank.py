@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from phalanx.engine.messages import BlockCopy, SlotAssignment, StepBatch, StepExtent, StepRow
 from phalanx.errors import EngineError
+from phalanx.kernels.ops.block_rows import BlockRows
 from phalanx.worker import worker
 from phalanx.worker.host_blocks import HostBlockStore
 from phalanx.worker.model_runner import ModelRunner, StepOutput
@@ -44,9 +45,10 @@ class Content:
 
 @dataclass
 class BlockContents:
-    """What each block of a rank, and each slot of host memory, has. rows: [blocks, words] of each tensor."""
+    """What each block of a rank, and each slot of host memory, has. rows: of all tensors, in words of this dtype."""
 
-    rows: Sequence[Tensor]
+    rows: BlockRows
+    dtype: torch.dtype
     size: int
     blocks: dict[int, Content] = field(default_factory=dict)
     slots: dict[int, Content] = field(default_factory=dict)
@@ -55,10 +57,9 @@ class BlockContents:
     counts: dict[str, int] = field(default_factory=lambda: {"filled": 0, "saved": 0, "loaded": 0, "hits": 0})
 
     def digest(self, block: int) -> bytes:
-        parts = hashlib.blake2b(digest_size=16)
-        for row in self.rows:
-            parts.update(row[block].numpy().tobytes())
-        return parts.digest()
+        content = torch.empty((1, self.rows.words), dtype=self.dtype)
+        self.rows.gather(torch.tensor([block]), content)
+        return hashlib.blake2b(content.numpy(), digest_size=16).digest()
 
     def save(self, copies: Sequence[BlockCopy]) -> None:
         """Before these copies."""
@@ -119,7 +120,7 @@ def install(folder: Path, size: int, corrupt: int) -> None:
     def serving(self: Worker, runner: ModelRunner) -> None:
         nonlocal contents
         assert self._host_blocks is not None
-        contents = BlockContents(self._host_blocks._rows, size)
+        contents = BlockContents(self._host_blocks._rows, self._host_blocks.slots.dtype, size)
         ready(self, runner)
 
     def copying(self: HostBlockStore, step: StepBatch) -> None:

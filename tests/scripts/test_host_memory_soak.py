@@ -13,6 +13,7 @@ from benchmarks.engine.host_memory_soak_rank import BlockContents
 from phalanx.config import SamplingParams
 from phalanx.engine.messages import BlockCopy, SlotAssignment, StepBatch, StepRow
 from phalanx.errors import EngineError
+from phalanx.kernels.ops.block_rows import BlockRows
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -20,7 +21,7 @@ TOKENS = [1, 2, 3, 4, 5]
 def filled() -> tuple[torch.Tensor, BlockContents]:
     """Four blocks of two tokens, of which a request of five tokens has filled blocks 2 and 0."""
     rows = torch.arange(12, dtype=torch.int64).view(4, 3)
-    contents = BlockContents([rows], 2)
+    contents = BlockContents(BlockRows([rows], by_kernel=False), rows.dtype, 2)
     run(contents, TOKENS, 0, [2, 0, 1])
     return rows, contents
 
