@@ -17,6 +17,7 @@ This module does not import torch: the front and the engine start processes with
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import gc
@@ -44,6 +45,14 @@ _DEFAULTS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """Of every child, unless the user sets the variable: GPUs have the numbers of NVML and `nvidia-smi`."""
 _AUTOGROUP_SECONDS = 0.5
 """The kernel takes one such value in 0.1 s of a user who is not root."""
+
+
+def set_allocator(options: Mapping[int, int]) -> None:
+    """Set options of this process's malloc, by their numbers in malloc.h. Does nothing where the allocator is not glibc's."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in options.items():
+            mallopt(option, value)
 
 
 @contextlib.contextmanager

@@ -185,30 +185,30 @@ def block_scaled_mm(
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head of x [T, heads, D] by its token's angles, cos and sin [T, D / 2] fp32; element i pairs with i + D / 2.
-
-    Arithmetic in fp32, rounded once to x's dtype.
-    """
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    Arithmetic in fp32, rounded once to x's dtype."""
+    values = x.float()
+    cos, sin = torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+    return (values * cos + values.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Store key and value [T, kv_heads, D] in caches [num_blocks, block_size, kv_heads, D] at slots [T] int64, block * block_size +
-    offset; a slot of -1 stores nothing. The other slots are distinct.
-
-    Without a boolean index, whose size only the device knows: a padding token repeats what the token with the highest slot stores,
-    or, where all are padding, what slot 0 holds.
-    """
+    offset; a slot of -1 stores nothing. The other slots are distinct."""
     for part, cache in ((key, key_cache), (value, value_cache)):
         _write(part, cache, slots)
 
 
 def _write(part: Tensor, cache: Tensor, slots: Tensor) -> None:
+    flat = cache.view(-1, *cache.shape[2:])
+    if not slots.is_cuda:
+        kept = slots >= 0
+        part, slots = (part, slots) if kept.all() else (part[kept], slots[kept])
+        flat[slots] = part.to(flat.dtype)
+        return
+    # No boolean index, whose size only the device knows: padding repeats what the token with the highest slot, or slot 0, stores.
     padding = slots < 0
     last = slots.argmax().view(1)
     target = torch.where(padding, slots[last].clamp(min=0), slots)
-    flat = cache.view(-1, *cache.shape[2:])
     repeated = torch.where(padding[last, None, None], flat[:1], part[last])
     flat[target] = torch.where(padding[:, None, None], repeated, part).to(flat.dtype)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from phalanx.launch import set_allocator
 from phalanx.log import get_logger
 
 logger = get_logger(__name__)
@@ -30,11 +31,8 @@ _TIMES = 6  # after growth: at the next check, then after 1, 2, 4, 8 and 16 more
 
 
 def configure() -> None:
-    """Tell the allocator of this process to keep little. Does nothing where the system's allocator is not glibc's."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
-        mallopt(_M_ARENA_MAX, _ARENAS)
+    """Tell the allocator of this process to keep little."""
+    set_allocator({_M_MMAP_THRESHOLD: _LARGE_BLOCK, _M_ARENA_MAX: _ARENAS})
 
 
 async def trim_when_idle(idle: Callable[[], bool]) -> None:

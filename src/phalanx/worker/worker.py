@@ -87,6 +87,8 @@ _START_MARGIN_SECONDS = 30.0
 """How much longer than start_timeout a rank waits for its peers: the engine, which knows who is missing, gives up first."""
 _READING_SECONDS = 2e-3
 """How often it asks whether an adapter has been read."""
+_ALLOCATOR = {-1: 64 << 20, -3: 32 << 20}
+"""Of ranks on CPU, M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h: else each step would take the pages of its tensors anew."""
 _POLL_SECONDS = 80e-6
 """How often a rank asks whether the device has finished a step."""
 
@@ -184,6 +186,7 @@ class Worker:
         share = min(cores(), self._config.get("free_cores", cores())) // self._config["local_ranks"]
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
         if self.options.device != "cuda":
+            launch.set_allocator(_ALLOCATOR)
             return torch.device("cpu")
         if not torch.cuda.is_available():
             cuda = torch.version.cuda

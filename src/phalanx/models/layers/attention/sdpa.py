@@ -135,7 +135,7 @@ class Bundle:
     ) -> Tensor:  # fmt: skip
         """query [T, heads, head_dim] -> [R * Q, heads, head_dim]. A quantized cache is converted after the gather."""
         heads, head_dim = query.shape[1:]
-        q = query[self.tokens].view(self.rows, self.queries, heads, head_dim).transpose(1, 2)
+        q = query.index_select(0, self.tokens).view(self.rows, self.queries, heads, head_dim).transpose(1, 2)
         k, v = self.gather(cache.key, scratch.key), self.gather(cache.value, scratch.value)
         if cache.token_scales is not None:
             scales = self.gather_scales(cache.token_scales)
@@ -147,6 +147,9 @@ class Bundle:
             q, k, v, mask = _with_sinks(q, k, v, mask, sinks / scale)
         if cap is not None:
             out = _capped_attention(q, k, v, mask, scale, cap)[..., :head_dim]
+        elif self.queries == 1:  # the query heads of a key head are as its queries: nothing is repeated for them
+            q, mask = q.reshape(self.rows, k.shape[1], -1, q.shape[-1]), mask.expand(-1, -1, heads // k.shape[1], -1)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).view(self.rows, heads, 1, -1)[..., :head_dim]
         else:
             gqa = heads != k.shape[1]
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)[..., :head_dim]

@@ -36,7 +36,7 @@ def attend_absorbed(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor
     """A bundle whose rows have one query each: query [T, heads, nope + rope] -> [R, heads, v]."""
     rank, cached = up.shape[2], cache["latent"].shape[3]
     nope = query.shape[2] - (cached - rank)
-    own = query[bundle.tokens]
+    own = query.index_select(0, bundle.tokens)
     latents = bundle.gather(cache["latent"], scratch.key).to(query.dtype)
     # Heads are queries of one head, whose keys and values are the latents.
     queries = torch.cat((absorbed_query(own, up, nope), own[..., nope:]), dim=-1).unsqueeze(1)
@@ -48,7 +48,7 @@ def attend_divided(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor,
     """As `attend_absorbed`, where this rank has a part of the tokens: it attends to them for the heads of all ranks."""
     rank, stored = up.shape[2], _slots_of(cache["latent"])
     nope = query.shape[2] - (stored.shape[1] - rank)
-    own = query[bundle.tokens]
+    own = query.index_select(0, bundle.tokens)
     queries = context.all_heads(torch.cat((absorbed_query(own, up, nope), own[..., nope:]), dim=-1))
     hidden = ~context.own(bundle.mask[:, 0, 0])
     slots = context.own(bundle.slots.view(bundle.rows, -1)) // context.size
