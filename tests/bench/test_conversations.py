@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import replace
 
 import httpx
@@ -14,7 +15,7 @@ from phalanx import cli
 from phalanx.bench import conversations, load, prefix_hits, report
 from phalanx.bench.conversations import Conversations
 from phalanx.bench.load import Load
-from phalanx.bench.streaming_client import Sample
+from phalanx.bench.streaming_client import ApiEndpoint, Sample
 from phalanx.errors import OptionError, RequestError
 from phalanx.planner.arrivals import HASHED
 from tests.support.checkpoints import write_checkpoint
@@ -210,10 +211,14 @@ phalanx:prefix_cache_tier_hits_total{model_name="m",engine="0",tier="host"} 3.0
     assert "unknown" in prefix_hits.text(prefix_hits.between(None, one))
 
 
-def test_so_many_conversations_go_on_at_once():
+@pytest.mark.parametrize("rate", [None, math.inf])
+def test_so_many_conversations_go_on_at_once(rate, monkeypatch):
     active, most = 0, 0
 
-    async def one(number):
+    async def nothing(*_):
+        return None
+
+    async def one(endpoint, model, wanted, number, limit, answered):
         nonlocal active, most
         active += 1
         most = max(most, active)
@@ -221,8 +226,13 @@ def test_so_many_conversations_go_on_at_once():
         active -= 1
         return [Sample(0.0, completion_tokens=number)]
 
-    for how in (conversations._in_turn(one, 9, 3), conversations._as_due(one, [0.0] * 9, 3)):
-        most = 0
-        samples = asyncio.run(how)
-        assert [each.completion_tokens for (each,) in samples] == list(range(9))
-        assert most == 3
+    for module, name, instead in (
+        (conversations, "_converse", one),
+        (conversations, "_tokens_of", nothing),
+        (prefix_hits, "read", nothing),
+    ):
+        monkeypatch.setattr(module, name, instead)
+    wanted = replace(WANTED, num_conversations=9, max_active_conversations=3, rate=rate, model="a")
+    _, samples, _ = asyncio.run(conversations._drive(ApiEndpoint.of("http://127.0.0.1:1", None), wanted))
+    assert [each.completion_tokens for (each,) in samples] == list(range(9))
+    assert most == 3

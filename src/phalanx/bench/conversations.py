@@ -13,7 +13,6 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,43 +130,19 @@ async def _drive(endpoint: ApiEndpoint, wanted: Conversations) -> tuple[str, lis
         answered = partial(_tokens_of, client, model)
         await answered("a")  # a server without /tokenize is found before it is loaded
 
-        async def one(number: int) -> list[Sample]:
-            return await _converse(endpoint, model, wanted, number, limit, answered)
+        active = wanted.max_active_conversations or wanted.num_conversations
+        going = asyncio.Semaphore(active)
+
+        async def one(number: int, _: float) -> list[Sample]:
+            async with going:
+                return await _converse(endpoint, model, wanted, number, limit, answered)
 
         before = await prefix_hits.read(client)
         if wanted.rate is None:
-            samples = await _in_turn(one, wanted.num_conversations, wanted.max_active_conversations or wanted.num_conversations)
+            samples = await load.closed_loop(one, wanted.num_conversations, active)
         else:
-            due = load.arrival_times(wanted.rate, wanted.num_conversations, wanted.seed)
-            samples = await _as_due(one, due, wanted.max_active_conversations)
+            samples = await load.open_loop(one, load.arrival_times(wanted.rate, wanted.num_conversations, wanted.seed))
         return model, samples, prefix_hits.between(before, await prefix_hits.read(client))
-
-
-async def _in_turn(one: Callable[[int], Awaitable[list[Sample]]], count: int, active: int) -> list[list[Sample]]:
-    """So many go on at once: where one has ended, the next begins."""
-    numbers, samples = iter(range(count)), dict[int, list[Sample]]()
-
-    async def stream() -> None:
-        for number in numbers:
-            samples[number] = await one(number)
-
-    await asyncio.gather(*(stream() for _ in range(min(active, count))))
-    return [samples[number] for number in range(count)]
-
-
-async def _as_due(
-    one: Callable[[int], Awaitable[list[Sample]]], due: Sequence[float], active: int | None
-) -> list[list[Sample]]:  # fmt: skip
-    begin, limit = time.perf_counter(), None if active is None else asyncio.Semaphore(active)
-
-    async def at(number: int) -> list[Sample]:
-        await asyncio.sleep(max(0.0, begin + due[number] - time.perf_counter()))
-        async with AsyncExitStack() as stack:
-            if limit is not None:
-                await stack.enter_async_context(limit)
-            return await one(number)
-
-    return await asyncio.gather(*(at(number) for number in range(len(due))))
 
 
 async def _converse(

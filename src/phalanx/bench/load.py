@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -39,7 +39,9 @@ _NO_ROOFLINE = "roofline: unknown over HTTP; --offline takes a report of `phalan
 
 _KEY = "give the server's key with --api_key"
 
-SendOne = Callable[[int, float], Awaitable[Sample]]
+T = TypeVar("T")
+SendOne = Callable[[int, float], Awaitable[T]]
+"""Of a request or a conversation: its number, and when it is due -> what came of it."""
 
 
 @dataclass(frozen=True)
@@ -275,19 +277,19 @@ async def _drive(
         return model, samples, prefix_hits.between(before, await prefix_hits.read(client))
 
 
-async def open_loop(one: SendOne, due: Sequence[float]) -> list[Sample]:
+async def open_loop(one: SendOne[T], due: Sequence[float]) -> list[T]:
     begin = time.perf_counter()
 
-    async def at(number: int) -> Sample:
+    async def at(number: int) -> T:
         await asyncio.sleep(max(0.0, begin + due[number] - time.perf_counter()))
         return await one(number, begin + due[number])
 
     return await asyncio.gather(*(at(number) for number in range(len(due))))
 
 
-async def closed_loop(one: SendOne, requests: int, concurrency: int) -> list[Sample]:
+async def closed_loop(one: SendOne[T], requests: int, concurrency: int) -> list[T]:
     """The samples in the order in which requests were sent."""
-    numbers, samples = iter(range(requests)), dict[int, Sample]()
+    numbers, samples = iter(range(requests)), dict[int, T]()
 
     async def stream() -> None:
         for number in numbers:
