@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -90,10 +91,13 @@ def test_models_with_a_state_of_each_request(monkeypatch, tmp_path):
     _, chosen = resolve_options(options.model_copy(update={"state_snapshots": 0}))
     assert (chosen.options.enable_prefix_caching, chosen.options.state_snapshots) == (False, 0)
     assert chosen.reasons["enable_prefix_caching"].startswith("False: some layers keep a state")
+    drafts = EngineOptions(model=str(tmp_path), device="cpu", speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     with pytest.raises(OptionError, match=r"speculative_config does not work .*; some layers keep a state"):
-        resolve_options(
-            EngineOptions(model=str(tmp_path), device="cpu", speculative_config={"method": "ngram", "num_speculative_tokens": 2})
-        )
+        resolve_options(drafts)
+    registry.layer_cache.cache_clear()
+    takes_back = declaration._replace(cache=lambda *layer: (replace(each, revocable=True) for each in cache(*layer)))
+    monkeypatch.setitem(registry.DECLARATIONS, "LlamaForCausalLM", takes_back)
+    assert resolve_options(drafts)[1].options.speculation is not None
     registry.layer_cache.cache_clear()
     monkeypatch.undo()
     without = resolve_options(options)[1].options

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from phalanx.config.dotted_path import launcher_class
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
@@ -26,8 +28,8 @@ def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions
     resolved = resolve(options, shape, *_gpus(options))
     require_suits(Layout.of(options), shape)
     draft_network(options, shape, quiet=False)
-    keeps_state = request_bytes(model_cache(shape)) > 0
-    if keeps_state and shape.gated_delta is None and options.speculation is not None:
+    caches = model_cache(shape)
+    if options.speculation is not None and any(each.per == "request" and not each.revocable for each in chain(*caches)):
         raise OptionError(
             "speculative_config does not work with this model", held=f"it is a {shape.architecture}",
             why="some layers keep a state of each request, which a rejected draft would have changed", next="leave it out",
@@ -38,7 +40,7 @@ def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions
             why="no block is found again", next="leave one of them out",
         )  # fmt: skip
     require_hits_on_host(options.kv_host_memory, shape)
-    return shape, _with_snapshots(resolved, shape, keeps_state=keeps_state)
+    return shape, _with_snapshots(resolved, shape, keeps_state=request_bytes(caches) > 0)
 
 
 def require_hits_on_host(memory: HostMemory, shape: ModelShape) -> None:

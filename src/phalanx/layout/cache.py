@@ -29,6 +29,7 @@ class CacheTensor:
     group: of a token's tensor: of the model's layers that share block ids (see `layer_groups`).
     divided: a token's tensor that no rank splits by heads, so that the tokens of a block may be divided over ranks instead.
     ranks: over which they are: of every run of so many tokens each rank has one, in rank order. A block has a multiple of them.
+    revocable: of a request's tensor: tokens that a later step rejects can be taken out of it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class CacheTensor:
     group: int = 0
     divided: bool = False
     ranks: int = 1
+    revocable: bool = False
 
     def local(self, tp: int, dcp: int = 1) -> CacheTensor:
         """What each of tp ranks holds, where dcp of them divide tokens: all hold as much. Raises LayoutError where tp does not

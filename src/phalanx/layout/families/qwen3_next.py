@@ -35,12 +35,12 @@ def cache(shape: ModelShape, index: int, dtype: str) -> Iterator[CacheTensor]:
     if index not in gated.layers:
         yield from dense.cache(shape, index, dtype)
         return
-    width = sum(gated.sections) // gated.key_heads
-    yield CacheTensor("conv", (gated.key_heads, gated.conv_rows * width), "fp32", "request", heads=gated.key_heads)
-    matrices = (gated.value_heads, gated.key_dim, gated.value_dim)
-    yield CacheTensor("state", matrices, "fp32", "request", heads=gated.value_heads)
-    if gated.kept:
-        yield CacheTensor("pending", (gated.value_heads, 2 * gated.kept + 1), "fp32", "request", heads=gated.value_heads)
+    width, kept = sum(gated.sections) // gated.key_heads, gated.kept
+    sizes = {"conv": (gated.key_heads, gated.conv_rows * width), "state": (gated.value_heads, gated.key_dim, gated.value_dim)}
+    if kept:
+        sizes["pending"] = gated.value_heads, 2 * kept + 1
+    for name, size in sizes.items():
+        yield CacheTensor(name, size, "fp32", "request", heads=size[0], revocable=kept > 0)
 
 
 def _layer(shape: ModelShape, index: int, projections: Projections) -> Iterator[WeightTensor]:
