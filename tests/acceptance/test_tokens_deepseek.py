@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy tokens of DeepSeek-V2 and V3 equal transformers': real rank processes, chunked prompts, a prefix cache that is hit, and
-preemptions, over tensor, expert and pipeline ranks; V3 in 16 bit and in block-scaled FP8."""
+"""Greedy tokens of DeepSeek-V2 and V3, GLM-4.7-Flash and Mistral Small 4 equal transformers': real rank processes, chunked
+prompts, a prefix cache that is hit, and preemptions, over tensor, expert and pipeline ranks; V3 in 16 bit and block-scaled FP8."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2-lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}),
     "v3": ("deepseek_v3", {}),
     "v3-fp8": ("deepseek_v3", {"hidden_size": 144, "moe_intermediate_size": 192, "kv_lora_rank": 136, "std": 0.1}),
+    "glm-lite": ("glm4_moe_lite", {"v_head_dim": 24}),
+    "mistral4": ("mistral4", {}),
 }
 LAYOUTS = {
     "v2": [(2, 2, 2)], "v2-lite": [(1, 1, 2)], "v3": [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)],
-    "v3-fp8": [(2, 2, 1)],
+    "v3-fp8": [(2, 2, 1)], "glm-lite": [(2, 2, 1), (2, 1, 2)], "mistral4": [(2, 2, 1), (2, 1, 2)],
 }  # fmt: skip
 """(tp, moe_ep, pp), of {1, 2}^3 where moe_ep divides tp; the model's own tests have all, in one process."""
 
@@ -50,9 +52,10 @@ def test_tokens_equal_transformers(references, name, layout):
     assert_layout_gives(expected, folder, layout, cache_bytes=cache_bytes)
 
 
-def test_tokens_over_data_parallel_indices_equal_transformers(references):
+@pytest.mark.parametrize("name", ["v3", "glm-lite", "mistral4"])
+def test_tokens_over_data_parallel_indices_equal_transformers(references, name):
     """Two groups of ranks, each with a cache, attention and shared experts of its own; the routed experts are split over both."""
-    folder, expected = references["v3"]
+    folder, expected = references[name]
     longest = longest_request(prompts_of_all_lengths())
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     with LLM(
@@ -64,7 +67,7 @@ def test_tokens_over_data_parallel_indices_equal_transformers(references):
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("name", ["v2", "v2-lite", "v3"])
+@pytest.mark.parametrize("name", ["v2", "v2-lite", "v3", "glm-lite", "mistral4"])
 def test_tokens_on_a_gpu_equal_transformers(references, name):
     """In fp32, by the kernels that a GPU runs: captured decode steps, latents, experts in groups."""
     folder, expected = references[name]

@@ -51,6 +51,8 @@ EIGHT_EXPERTS: dict[str, tuple[str, ...]] = {
     "DeepseekV2": ("n_routed_experts", "num_experts"),
     "DeepseekV3": ("n_routed_experts", "num_local_experts"),
     "Glm4Moe": ("n_routed_experts", "num_local_experts"),
+    "Glm4MoeLite": ("n_routed_experts", "num_local_experts"),
+    "Mistral4": ("n_routed_experts", "num_local_experts"),
     "GraniteMoeHybrid": ("num_local_experts",),
     "Llama4": ("num_local_experts",),
     "NemotronH": ("n_routed_experts", "num_local_experts"),
@@ -60,6 +62,7 @@ EIGHT_EXPERTS: dict[str, tuple[str, ...]] = {
     "Qwen3Next": ("num_experts",),
     "Qwen3_5Moe": ("num_experts",),
 }
+LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4")
 GATED_DELTA: dict[str, tuple[Any, ...]] = {
     "head_dim": (16, 32),
     "attention_bias": (True, False),
@@ -124,6 +127,15 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_experts_per_tok": (2,), "n_group": (2,), "topk_group": (1, 2), "first_k_dense_replace": (0, 1),
         "routed_scaling_factor": (2.5,), "q_lora_rank": (None, 16), "norm_topk_prob": (True, False),
         "rope_interleave": (True, False), "num_nextn_predict_layers": (0, 1),
+    },
+    "Glm4MoeLite": {
+        "num_experts_per_tok": (2,), "n_group": (2,), "topk_group": (1, 2), "n_shared_experts": (1, 2), "q_lora_rank": (None, 16),
+        "routed_scaling_factor": (2.5,), "norm_topk_prob": (True, False), "rope_interleave": (True, False),
+        "mlp_layer_types": (None, ["dense", "sparse", "sparse", "dense"]), "num_nextn_predict_layers": (0, 1),
+    },
+    "Mistral4": {
+        "num_experts_per_tok": (2,), "first_k_dense_replace": (0, 1), "n_shared_experts": (1, 2), "q_lora_rank": (None, 16),
+        "routed_scaling_factor": (2.5,), "norm_topk_prob": (True, False), "rope_interleave": (True, False),
     },
     "SeedOss": {"head_dim": (16, 32), "attention_bias": (True, False), "attention_out_bias": (True, False), "mlp_bias": (True,)},
     "SmolLM3": {
@@ -219,7 +231,7 @@ def generate(seed: int) -> tuple[str, dict[str, Any]]:
     for name, values in {**OF_ALL, **OF_FAMILY[stem]}.items():
         if chance.random() < 0.4:
             config[name] = chance.choice(values)
-    if stem.startswith("Deepseek"):
+    if stem in LATENT:
         config["num_key_value_heads"] = chance.choice((None, 32))
     if stem in EIGHT_EXPERTS:
         config[chance.choice(EIGHT_EXPERTS[stem])] = 8
@@ -260,6 +272,8 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
     modeling = __import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=["x"])
     has_rope = stem != "NemotronH" and getattr(read, "position_embedding_type", "rope") == "rope"
     rotary = getattr(modeling, f"{stem}{text}RotaryEmbedding")(read) if has_rope else None
+    if stem == "Mistral4" and 2 * len(rotary.inv_freq) != read.qk_rope_head_dim:
+        raise KeyError("its attention cannot take what its RoPE gives")
     layers = read.num_hidden_layers
     windows: tuple[int | None, ...] = (None,) * layers
     if stem in ("Qwen2", "Qwen3", "GptOss", "Olmo3", "Gemma2", "Gemma3", "Cohere2"):
@@ -281,14 +295,14 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
         ),
         **({} if rotary is None else rotary_facts(rotary)),
     }  # fmt: skip
-    if not stem.startswith("Deepseek"):
+    if stem not in LATENT:
         facts["head_dim"] = getattr(read, "head_dim", None) or read.hidden_size // read.num_attention_heads
     else:
         attention = getattr(modeling, f"{stem}Attention")(read, 0)
         facts["softmax_scale"] = attention.scaling
         facts["ranks"] = read.q_lora_rank, read.kv_lora_rank, read.qk_nope_head_dim, read.qk_rope_head_dim, read.v_head_dim
-    if hasattr(read, "first_k_dense_replace"):
-        dense = range(read.first_k_dense_replace)
+    if hasattr(read, "n_shared_experts") and stem != "NemotronH":
+        dense = range(getattr(read, "first_k_dense_replace", 0))
         facts["shared"] = read.n_shared_experts * read.moe_intermediate_size
         facts["scale"] = read.routed_scaling_factor
     if stem in EIGHT_EXPERTS and "moe" in getattr(read, "layers_block_type", ["moe"]):
@@ -296,8 +310,9 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
         if stem in ("Qwen3Moe", "Qwen3Next"):
             sparse = [i not in read.mlp_only_layers and (i + 1) % read.decoder_sparse_step == 0 for i in range(layers)]
             dense = [i for i in range(layers) if not sparse[i]]
-        if stem == "HYV3":
+        if hasattr(read, "mlp_layer_types"):
             dense = [layer for layer, kind in enumerate(read.mlp_layer_types) if kind == "dense"]
+        if stem == "HYV3":
             facts["shared"] = read.num_shared_experts * read.moe_intermediate_size
             facts["scale"] = read.router_scaling_factor
         if stem == "Llama4":
@@ -325,7 +340,7 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
             read.linear_value_head_dim, read.linear_conv_kernel_dim,
         )  # fmt: skip
     for name in ("attention_bias", "mlp_bias"):
-        if hasattr(read, name) and not stem.startswith("Deepseek"):
+        if hasattr(read, name) and stem not in LATENT:
             facts[name] = getattr(read, name)
     if hasattr(read, "use_bias"):
         facts["attention_bias"] = facts["mlp_bias"] = read.use_bias

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2 and V3 against transformers: prefill, chunks and paged decode in mixed batches over tensor, expert and pipeline
-ranks; and a test for each part of them that is easily got wrong."""
+"""DeepSeek-V2 and V3, GLM-4.7-Flash and Mistral Small 4 against transformers: prefill, chunks and paged decode in mixed batches
+over tensor, expert and pipeline ranks; and a test for each part of them that is easily got wrong."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_all_rows_absorbed_and_all_expanded_are_the_same(root: Path, monkeypatch
     assert_same(one_by_one, expected[1])
 
 
-@pytest.mark.parametrize("case", ["v2", "v2-lite", "v3"])
+@pytest.mark.parametrize("case", ["v2", "v2-lite", "v3", "glm-lite", "mistral4"])
 def test_every_weight_changes_the_outcome(case: str, root: Path) -> None:
     folder, ids, _ = written(case, root)
     assert_every_weight_matters(Formation(folder), ids[1], least=2e-3)

@@ -17,6 +17,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+# transformers has the classes, and knows of no causal model for the configuration.
+transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+
 VOCAB_SIZE = 384
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 
@@ -107,6 +110,20 @@ _FAMILIES |= {
 
 
 _FAMILIES |= {
+    "glm4_moe_lite": ("Glm4MoeLite", {
+        **_LATENT, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "routed_scaling_factor": 1.8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    }),
+    "mistral4": ("Mistral4", {
+        **_LATENT, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 16.0, "original_max_position_embeddings": 8, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7,
+        },
+    }),
+}  # fmt: skip
+
+_FAMILIES |= {
     "seed_oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "granite": ("Granite", {
@@ -191,6 +208,10 @@ _WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "image_size": 16,
     }),
     "ministral3_vl": ("Mistral3", {**_FAMILIES["ministral3"][1], "model_type": "ministral3"}, {
+        **_SMALL_TOWER, "model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+        "image_size": 16,
+    }),
+    "mistral4_vl": ("Mistral3", {**_FAMILIES["mistral4"][1], "model_type": "mistral4"}, {
         **_SMALL_TOWER, "model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
         "image_size": 16,
     }),

@@ -23,6 +23,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "stacked": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "q_lora_rank": None, "rope_interleave": False,
         "first_k_dense_replace": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     }),
+    "glm-lite": ("glm4_moe_lite", {"n_group": 2, "topk_group": 1, "qk_nope_head_dim": 8, "v_head_dim": 16}),
+    "glm-lite-stacked": ("glm4_moe_lite", {
+        "stacked": True, "mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False, "tie_word_embeddings": True,
+    }),
+    "mistral4": ("mistral4", {}),
+    "mistral4-dense-first": ("mistral4", {"first_k_dense_replace": 1, "norm_topk_prob": False, "q_lora_rank": None}),
 }  # fmt: skip
 
 

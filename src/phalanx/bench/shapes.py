@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {name: _config(name) for name in short_names
 """Name -> config.json, of every model that is known without a network."""
 
 
-_BY_LAYER = ("layer_types", "hybrid_override_pattern")
+_BY_LAYER = ("layer_types", "mlp_layer_types", "hybrid_override_pattern")
 """Fields with an entry for each layer."""
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from phalanx.config.json_fields import JsonFields
@@ -92,12 +92,10 @@ def read_minimax_m2(fields: JsonFields) -> Experts:
 
 def read_hy_v3(fields: JsonFields) -> Experts:
     """Hy3's fields: as MiniMax-M2 chooses, then a scale; a layer is dense by mlp_layer_types, the first one by default."""
-    kinds = fields.by_layer("mlp_layer_types", ("dense", "sparse")) or ["dense"]
     width, shared = fields.count("moe_intermediate_size", 1536), int(fields.number("num_shared_experts", 1))
     return _experts(
-        fields, 192, 8, width, shared=width * shared,
-        dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "dense"),
-        scoring_bias=True, scoring=Scoring("sigmoid", scale=fields.positive("router_scaling_factor", 2.826)),
+        fields, 192, 8, width, shared=width * shared, dense_layers=_stated_dense(fields), scoring_bias=True,
+        scoring=Scoring("sigmoid", scale=fields.positive("router_scaling_factor", 2.826)),
     )  # fmt: skip
 
 
@@ -220,6 +218,26 @@ def read_glm4_moe(fields: JsonFields) -> Experts:
     return _deepseek(fields, _sigmoids(fields, 1, 1, 1.0), experts=128, width=1408, shared=1, dense=1, top_k=8)
 
 
+def read_glm4_moe_lite(fields: JsonFields) -> Experts:
+    """GLM-4.7-Flash's fields: those of GLM-4.5; a layer is dense by mlp_layer_types, the first one by default."""
+    return _deepseek(
+        fields, _sigmoids(fields, 1, 1, 1.8), experts=64, width=1536, shared=1, top_k=4, dense=_stated_dense(fields)
+    )  # fmt: skip
+
+
+def read_mistral4(fields: JsonFields) -> Experts:
+    """Mistral Small 4's fields: a softmax over all experts, renormalized, beside shared ones."""
+    scoring = Scoring(scale=fields.positive("routed_scaling_factor", 1.0))
+    experts = _deepseek(fields, scoring, experts=128, width=2048, shared=1, dense=0, top_k=4)
+    return replace(experts, renormalize=fields.flag("norm_topk_prob", True))
+
+
+def _stated_dense(fields: JsonFields) -> tuple[int, ...]:
+    """The layers that are dense by mlp_layer_types, the first one by default."""
+    kinds = fields.by_layer("mlp_layer_types", ("dense", "sparse")) or ["dense"]
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+
 def _sigmoids(fields: JsonFields, groups: int, top_groups: int, scale: float) -> Scoring:
     """The numbers are defaults."""
     return Scoring(
@@ -229,19 +247,23 @@ def _sigmoids(fields: JsonFields, groups: int, top_groups: int, scale: float) ->
 
 
 def _deepseek(
-    fields: JsonFields, scoring: Scoring, *, experts: int, width: int, shared: int, dense: int, top_k: int
+    fields: JsonFields, scoring: Scoring, *, experts: int, width: int, shared: int,
+    dense: int | tuple[int, ...], top_k: int,
 ) -> Experts:  # fmt: skip
-    """What V2, V3 and GLM-4.5 have in common. The numbers are the defaults of the reference implementation. Sigmoids have a bias,
-    and renormalize by default; a softmax does not. Where the family has moe_layer_freq, only each such layer has experts."""
-    bias = scoring.function == "sigmoid"
+    """What V2, V3, GLM and Mistral have in common. The numbers are the defaults of the reference implementation. Sigmoids have a
+    bias, and renormalize by default; a softmax does not. dense: the dense layers, or how many there are by default before all
+    others. Where the family has moe_layer_freq, only each such layer of these has experts."""
+    bias, other = scoring.function == "sigmoid", "num_experts" if fields.reads("num_experts") else "num_local_experts"
     width = fields.count("moe_intermediate_size", width)
-    frequency = fields.count("moe_layer_freq", 1) if fields.reads("moe_layer_freq") else 1
-    first = int(fields.number("first_k_dense_replace", dense))
+    if isinstance(dense, int):
+        frequency = fields.count("moe_layer_freq", 1) if fields.reads("moe_layer_freq") else 1
+        first = int(fields.number("first_k_dense_replace", dense))
+        dense = tuple(i for i in range(fields.count("num_hidden_layers")) if i < first or i % frequency)
     shared = int(fields.number("n_shared_experts", 0 if "n_shared_experts" in fields.values else shared))
     result = _experts(
-        fields, experts, top_k, width, names=("n_routed_experts", "num_local_experts" if bias else "num_experts"),
+        fields, experts, top_k, width, names=("n_routed_experts", other),
         shared=width * shared, scoring_bias=bias, renormalize=bias and fields.flag("norm_topk_prob", True), scoring=scoring,
-        dense_layers=tuple(i for i in range(fields.count("num_hidden_layers")) if i < first or i % frequency),
+        dense_layers=dense,
     )  # fmt: skip
     return _require_groups(fields, result)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from phalanx.config.experts import (
@@ -17,11 +18,13 @@ from phalanx.config.experts import (
     read_deepseek_v3,
     read_ernie_moe,
     read_glm4_moe,
+    read_glm4_moe_lite,
     read_gpt_oss,
     read_granite_hybrid,
     read_hy_v3,
     read_llama4,
     read_minimax_m2,
+    read_mistral4,
     read_mixtral,
     read_nemotron_h,
     read_qwen3_5_moe,
@@ -30,7 +33,7 @@ from phalanx.config.experts import (
 )
 from phalanx.config.gated_delta import GatedDelta, read_gated_delta
 from phalanx.config.json_fields import JsonFields
-from phalanx.config.latent import Latent, read_latent
+from phalanx.config.latent import Latent, LatentDefaults, read_latent
 from phalanx.config.mamba import Block, Mamba2, read_blocks
 from phalanx.config.mamba import read_granite_hybrid as read_granite_mamba
 from phalanx.config.mamba import read_nemotron_h as read_nemotron_mamba
@@ -168,14 +171,16 @@ _MINISTRAL_YARN = {
     "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+_MISTRAL4_YARN = {**_MINISTRAL_YARN, "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
 _WINDOW_OF_SOME = "sliding_window use_sliding_window"
 _EXPERTS = "num_local_experts num_experts num_experts_per_tok"
-_DEEPSEEK = """
-kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave n_routed_experts
-n_shared_experts n_group topk_group norm_topk_prob routed_scaling_factor num_experts_per_tok
-moe_intermediate_size moe_layer_freq first_k_dense_replace num_nextn_predict_layers
+_LATENT_EXPERTS = """
+kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave n_routed_experts n_shared_experts
+norm_topk_prob routed_scaling_factor num_experts_per_tok moe_intermediate_size
 """
-
+_DEEPSEEK = f"{_LATENT_EXPERTS} n_group topk_group moe_layer_freq first_k_dense_replace num_nextn_predict_layers"
+_GLM_LATENT = partial(read_latent, sizes=LatentDefaults(768, nope=192, v=256))
+_MISTRAL4_LATENT = partial(read_latent, sizes=LatentDefaults(1024, 256, nope=64))
 _GEMMA = "head_dim attention_bias query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
 _COHERE = "attention_bias logit_scale"
 _COHERE_IS: dict[str, tuple[Any, ...]] = {
@@ -250,6 +255,16 @@ FAMILIES = {
         4096, f"{_DEEPSEEK} num_local_experts num_mtp_layers", "head_dim qk_head_dim",
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}, model_types=("kimi_k2",),
         experts=read_deepseek_v3, latent=read_latent, mtp_layers=1,
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        202752, f"{_LATENT_EXPERTS} n_group topk_group mlp_layer_types num_local_experts num_nextn_predict_layers num_mtp_layers",
+        "head_dim qk_head_dim", {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "first_k_dense_replace": (1,)},
+        experts=read_glm4_moe_lite, latent=_GLM_LATENT, rms_norm_eps=1e-5, mtp_layers=1,
+    ),
+    "Mistral4ForCausalLM": Family(
+        1_048_576, f"{_LATENT_EXPERTS} first_k_dense_replace num_local_experts", "head_dim qk_head_dim",
+        {"scoring_func": ("softmax",), "topk_method": ("greedy",), "n_group": (1,), "topk_group": (1,)}, model_type="mistral4",
+        experts=read_mistral4, latent=_MISTRAL4_LATENT, rotary_portion=1.0, yarn=_MISTRAL4_YARN, temperature=True,
     ),
     "SeedOssForCausalLM": Family(
         524288, "head_dim attention_bias attention_out_bias mlp_bias", kv_heads=8, head_dim=128, attention_bias=True,

@@ -33,7 +33,8 @@ _KIMI = TextTower({"kimi_k2": "DeepseekV3ForCausalLM", "deepseek_v3": "DeepseekV
 
 WRAPPERS = {
     "Mistral3ForConditionalGeneration": TextTower(
-        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, ("vision_tower.", "multi_modal_projector.")
+        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"},
+        ("vision_tower.", "multi_modal_projector.")
     ),
     "Llama4ForConditionalGeneration": TextTower(
         {"llama4_text": "Llama4ForCausalLM"}, ("vision_model.", "multi_modal_projector.")

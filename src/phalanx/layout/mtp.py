@@ -28,8 +28,8 @@ class Names:
 _DEEPSEEK = Names("model.layers.{layer}.", "model.layers.{layer}.", ("enorm", "hnorm", "shared_head.norm"), "eh_proj")
 _QWEN = Names("mtp.", "mtp.layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "fc", normed=True)
 MTP_ARCHITECTURES = {
-    "DeepseekV3ForCausalLM": _DEEPSEEK, "Glm4MoeForCausalLM": _DEEPSEEK, "Qwen3NextForCausalLM": _QWEN,
-    "Qwen3_5ForCausalLM": _QWEN, "Qwen3_5MoeForCausalLM": _QWEN,
+    "DeepseekV3ForCausalLM": _DEEPSEEK, "Glm4MoeForCausalLM": _DEEPSEEK, "Glm4MoeLiteForCausalLM": _DEEPSEEK,
+    "Qwen3NextForCausalLM": _QWEN, "Qwen3_5ForCausalLM": _QWEN, "Qwen3_5MoeForCausalLM": _QWEN,
 }  # fmt: skip
 
 

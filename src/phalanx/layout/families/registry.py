@@ -50,6 +50,8 @@ DECLARATIONS = {
     "Phi3ForCausalLM": LayerDeclaration(dense.fused_layer),
     "DeepseekV2ForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
     "DeepseekV3ForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
+    "Glm4MoeLiteForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
+    "Mistral4ForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
     "Glm4MoeForCausalLM": LayerDeclaration(deepseek.glm4_moe),
     "HYV3ForCausalLM": LayerDeclaration(deepseek.hy_v3),
     "Ernie4_5_MoeForCausalLM": LayerDeclaration(deepseek.ernie_moe),

@@ -67,6 +67,8 @@ class LatentAttention(nn.Module):
             query, down, *cos_sin[:2], key_norm.weight, key_norm.eps, cache["latent"], batch.attention.kv_slots,
             interleaved=self.latent.interleaved,
         )  # fmt: skip
+        if cos_sin.temperature is not None:
+            query = query.mul_(cos_sin.temperature)
         context = batch.attention.forward(query, cache, up=self.kv_b_proj.weight, scale=self.latent.softmax_scale)
         output: tuple[NormOutput, Tensor] = self.o_proj(context.reshape(x.shape[0], -1), residual, norm)
         return output
