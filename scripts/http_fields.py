@@ -78,6 +78,7 @@ TITLES = {
     "MessagesFormat": "`output_config.format` of `/v1/messages`",
     "EmbeddingsRequest": "`/v1/embeddings`",
     "RerankRequest": "`/v1/rerank`",
+    "ScoreRequest": "`/v1/score`",
     "RerankDocument": "`documents[]` of `/v1/rerank`: an object",
     "TokenizeRequest": "`/tokenize`",
     "DetokenizeRequest": "`/detokenize`",

@@ -23,6 +23,7 @@ from phalanx.serve.connections.listen import bind
 from phalanx.serve.connections.timed_protocol import timed_protocol
 from phalanx.serve.fake_client import FakeEngineClient, fake_facts
 from phalanx.serve.openai.service import Service, ServingEngine
+from phalanx.serve.openai.yes_no import YesNo
 from phalanx.serve.output_parsing import OutputFormat
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_small_tokenizers import byte_level, write
@@ -125,7 +126,10 @@ def live(
     output = OutputFormat.detect(tokenizer, reasoning=options.reasoning_parser, tools=options.tool_call_parser)
     if ready:
         service.admission.begin(batch=engine.facts.max_batch_size, max_reqs=options.max_num_queued_reqs)
-        service.engine = ServingEngine(engine, tokenizer, output, escape_special_tokens=options.escape_special_tokens)
+        service.engine = ServingEngine(
+            engine, tokenizer, output, escape_special_tokens=options.escape_special_tokens,
+            yes_no=YesNo.detect(options.rerank_by, model, tokenizer),
+        )  # fmt: skip
         engine.on_failure(service.admission.fail)
     sockets = bind("127.0.0.1", 0)
     protocol = timed_protocol(header_seconds=options.header_timeout, body_seconds=options.body_timeout)

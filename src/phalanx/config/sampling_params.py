@@ -59,6 +59,9 @@ class StructuredOutputParams(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             _require_type(name, getattr(self, name), (str, NoneType), "a string (json.dumps makes one of a JSON schema)")
 
 
+POOLING_KINDS = ("last", "mean", "logits")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Named):
     """How the tokens of one request are sampled, and when it ends.
 
@@ -72,8 +75,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: the same for the prompt. logit_bias: token id -> value added to its logit, -100..100. structured_output:
     the format that the text must follow. cache_salt: the prefix cache shares nothing between requests with different salts, or
     with one and without. adapter: the name of a loaded adapter that the model answers with. prediction: token ids that
-    the output is expected to have, a hint for n-gram speculation that changes no token. pooling: set by `serve` for embeddings,
-    with max_tokens=1: the vector of the prompt is the hidden state of its last token ("last"), or the mean of all ("mean").
+    the output is expected to have, a hint for n-gram speculation that changes no token. pooling: set by `serve` for embeddings
+    and scores, with max_tokens=1: the vector of the prompt is the hidden state of its last token ("last"), the mean of all
+    ("mean"), or the raw logits of `pooled_tokens` behind its last token ("logits").
 
     Raises OptionError naming the field, its value and the allowed values; UnknownOption (a TypeError) for an unknown field,
     naming the nearest one.
@@ -104,6 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prediction: list[int] | None = None
     detokenize: bool = True
     pooling: str | None = None
+    pooled_tokens: list[int] | None = None
 
     def __post_init__(self) -> None:
         _require_integer("n", self.n, 1, 128)
@@ -140,10 +145,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _require_type("structured_output", self.structured_output, (StructuredOutputParams, NoneType), "StructuredOutputParams")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             _require_type(name, getattr(self, name), (bool,), "True or False")
-        if self.pooling is not None and (self.pooling not in ("last", "mean") or self.max_tokens != 1 or self.n != 1):
+        if self.pooling is not None and (self.pooling not in POOLING_KINDS or self.max_tokens != 1 or self.n != 1):
             raise OptionError(
-                f"pooling={self.pooling!r} is not valid", why="it must be 'last' or 'mean', with max_tokens=1 and n=1"
+                f"pooling={self.pooling!r} is not valid", why=f"it must be one of {POOLING_KINDS}, with max_tokens=1 and n=1"
             )
+        _require_type("pooled_tokens", self.pooled_tokens, (list, tuple, NoneType), "a list of token ids")
+        if (self.pooling == "logits") != bool(self.pooled_tokens):
+            raise OptionError(
+                f"pooled_tokens={self.pooled_tokens!r} is not valid with pooling={self.pooling!r}",
+                why="pooling='logits' needs at least one token, and nothing else reads them",
+            )  # fmt: skip
         for token, bias in (self.logit_bias or {}).items():
             _require_integer("logit_bias token", token, 0, MAX_TOKEN_COUNT)
             _require_number(f"logit_bias[{token}]", bias, -100.0, 100.0)

@@ -107,6 +107,11 @@ class ServeOptions(BaseModel):
         description="What /v1/embeddings and /v1/rerank take of a text's hidden states. last: that of its last token. mean: the "
         "mean of all.",
     )
+    rerank_by: Literal["auto", "cosine", "yes_no"] = Field(
+        "auto",
+        description="How /v1/rerank and /v1/score compare two texts. cosine: by their vectors. yes_no: by the probability that the "
+        "model answers yes rather than no. auto: yes_no for a model whose name has Qwen3-Reranker, else cosine.",
+    )
     enable_sleep_mode: bool = Field(
         False,
         description="Allow POST /sleep, /wake_up and /weights/update. Whoever may send requests can then stop the engine, and have "

@@ -248,7 +248,8 @@ class StepChecker:
             result.prompt_logprobs = [self._logprobs(state.tokens[p], state) for p in range(row.start + 1, last + 1)]
         if row.samples:
             if state.assignment.params.pooling is not None:
-                result.pooled = array("f", (state.tokens * 4)[:4]).tobytes()
+                length = len(state.assignment.params.pooled_tokens or "four")
+                result.pooled = array("f", (state.tokens * length)[:length]).tobytes()
             self._sample(row, state, result)
             self._finish(row, state, result, propose)
         return result

@@ -167,7 +167,8 @@ class FakeEngineClient(EngineClient):
             if add.params.logprobs is not None:
                 update.logprobs = [TokenLogprobs(token, -1.0, 1, [(token, -1.0)][: add.params.logprobs])]
             if add.params.pooling is not None:
-                update.pooled = struct.pack("<4f", *(add.token_ids * 4)[:4])
+                length = len(add.params.pooled_tokens or "four")
+                update.pooled = struct.pack(f"<{length}f", *(add.token_ids * length)[:length])
             if scored and count == 1:
                 update.prompt_logprobs = [None, *(TokenLogprobs(known, -1.0, 1) for known in add.token_ids[1:])]
             if token in add.stop_token_ids and count >= add.params.min_tokens:

@@ -30,6 +30,7 @@ from phalanx.serve.connections.accept import Acceptor
 from phalanx.serve.connections.timed_protocol import TimedProtocol, timed_protocol
 from phalanx.serve.openai.adapters import load, require_loadable
 from phalanx.serve.openai.service import Service, ServingEngine
+from phalanx.serve.openai.yes_no import YesNo
 from phalanx.serve.output_parsing import OutputFormat
 from phalanx.serve.structured_output.vocabulary import vocabulary_of
 from phalanx.serve.tokenizer import Tokenizer
@@ -139,6 +140,7 @@ class Lifecycle:
         require_loadable(service, modules)
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
         output = await asyncio.to_thread(self._detect_output, tokenizer)
+        yes_no = YesNo.detect(self._serving.rerank_by, options.model, tokenizer)
         describing = asyncio.create_task(asyncio.to_thread(self._app.openapi))  # it takes 0.3 s: the first who asks would wait
         try:
             client = self._client = await self._start(options, partial(vocabulary_of, tokenizer))
@@ -158,7 +160,8 @@ class Lifecycle:
         metrics.queue_limits = {"requests": service.admission.max_reqs}
         if service.admission.max_tokens is not None:
             metrics.queue_limits["tokens"] = service.admission.max_tokens
-        service.engine = ServingEngine(client, tokenizer, output, escape_special_tokens=self._serving.escape_special_tokens)
+        escape = self._serving.escape_special_tokens
+        service.engine = ServingEngine(client, tokenizer, output, escape_special_tokens=escape, yes_no=yes_no)
         if facts.device != "cpu":
             self._warming = asyncio.create_task(service.warm_up(service.engine))
         else:  # a CPU has no spare cores for it, and structured output may never be requested

@@ -56,8 +56,8 @@ class StepOutput:
     drafts: Tensor | None = None  # [S, k] on the host, once `event` has passed: where the engine must know them
     scored: Sequence[tuple[int, int]] = ()  # (row, how many prompt tokens)
     scores: PromptScores | None = None
-    pooling: Sequence[int] = ()  # rows whose prompts have a vector
-    pooled: Tensor | None = None  # [P, hidden_size] fp32, on the host once `event` has passed
+    pooling: Sequence[tuple[int, int]] = ()  # (row, length) of prompts that have a vector
+    pooled: Tensor | None = None  # these vectors, joined, fp32, on the host once `event` has passed
     event: torch.cuda.Event | None = None  # the end of the work that `sampled` does not cover
 
     @property
@@ -85,8 +85,9 @@ class StepOutput:
             for index, drafts in zip(self.sampling, self.drafts.tolist(), strict=True):
                 rows[index].drafts = drafts
         if self.pooled is not None:
-            for index, vector in zip(self.pooling, self.pooled.numpy(), strict=True):
-                rows[index].pooled = vector.astype("<f4").tobytes()
+            ends = np.cumsum([length for _, length in self.pooling])
+            for (index, length), end in zip(self.pooling, ends, strict=True):
+                rows[index].pooled = self.pooled.numpy()[end - length : end].astype("<f4").tobytes()
         if self.scores is not None:
             scores, begin = self.scores.results(), 0
             for index, count in self.scored:
@@ -561,8 +562,9 @@ class ModelRunner:
             output.scores = self._score(rows, output.scored, forwarded)
         if self._pooled.any_of(rows):
             assert forwarded.hidden_states is not None
-            output.pooling, vectors = self._pooled.pool(rows, forwarded.hidden_states)
-            output.pooled = torch.stack(vectors).to("cpu", non_blocking=True) if vectors else None
+            ended, vectors = self._pooled.pool(rows, forwarded.hidden_states, lambda states: lm_head.gather(lm_head.local(states)))
+            output.pooling = list(zip(ended, map(len, vectors), strict=True))
+            output.pooled = torch.cat(vectors).to("cpu", non_blocking=True) if vectors else None
         return output
 
     def _sampling_arguments(

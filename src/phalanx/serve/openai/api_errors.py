@@ -172,7 +172,9 @@ def _renamed(path: str, error: ApiError) -> ApiError:
 
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-RERANK = "/v1/rerank"
+RERANK, SCORE = "/v1/rerank", "/v1/score"
+OTHER_PATHS = {"/rerank": RERANK, "/v2/rerank": RERANK, "/score": SCORE}
+"""As vLLM, LiteLLM and Cohere's client name them."""
 _PROMPT_FIELDS = {
     CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", f"{MESSAGES}/count_tokens": "messages", "/v1/embeddings": "input",
 }  # fmt: skip
@@ -180,8 +182,11 @@ _PROMPT_FIELDS = {
 
 def _prompt_field(path: str, field: str) -> str:
     """The field of an endpoint that is its prompt, or the one of an index."""
-    if path == RERANK and field != "prompt":
+    path = OTHER_PATHS.get(path, path)
+    if path in (RERANK, SCORE) and field != "prompt":
         index = int(field.removeprefix("prompt[").removesuffix("]"))
+        if path == SCORE:
+            return f"text_{index % 2 + 1}[{index // 2}]"
         return f"documents[{index - 1}]" if index else "query"
     return field.replace("prompt", _PROMPT_FIELDS.get(path, "prompt"), 1)
 

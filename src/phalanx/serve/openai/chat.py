@@ -112,7 +112,7 @@ class ChatHandler(Handler):
                 params = msgspec.structs.replace(params, prediction=prediction)
                 if not engine.facts.max_prediction:
                     service.metrics.accepted_field("ChatRequest.prediction")
-            await service.check([tokens], params, engine)
+            await service.check([tokens], params, engine, self._prepared.name)
             ticket.prompt([len(tokens)] * params.n)
             output, request = engine.output, self._request
             counters = [counter for _ in range(params.n) if (counter := output.token_counter(begin)) is not None]

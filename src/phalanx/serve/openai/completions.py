@@ -96,7 +96,7 @@ class CompletionHandler(Handler):
         with service.admission.enter(len(self._prompts) * params.n) as ticket:
             prompts = await service.token_ids(self._prepared, engine)
             params = await service.compiled_params(engine, params, self._structured_output)
-            await service.check(prompts, params, engine)
+            await service.check(prompts, params, engine, self._prepared.name)
             ticket.prompt([len(tokens) for tokens in prompts for _ in range(params.n)])
             usage = self._usage = UsageCounter(prompts, params.n)
             echoes = [EchoedPrompt(prompt, tokens) for prompt, tokens in zip(self._prompts, prompts, strict=True)]

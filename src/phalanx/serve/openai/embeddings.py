@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/embeddings` and `POST /v1/rerank`: vectors of texts, by the hidden states of a decoder, and cosines of them."""
+"""`POST /v1/embeddings`: vectors of texts, by the hidden states of a decoder. `POST /v1/rerank` and `POST /v1/score`: how near two
+texts are, by the cosine of their vectors or, of a model that answers yes or no, by its answer."""
 
 from __future__ import annotations
 
@@ -21,9 +22,16 @@ from phalanx.serve.openai.api_errors import bad_request
 from phalanx.serve.openai.body import RequestRoute
 from phalanx.serve.openai.generate import generate
 from phalanx.serve.openai.long_answers import JsonParts, encode_small, off_loop
-from phalanx.serve.openai.prepare import EMBEDDINGS, RERANK, Prepared
+from phalanx.serve.openai.prepare import EMBEDDINGS, RERANK, SCORE, Prepared
 from phalanx.serve.openai.respond import Handler, respond
-from phalanx.serve.openai.schema.embeddings import EmbeddingList, EmbeddingsRequest, RerankRequest, RerankResponse
+from phalanx.serve.openai.schema.embeddings import (
+    EmbeddingList,
+    EmbeddingsRequest,
+    RerankRequest,
+    RerankResponse,
+    ScoreList,
+    ScoreRequest,
+)
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.service import Service, ServingEngine
 
@@ -46,6 +54,13 @@ async def rerank(http_request: Request) -> Response:
     return await respond(http_request, RERANK, RerankHandler)
 
 
+@router.post("/score", include_in_schema=False)  # vLLM's
+@router.post(SCORE.path, responses=responses_of(ScoreList), openapi_extra=request_body(ScoreRequest))
+async def score(http_request: Request) -> Response:
+    """How near the texts of each pair are."""
+    return await respond(http_request, SCORE, ScoreHandler)
+
+
 class VectorsHandler(Handler):
     """A request whose prompts become vectors."""
 
@@ -53,15 +68,16 @@ class VectorsHandler(Handler):
         self._service, self._engine, self._prepared, self._request = service, engine, prepared, prepared.request
         self._accepted = time.monotonic()
         params = service.with_adapter(prepared.params, prepared.request.model)
-        self._params = msgspec.structs.replace(params, pooling=service.pooling)
+        self._params = params if params.pooling else msgspec.structs.replace(params, pooling=service.pooling)
 
     async def _vectors(self) -> tuple[Vectors, dict[str, int]]:
-        """The vector of each prompt [prompts, hidden_size], not normalized, and the usage of the request."""
+        """The vector of each prompt [prompts, hidden_size], not normalized, or the logits of no and yes of each pair [pairs, 2];
+        and the usage of the request."""
         service, engine, params = self._service, self._engine, self._params
-        places = min(len(self._prepared.prompts), service.admission.batch)  # which later prompts take over from earlier ones
+        places = min(self._prepared.count, service.admission.batch)  # which later prompts take over from earlier ones
         with service.admission.enter(places) as ticket:
             tokens = await service.token_ids(self._prepared, engine)
-            await service.check(tokens, params, engine)
+            await service.check(tokens, params, engine, self._prepared.name)
             ticket.prompt([len(one) for one in tokens[:places]])
             pooled = [b""] * len(tokens)
             for first in range(0, len(tokens), places):
@@ -98,8 +114,7 @@ class RerankHandler(VectorsHandler):
 
     async def body(self) -> dict[str, Any]:
         vectors, usage = await self._vectors()
-        vectors = _normalized(vectors)
-        scores = vectors[1:] @ vectors[0]
+        scores = _of_answers(vectors) if self._params.pooling == "logits" else _cosines(vectors[1:], vectors[:1])
         order = np.argsort(-scores, kind="stable")[: self._request.top_n]
         results: list[dict[str, Any]] = [{"index": int(index), "relevance_score": float(scores[index])} for index in order]
         if self._request.return_documents:
@@ -107,6 +122,29 @@ class RerankHandler(VectorsHandler):
                 result["document"] = {"text": self._prepared.prompts[result["index"] + 1]}
         name = self._service.name_in_answers(self._request.model)
         return {"id": f"rerank-{uuid.uuid4().hex}", "model": name, "results": results, "usage": usage}
+
+
+class ScoreHandler(VectorsHandler):
+    """The scores of the pairs."""
+
+    async def body(self) -> dict[str, Any]:
+        vectors, usage = await self._vectors()
+        scores = _of_answers(vectors) if self._params.pooling == "logits" else _cosines(vectors[::2], vectors[1::2])
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores.tolist())]
+        name = self._service.name_in_answers(self._request.model)
+        return {"id": f"score-{uuid.uuid4().hex}", "object": "list", "model": name, "data": data, "usage": usage}
+
+
+def _of_answers(logits: Vectors) -> Vectors:
+    """The probability of yes [pairs], by the logits of no and yes [pairs, 2]."""
+    probabilities: Vectors = (1.0 / (1.0 + np.exp((logits[:, 0] - logits[:, 1]).astype(np.float64)))).astype(np.float32)
+    return probabilities
+
+
+def _cosines(one: Vectors, other: Vectors) -> Vectors:
+    """Of the rows of two matrices; a single row goes with each."""
+    cosines: Vectors = (_normalized(one) * _normalized(other)).sum(axis=1)
+    return cosines
 
 
 def _normalized(vectors: Vectors) -> Vectors:

@@ -16,9 +16,11 @@ from phalanx.serve.openai.api_errors import CHAT, RESPONSES, bad_request
 from phalanx.serve.openai.prompt_context import PromptContext
 from phalanx.serve.openai.prompts import (
     encode_chat,
+    encode_pairs,
     encode_prediction,
     encode_prompts,
     encodes_quickly,
+    prompt_name,
     prompts_of,
     renders_quickly,
 )
@@ -27,7 +29,7 @@ from phalanx.serve.openai.responses.conversation import Items, chat_request, inp
 from phalanx.serve.openai.responses.store import EncodedItems, Item
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.schema.embeddings import EmbeddingsRequest, RerankRequest
+from phalanx.serve.openai.schema.embeddings import EmbeddingsRequest, RerankRequest, ScoreRequest
 from phalanx.serve.openai.schema.fields import Body, SampledRequest
 from phalanx.serve.openai.schema.responses_request import ResponsesRequest
 
@@ -71,10 +73,34 @@ class Prepared(Generic[Request]):
     def encoded(self, context: PromptContext) -> list[list[int]]:
         """The token ids of each prompt; of a chat with a prediction also those of the prediction. Raises ApiError or RequestError
         for a prompt that is empty or invalid for this model."""
+        if self.pairs:
+            assert isinstance(self.request, (RerankRequest, ScoreRequest))
+            return encode_pairs(self.pairs, context, self.request.instruction, self.name)
         if isinstance(self.request, ChatRequest):
             prompt, prediction = encode_chat(self.request, context), self.request.prediction
             return [prompt] if prediction is None else [prompt, encode_prediction(prediction, context)]
         return encode_prompts(self.prompts, context, self.request if isinstance(self.request, SampledRequest) else None)
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The texts that are asked about together, each pair in one prompt of the model; empty where each text is a prompt."""
+        if self.params.pooling != "logits":
+            return []
+        texts = [text for text in self.prompts if isinstance(text, str)]
+        if isinstance(self.request, ScoreRequest):
+            return list(zip(texts[::2], texts[1::2], strict=True))
+        return [(query, document) for query in texts[:1] for document in texts[1:]]
+
+    @property
+    def count(self) -> int:
+        """How many prompts the model gets."""
+        return len(self.pairs or self.prompts) if self.token_ids is None else len(self.token_ids)
+
+    def name(self, index: int) -> str | None:
+        """What errors call the prompt of these token ids; None: the prompt. Of a pair it is the second text."""
+        if self.params.pooling != "logits":
+            return prompt_name(index, len(self.prompts))
+        return f"prompt[{2 * index + 1 if isinstance(self.request, ScoreRequest) else index + 1}]"
 
     @property
     def returns_prompts(self) -> bool:
@@ -123,9 +149,31 @@ def _embeddings(request: EmbeddingsRequest, context: PromptContext, _: Items) ->
 
 def _rerank(request: RerankRequest, context: PromptContext, _: Items) -> Prepared[RerankRequest]:
     """The query, then the documents."""
-    _require_vectors(context)
     documents = [one if isinstance(one, str) else one.text for one in request.documents]
-    return Prepared(request, _ONE_TOKEN, prompts=[request.query, *documents])
+    return _compared(request, [request.query, *documents], context)
+
+
+def _score(request: ScoreRequest, context: PromptContext, _: Items) -> Prepared[ScoreRequest]:
+    """The texts of each pair, one pair behind the other."""
+    first, second = ([one] if isinstance(one, str) else one for one in (request.text_1, request.text_2))
+    if len(first) not in (1, len(second)):
+        message = f"text_1 has {len(first)} texts, and text_2 {len(second)}: it must have one, or as many"
+        raise bad_request(message, param="text_1", code="invalid_value")
+    each = first * (len(second) // len(first))
+    return _compared(request, [text for pair in zip(each, second, strict=True) for text in pair], context)
+
+
+def _compared(request: Request, texts: list[str], context: PromptContext) -> Prepared[Request]:
+    _require_vectors(context)
+    if context.yes_no is not None:
+        return Prepared(request, context.yes_no.params, prompts=texts)
+    if getattr(request, "instruction", None) is not None:
+        message = "instruction needs a model that answers yes or no, and this server compares vectors: write it into the query"
+        raise bad_request(message, param="instruction", code="unsupported")
+    if "" in texts:  # also where the tokenizer would add a token to it
+        name = f"prompt[{texts.index('')}]"
+        raise bad_request(f"{name}: the text is empty, so it has no vector; leave it out", param=name, code="empty_prompt")
+    return Prepared(request, _ONE_TOKEN, prompts=texts)
 
 
 def _require_vectors(context: PromptContext) -> None:
@@ -138,3 +186,4 @@ COMPLETIONS = Endpoint("/v1/completions", CompletionRequest, _completion)
 STORED_RESPONSES = Endpoint(RESPONSES, ResponsesRequest, _response)
 EMBEDDINGS = Endpoint("/v1/embeddings", EmbeddingsRequest, _embeddings)
 RERANK = Endpoint(api_errors.RERANK, RerankRequest, _rerank)
+SCORE = Endpoint(api_errors.SCORE, ScoreRequest, _score)

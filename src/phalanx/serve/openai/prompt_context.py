@@ -8,13 +8,14 @@ from typing import Protocol
 
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import PromptTooLong
+from phalanx.serve.openai.yes_no import YesNo
 from phalanx.serve.output_parsing import OutputFormat
 from phalanx.serve.tokenizer import Tokenizer
 
 
 class PromptContext(Protocol):
     """What makes a prompt of a request: a `ServingEngine`, or a copy of its facts in another process. escape_special_tokens: texts
-    of special tokens in messages stay text."""
+    of special tokens in messages stay text. yes_no: how pairs of texts are scored; None: by the cosines of vectors."""
 
     @property
     def facts(self) -> EngineFacts: ...
@@ -24,6 +25,8 @@ class PromptContext(Protocol):
     def output(self) -> OutputFormat: ...
     @property
     def escape_special_tokens(self) -> bool: ...
+    @property
+    def yes_no(self) -> YesNo | None: ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class PromptContextCopy:
     tokenizer: Tokenizer
     output: OutputFormat
     escape_special_tokens: bool
+    yes_no: YesNo | None
 
 
 def encode(context: PromptContext, text: str, *, add_special_tokens: bool = True, continues: bool = False) -> list[int]:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from phalanx.errors import PromptTooLong, RequestError
@@ -17,6 +17,7 @@ from phalanx.serve.openai.request_params import check_token
 from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Prediction, RefusalPart, RequestMessage, TextPart
 from phalanx.serve.openai.schema.fields import SampledRequest
 from phalanx.serve.openai.schema.tokenize import TokenizeRequest
+from phalanx.serve.openai.yes_no import messages_of
 
 MAX_INLINE_CHARACTERS = 512
 """A text of this length is tokenized before a thread would even start while other requests stream."""
@@ -66,7 +67,7 @@ def encode_prompts(
     encoded = []
     each: Sequence[str | list[int]] = prompts
     for index, prompt in enumerate(each):
-        with naming(index, prompts):
+        with naming(prompt_name(index, len(prompts))):
             tokens = encode(context, prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
             if not isinstance(prompt, str):
                 check_token(max(tokens), context.facts, "prompt")
@@ -74,16 +75,36 @@ def encode_prompts(
     return encoded
 
 
+def encode_pairs(
+    pairs: Sequence[tuple[str, str]], context: PromptContext, instruction: str | None, name: Callable[[int], str | None]
+) -> list[list[int]]:
+    """Token ids of the question whether the second text of each pair fits the first. Raises as `encode_prompts`. name: as of
+    `Prepared`."""
+    assert context.yes_no is not None
+    encoded = []
+    for index, (query, document) in enumerate(pairs):
+        with naming(name(index)):
+            breaks = Breaks(messages_of(query, document, instruction), context.tokenizer if context.escape_special_tokens else None)
+            parts = breaks.parts(context.yes_no.render(breaks.messages))
+            tokens = [encode(context, part, add_special_tokens=False, continues=i > 0) for i, part in enumerate(parts)]
+            encoded.append(list(chain.from_iterable(tokens)))
+    return encoded
+
+
+def prompt_name(index: int, count: int) -> str | None:
+    """What errors call one of so many prompts; None: the prompt."""
+    return None if count <= 1 else f"prompt[{index}]"
+
+
 @contextmanager
-def naming(index: int, prompts: Sequence[Any]) -> Iterator[None]:
-    """An error inside is about the prompt of this index: where there are several, it names that one, prompt[3]."""
+def naming(name: str | None) -> Iterator[None]:
+    """An error inside is about this one of several prompts, such as prompt[3]."""
     try:
         yield
     except (ApiError, PromptTooLong) as error:
         known = api_error_of(error)
-        if len(prompts) == 1 or known.param != "prompt":
+        if name is None or known.param != "prompt":
             raise
-        name = f"prompt[{index}]"
         message = f"{name}: {known.message.removeprefix('prompt: ')}"
         raise ApiError(known.status, message, param=name, code=known.code) from None
 

@@ -29,6 +29,7 @@ from phalanx.serve.openai.prompts import naming
 from phalanx.serve.openai.request_params import StructuredOutputField, require_model, with_structured_output
 from phalanx.serve.openai.responses.store import ResponseStore
 from phalanx.serve.openai.threads import Threads
+from phalanx.serve.openai.yes_no import YesNo
 from phalanx.serve.output_parsing import OutputFormat
 from phalanx.serve.structured_output.compiler import compile_structured_output
 from phalanx.serve.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ T = TypeVar("T")
 class ServingEngine:
     """An engine that accepts requests, with the tokenizer of its model and the format of its outputs.
 
-    escape_special_tokens: texts of special tokens in messages stay text.
+    escape_special_tokens: texts of special tokens in messages stay text. yes_no: as of `PromptContext`.
     """
 
     client: EngineClient
@@ -57,6 +58,7 @@ class ServingEngine:
     output: OutputFormat
     created: int = field(default_factory=lambda: int(time.time()))
     escape_special_tokens: bool = False
+    yes_no: YesNo | None = None
 
     @property
     def facts(self) -> EngineFacts:
@@ -146,10 +148,12 @@ class Service:
             return prepared.token_ids
         return await self.run_on_thread(prepared.encoded, engine, inline=prepared.encodes_quickly)
 
-    async def check(self, prompts: Sequence[list[int]], params: SamplingParams, engine: ServingEngine) -> None:
-        """Raises ApiError or RequestError for the first prompt that the engine would refuse."""
+    async def check(
+        self, prompts: Sequence[list[int]], params: SamplingParams, engine: ServingEngine, name: Callable[[int], str | None]
+    ) -> None:
+        """Raises ApiError or RequestError for the first prompt that the engine would refuse. name: as of `Prepared`."""
         for index, tokens in enumerate(prompts):
-            with naming(index, prompts):
+            with naming(name(index)):
                 engine.client.check(tokens, params)
             if len(prompts) > 1:
                 await asyncio.sleep(0)

@@ -24,7 +24,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT, TEXT, TOKENS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/responses"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-VECTORS, RERANK = "/v1/embeddings", "/v1/rerank"
+VECTORS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
 TURN = [{"role": "user", "content": "x"}]
 
 
@@ -89,6 +89,7 @@ PLACES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "OutputConfig": (MESSAGES, {}, lambda body: {"messages": TURN, "output_config": body}),
     "EmbeddingsRequest": (VECTORS, {"input": "x"}, lambda body: body),
     "RerankRequest": (RERANK, {"query": "x", "documents": ["y"]}, lambda body: body),
+    "ScoreRequest": (SCORE, {"text_1": "x", "text_2": "y"}, lambda body: body),
     "RerankDocument": (RERANK, {"text": "y"}, lambda body: {"query": "x", "documents": [body]}),
     "TokenizeRequest": (TOKENS, {"prompt": "x"}, lambda body: body),
 }  # fmt: skip
@@ -103,7 +104,10 @@ def served():
 
 def post(http, body: str, **more):
     path, base, request = PLACES[body]
-    limit = {TOKENS: {}, COUNT: {}, VECTORS: {}, RERANK: {}, RESPONSES: {"max_output_tokens": 1}}.get(path, {"max_tokens": 1})
+    if path == RESPONSES:
+        limit = {"max_output_tokens": 1}
+    else:
+        limit = {} if path in (TOKENS, COUNT, VECTORS, RERANK, SCORE) else {"max_tokens": 1}
     return http.post(path, json={"model": MODEL, **limit, **request({**base, **more})})
 
 

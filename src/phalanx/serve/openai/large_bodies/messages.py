@@ -21,9 +21,10 @@ from phalanx.serve.openai.api_errors import ApiError, bad_request
 from phalanx.serve.openai.responses.store import EncodedItems
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.schema.embeddings import EmbeddingsRequest, RerankRequest
+from phalanx.serve.openai.schema.embeddings import EmbeddingsRequest, RerankRequest, ScoreRequest
 from phalanx.serve.openai.schema.fields import Body
 from phalanx.serve.openai.schema.responses_request import ResponsesRequest
+from phalanx.serve.openai.yes_no import YesNo
 
 MAX_SECONDS = 20
 """CPU time for one body. One at the size limit that may be answered takes a second."""
@@ -34,6 +35,7 @@ PLACEHOLDERS: dict[type[Body], bytes] = {
     CompletionRequest: b'"prompt":""',
     EmbeddingsRequest: b'"input":""',
     RerankRequest: b'"query":" ","documents":[""]',
+    ScoreRequest: b'"text_1":"","text_2":""',
     ResponsesRequest: b'"input":""',
 }
 """What a request has in place of its prompt where a fork has read that."""
@@ -52,6 +54,7 @@ class Setup(msgspec.Struct):
     tools: str | None
     markers: dict[str, int]
     escape_special_tokens: bool
+    yes_no: YesNo | None
 
 
 class Opening(msgspec.Struct):

@@ -124,7 +124,7 @@ def setup_of(context: PromptContext) -> Setup:
         facts=context.facts, tokenizer=tokenizer.text, special=tokenizer.special,
         split_special_tokens=tokenizer.backend.encode_special_tokens, templates=tokenizer.chat_templates, origin=tokenizer.origin,
         reasoning=output.reasoning, tools=output.tools,
-        markers=output.markers.special, escape_special_tokens=context.escape_special_tokens,
+        markers=output.markers.special, escape_special_tokens=context.escape_special_tokens, yes_no=context.yes_no,
     )  # fmt: skip
 
 

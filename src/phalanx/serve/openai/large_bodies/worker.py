@@ -29,6 +29,7 @@ from phalanx.serve.openai.prepare import (
     COMPLETIONS,
     EMBEDDINGS,
     RERANK,
+    SCORE,
     STORED_RESPONSES,
     Answer,
     Endpoint,
@@ -55,7 +56,7 @@ _READ = {
 ENDPOINTS: dict[str, Endpoint[Any, Any]] = {
     one.path: one
     for one in (
-        CHATS, COMPLETIONS, STORED_RESPONSES, EMBEDDINGS, RERANK, MESSAGE_CHATS, TOKEN_COUNTS, TOKENIZE, DETOKENIZE
+        CHATS, COMPLETIONS, STORED_RESPONSES, EMBEDDINGS, RERANK, SCORE, MESSAGE_CHATS, TOKEN_COUNTS, TOKENIZE, DETOKENIZE
     )
 }  # fmt: skip
 
@@ -111,7 +112,7 @@ class Reader:
         request, field = prepared.request, prepared.structured_output
         tokens = prepared.encoded(self._engine)
         for index, one in enumerate(tokens):
-            with naming(index, tokens):
+            with naming(prepared.name(index)):
                 self._check(one, prepared.params)
         return PreparedMessage(
             kind=type(request).__name__,
@@ -157,7 +158,7 @@ def engine_of(setup: Setup) -> PromptContextCopy:
     tokenizer = Tokenizer(backend, setup.special, setup.templates, origin=setup.origin)
     output: Any = OutputFormat  # the names of formats are plain texts here
     format_ = output(tokenizer, setup.reasoning, setup.tools, Markers(setup.markers))
-    return PromptContextCopy(setup.facts, tokenizer, format_, setup.escape_special_tokens)
+    return PromptContextCopy(setup.facts, tokenizer, format_, setup.escape_special_tokens, setup.yes_no)
 
 
 def _decoded(items: Sequence[Item] | EncodedItems) -> Sequence[Item]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of `POST /v1/embeddings` and `/v1/rerank`, and of their answers."""
+"""The bodies of `POST /v1/embeddings`, `/v1/rerank` and `/v1/score`, and of their answers."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ class RerankRequest(Body):
     ]
     top_n: int | None = Field(None, ge=1, le=MAX_INPUTS)
     return_documents: bool | None = None
+    instruction: str | None = Field(None, min_length=1)
+
+
+class ScoreRequest(Body):
+    """Pairs of texts to compare: one with many, or as many with as many."""
+
+    model: str = Field(min_length=1, max_length=512)
+    text_1: str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS // 2), FirstError()]
+    text_2: str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS // 2), FirstError()]
+    instruction: str | None = Field(None, min_length=1)
 
 
 class PromptUsage(ResponseModel):
@@ -75,8 +85,8 @@ class EmbeddingList(ResponseModel):
 
 
 class RerankResult(ResponseModel):
-    """A document by its place in the request. relevance_score: the cosine of the angle between its vector and the query's.
-    document: its text, with `return_documents`."""
+    """A document by its place in the request. relevance_score: the cosine of the angle between its vector and the query's,
+    or the probability of yes. document: its text, with `return_documents`."""
 
     index: int
     relevance_score: float
@@ -89,4 +99,22 @@ class RerankResponse(ResponseModel):
     id: str
     model: str
     results: list[RerankResult]
+    usage: PromptUsage
+
+
+class Score(ResponseModel):
+    """Of a pair, by its place in the request: as `relevance_score` of `/v1/rerank`."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(ResponseModel):
+    """The scores, in the order of the pairs."""
+
+    id: str
+    object: Literal["list"]
+    model: str
+    data: list[Score]
     usage: PromptUsage

@@ -75,6 +75,8 @@ _IDS: dict[str, Row] = {
     "priority": _accepted("a hint; requests start in order of arrival", 3),
 }
 """Fields that all endpoints accept."""
+_INSTRUCTION = _honoured("what makes a text relevant; of models that answer yes or no")
+_SERVED = {"model": _honoured("the served name"), **_IDS}
 
 _EXTENSIONS: dict[str, Row] = {
     "top_k": _honoured("the k most likely tokens; -1 and 0 switch it off"),
@@ -535,20 +537,25 @@ FIELDS: Mapping[str, Mapping[str, Row]] = {
     },
     "MessagesFormat": {"type": _honoured("`json_schema`"), "schema": _honoured("the schema; it is always enforced")},
     "EmbeddingsRequest": {
-        "model": _honoured("the served name"),
+        **_SERVED,
         "input": _honoured("a text, token ids, or a list of up to 2,048 of either"),
         "encoding_format": _honoured("`float`, or `base64` of 32-bit numbers"),
         "dimensions": _honoured("the first so many numbers of each vector, for models that were trained for it"),
         "normalize": _honoured("vectors of length 1; on by default"),
-        **_IDS,
     },
     "RerankRequest": {
-        "model": _honoured("the served name"),
+        **_SERVED,
         "query": _honoured("a text"),
         "documents": _honoured("up to 2,047 texts, or objects with a `text`"),
         "top_n": _honoured("results at most"),
         "return_documents": _honoured("true: results have the text of the document; off by default"),
-        **_IDS,
+        "instruction": _INSTRUCTION,
+    },
+    "ScoreRequest": {
+        **_SERVED,
+        "text_1": _honoured("a text, or up to 1,024; one is compared with each of `text_2`"),
+        "text_2": _honoured("a text, or up to 1,024"),
+        "instruction": _INSTRUCTION,
     },
     "RerankDocument": {"text": _honoured("the text")},
     "TokenizeRequest": {
@@ -581,10 +588,8 @@ def rows_of(kind: type) -> dict[str, Row]:
 
 
 def undeclared(kind: type, declared: Mapping[str, Any]) -> dict[str, Row]:
-    """The rows of a body whose fields its class does not declare: those without effect, and those that are refused.
-
-    declared: the fields of the class, by their names in JSON.
-    """
+    """The rows of a body without those fields that its class declares (by their names in JSON): they have no effect, or are
+    refused."""
     return {name: row for name, row in rows_of(kind).items() if name not in declared}
 
 

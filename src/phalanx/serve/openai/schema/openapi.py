@@ -14,7 +14,7 @@ from phalanx.serve.anthropic.schema import CountTokensRequest, MessageEvent, Mes
 from phalanx.serve.openai.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.schema.embeddings import EmbeddingsRequest, RerankRequest
+from phalanx.serve.openai.schema.embeddings import EmbeddingsRequest, RerankRequest, ScoreRequest
 from phalanx.serve.openai.schema.model_changes import UpdateWeightsRequest
 from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ErrorResponse, StatusResponse
 from phalanx.serve.openai.schema.responses_object import ResponseStreamEvent
@@ -26,7 +26,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 REQUESTS: tuple[type[BaseModel], ...] = (
     ChatRequest, CompletionRequest, CountTokensRequest, DetokenizeRequest, EmbeddingsRequest, LoadAdapterRequest, MessagesRequest,
-    RerankRequest, ResponsesRequest, TokenizeRequest, UnloadAdapterRequest, UpdateWeightsRequest,
+    RerankRequest, ResponsesRequest, ScoreRequest, TokenizeRequest, UnloadAdapterRequest, UpdateWeightsRequest,
 )  # fmt: skip
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
