@@ -220,8 +220,8 @@ FAMILIES = {
         experts=read_llama4, rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True, nope_interval=4,
     ),
     "Ministral3ForCausalLM": Family(
-        262144, "head_dim sliding_window", model_type="ministral3", kv_heads=8, head_dim=128, window="stated", rms_norm_eps=1e-5,
-        yarn=_MINISTRAL_YARN, temperature=True,
+        262144, "head_dim sliding_window rope_interleave", model_type="ministral3", kv_heads=8, head_dim=128, window="stated",
+        rms_norm_eps=1e-5, yarn=_MINISTRAL_YARN, temperature=True,
     ),
     "Qwen2ForCausalLM": Family(
         32768, f"head_dim {_WINDOW_OF_SOME} max_window_layers layer_types", "attention_bias", kv_heads=32, window="chosen",

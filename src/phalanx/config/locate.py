@@ -8,9 +8,11 @@ import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from phalanx.config.model import CONFIG
+from phalanx.config.mistral_format import PARAMS, WEIGHTS
+from phalanx.config.model import CONFIG, config_file
 from phalanx.errors import ModelNotFound
 from phalanx.log import get_logger
 
@@ -20,7 +22,7 @@ DEMO = Path(__file__).resolve().parent.parent / "demo_model"
 """The checkpoint inside the package."""
 
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
-_IGNORED_FILES = ["consolidated*", "original/*", "onnx/*"]  # copies in formats that Phalanx does not read
+_IGNORED_FILES = [WEIGHTS, "original/*", "onnx/*"]  # copies, of which no second one is read
 
 _SAMPLES, _SAMPLE_BYTES = 128, 4096
 """Samples of the data of all weight files together, but at least one of each. All of them miss a twentieth of the data in one of
@@ -67,7 +69,7 @@ def _checked(folder: Path, model: str, need: str, option: str) -> Path:
     refuse_gguf(folder, f"{option} {model!r}", need=need)
     if not folder.is_dir():
         raise ModelNotFound(f"{option} {model!r} is a file", held=f"the file is {folder}", next="give the folder that contains it")
-    if need and not (folder / need).exists():
+    if need and not (folder / need).exists() and not (need == CONFIG and (folder / PARAMS).exists()):
         names = sorted(path.name for path in folder.iterdir())
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise ModelNotFound(
@@ -112,9 +114,12 @@ def _download(model: str, revision: str | None, option: str) -> Path:
     logger.info("fetching %s%s from the Hub, or from its cache on this host", model, at)
     try:
         with _host_lock(Path(constants.HF_HUB_CACHE) / ".locks" / f"phalanx--{model.replace('/', '--')}.lock"):
-            folder = huggingface_hub.snapshot_download(
-                model, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED_FILES, library_name="phalanx"
+            fetch = partial(
+                huggingface_hub.snapshot_download, model, revision=revision, allow_patterns=_FILES, library_name="phalanx"
             )
+            folder = fetch(ignore_patterns=_IGNORED_FILES)
+            if config_file(Path(folder)).name == PARAMS:
+                folder = fetch(ignore_patterns=_IGNORED_FILES[1:])
     except Exception as error:  # the client of the Hub raises its own errors, those of its HTTP client, and OSError
         raise _download_error(f"{option} {model!r}{at}", error) from error
     return Path(folder)
@@ -165,12 +170,13 @@ def _download_error(name: str, error: Exception) -> ModelNotFound:
 
 
 def checkpoint_digest(folder: Path, *, weights: bool) -> str:
-    """Digest of config.json and, with `weights`, of each weight file: its name, its size, its header, and samples of its data.
+    """Digest of config.json, or params.json, and, with `weights`, of each weight file: its name, its size, its header, and
+    samples of its data.
 
     So it differs between a checkpoint and its fine-tune, which has the same names, shapes and sizes. Of a checkpoint of 30 files it
     reads 30 headers and 150 samples of 4 KiB: 180 reads, and a few megabytes at most.
     """
-    digest = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=8)
+    digest = hashlib.blake2b(config_file(folder).read_bytes(), digest_size=8)
     files = sorted(folder.glob("*.safetensors")) if weights else []
     for path in files:
         size = path.stat().st_size

@@ -18,6 +18,7 @@ from phalanx.config.generation import GENERATION, read_sampling_defaults
 from phalanx.config.json_fields import JsonFields
 from phalanx.config.latent import Latent
 from phalanx.config.mamba import Block, Mamba2
+from phalanx.config.mistral_format import PARAMS, as_config
 from phalanx.config.model_fields import MODEL
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
 from phalanx.config.rope import (
@@ -136,7 +137,7 @@ class ModelShape:
     @classmethod
     def from_folder(cls, folder: Path, *, quiet: bool = False) -> ModelShape:
         """Read the folder of a checkpoint. Raises as `load_config` and `from_config`."""
-        return cls.from_config(load_config(folder), file=str(folder / CONFIG), quiet=quiet)
+        return cls.from_config(load_config(folder), file=str(config_file(folder)), quiet=quiet)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, file: str = CONFIG, quiet: bool = False) -> ModelShape:
@@ -209,17 +210,23 @@ def _log(shape: ModelShape, fields: JsonFields, file: str) -> None:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """Read config.json of a folder.
+    """Read config.json of a folder; or params.json, where that alone is there (`mistral_format`).
 
     The content of generation_config.json, if there is one, is added as "generation_config"; that of hf_quant_config.json as
     "quantization_config" if config.json has none. Raises ModelError if config.json is missing, or any of them is not a JSON object.
     """
-    config = _read_json(folder / CONFIG)
+    file = config_file(folder)
+    config = _read_json(file) if file.name == CONFIG else as_config(_read_json(file), str(file))
     if not config.get("quantization_config") and (folder / MODELOPT).exists():
         config["quantization_config"] = from_modelopt(_read_json(folder / MODELOPT))
     generation = folder / GENERATION
     config["generation_config"] = _read_json(generation) if generation.exists() else {}
     return config
+
+
+def config_file(folder: Path) -> Path:
+    """config.json of a folder; params.json where that alone is there."""
+    return next((path for path in (folder / CONFIG, folder / PARAMS) if path.exists()), folder / CONFIG)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -399,7 +406,8 @@ def _ropes(
     defaults = RopeDefaults(
         family.rope_theta, portion, family.yarn, family.original_positions, family.rope_types, family.temperature
     )  # fmt: skip
-    rope = replace(read_rope(fields, max_positions, defaults, head_dim), interleaved=family.interleaved)
+    neighbours = family.latent is None and fields.reads("rope_interleave") and fields.flag("rope_interleave", False)
+    rope = replace(read_rope(fields, max_positions, defaults, head_dim), interleaved=family.interleaved or neighbours)
     if family.nope_full or not _has_rope(fields):
         nope_layers = tuple(layer for layer, window in enumerate(windows) if window is None)
     nope = NOPE

@@ -213,6 +213,8 @@ _SCHEME = FieldTable.of(
     "type num_bits symmetric strategy dynamic block_structure", "observer observer_kwargs zp_dtype scale_dtype",
     {"group_size": (), "actorder": (False,)},
 )  # fmt: skip
+_GROUPED_SCHEME = FieldTable.of(f"{' '.join(_SCHEME.honoured)} group_size", " ".join(_SCHEME.harmless), {"actorder": (False,)})
+"""Of activations, which may have a scale for each token and group of columns."""
 _MODELOPT_LAYER = FieldTable.of("quant_algo group_size", "", {"has_zero_point": (False,), "pre_quant_scale": (False,)})
 _INT4_SCHEME = FieldTable.of(
     "type num_bits symmetric strategy group_size actorder dynamic", "observer observer_kwargs zp_dtype scale_dtype",
@@ -392,7 +394,8 @@ def _scheme(group: JsonFields, default: str, plain: Quantization) -> Quantizatio
     if form not in ("float-quantized", "int-quantized"):
         raise _unsupported(group, "format")
     kind = form.removesuffix("-quantized")
-    (weights, block), activations = _weights_of(group, kind), _activations_of(group, kind)
+    weights, block = _weights_of(group, kind)
+    activations = _activations_of(group, kind, block)
     if kind == "int":
         if activations == "none" or weights == "block":
             name = "input_activations" if activations == "none" else "weights"
@@ -508,11 +511,14 @@ def _weights_of(group: JsonFields, kind: str) -> tuple[Weights, tuple[int, int] 
     return ("tensor", None) if strategy == "tensor" else ("channel", None)
 
 
-def _activations_of(group: JsonFields, kind: str) -> Activations:
+def _activations_of(group: JsonFields, kind: str, block: tuple[int, int] | None) -> Activations:
     if group.optional_mapping("input_activations") is None:
         return "none"
-    activations = _scheme_of(group, "input_activations", _SCHEME)
+    activations = _scheme_of(group, "input_activations", _GROUPED_SCHEME)
     _require(activations, type=kind, num_bits=8, symmetric=True)
+    size, columns = activations.value("group_size"), None if block is None else block[1]
+    if size != (columns if activations.value("strategy") == "group" else None):
+        raise _unsupported(activations, "group_size", f"groups of columns are those of block_structure, {columns}")
     if activations.value("dynamic") is True:
         return "token"
     _require(activations, "static activations must have one scale per tensor", strategy="tensor")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from phalanx.config.json_fields import FieldTable, JsonFields
+from phalanx.config.mistral_format import OTHER_TOWERS
 from phalanx.config.model_fields import HARMLESS, REFUSED
 from phalanx.errors import ModelError, UnsupportedArchitecture
 
@@ -34,7 +35,7 @@ _KIMI = TextTower({"kimi_k2": "DeepseekV3ForCausalLM", "deepseek_v3": "DeepseekV
 WRAPPERS = {
     "Mistral3ForConditionalGeneration": TextTower(
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"},
-        ("vision_tower.", "multi_modal_projector.")
+        ("vision_tower.", "multi_modal_projector.", *OTHER_TOWERS),
     ),
     "Llama4ForConditionalGeneration": TextTower(
         {"llama4_text": "Llama4ForCausalLM"}, ("vision_model.", "multi_modal_projector.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.locate import DEMO
-from phalanx.config.model import CONFIG, ModelShape
+from phalanx.config.model import ModelShape, config_file
 from phalanx.config.options import EngineOptions
 from phalanx.config.serving import QUEUED_BATCHES, ServeOptions
 from phalanx.errors import PhalanxError
@@ -66,7 +66,7 @@ class Subject:
         except OSError:
             commit = revision
         snapshot = folder / "snapshots" / commit
-        return snapshot if (snapshot / CONFIG).exists() else None
+        return snapshot if config_file(snapshot).exists() else None
 
     @property
     def hub_cache(self) -> Path:

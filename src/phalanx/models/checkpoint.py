@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.config.json_fields import FieldTable
+from phalanx.config.mistral_format import PARAMS, WEIGHTS, WEIGHTS_INDEX, tensor_name
+from phalanx.config.model import config_file
 from phalanx.config.text_tower import PREFIXES, WRAPPERS
 from phalanx.errors import WeightError
 from phalanx.log import get_logger
@@ -57,19 +59,21 @@ Located = dict[str, StoredTensor]
 
 def locate_tensors(folder: Path) -> Located:
     """The tensors of a folder, by their names on disk: of model.safetensors, else of the files that the index names, else of every
-    *.safetensors. The files tell which tensor is where: an index that names the wrong one of them misleads nobody.
+    *.safetensors. In Mistral's format (`mistral_format`), by the names of transformers. The files tell which tensor is where: an
+    index that names the wrong one of them misleads nobody.
 
     Raises WeightError for a folder without weights, a faulty index, a file or tensor of the index that is missing, and a tensor in
     two files.
     """
-    index, single = folder / INDEX, folder / SINGLE
+    own = config_file(folder).name == PARAMS
+    index, single = folder / (WEIGHTS_INDEX if own else INDEX), folder / SINGLE
     weight_map = {} if single.exists() or not index.exists() else _read_index(index)
     files = [single] if single.exists() else [folder / name for name in sorted(set(weight_map.values()))]
     if single.exists() and index.exists():
         logger.info("%s is read, and not the files that %s names, as transformers does", single, INDEX)
     if not files:
-        # Mistral ships a second copy in its own format under this name.
-        files = [file for file in sorted(folder.glob("*.safetensors")) if not file.name.startswith("consolidated")]
+        # Mistral ships a copy in its own format under this name.
+        files = [file for file in sorted(folder.glob("*.safetensors")) if own or not file.match(WEIGHTS)]
     if not files:
         others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
         raise WeightError(
@@ -90,7 +94,7 @@ def locate_tensors(folder: Path) -> Located:
             f"{index} says that {absent} is in {weight_map[absent]}", held="neither this nor another file that it names has it",
             why="index and files are of different checkpoints", next="download both again",
         )  # fmt: skip
-    return located
+    return {tensor_name(name): place for name, place in located.items()} if own else located
 
 
 def _read_index(index: Path) -> dict[str, str]:

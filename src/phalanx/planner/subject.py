@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.locate import DEMO, refuse_gguf
-from phalanx.config.model import ModelShape, load_config
+from phalanx.config.mistral_format import PARAMS, as_config
+from phalanx.config.model import ModelShape
 from phalanx.errors import ModelError, ModelNotFound, OptionError
 from phalanx.hardware import catalogue, probe
 from phalanx.hardware.nvml import Gpu
@@ -36,7 +37,7 @@ def shape_for(model: str, revision: str | None = None) -> ModelShape:
     path = DEMO if model == "demo" else Path(model).expanduser()
     refuse_gguf(path, f"model {model!r}")
     if path.is_dir():
-        return ModelShape.from_config(load_config(path), file=str(path / "config.json"))
+        return ModelShape.from_folder(path)
     if path.is_file():
         return ModelShape.from_config(_read(path), file=str(path))
     return ModelShape.from_config(_of_hub(model, revision), file=f"config.json of {model}")
@@ -49,7 +50,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ModelError(f"{path} cannot be read", why=str(error)) from None
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds a {type(config).__name__}", why="config.json must hold an object")
-    return config
+    return as_config(config, str(path)) if path.name == PARAMS else config
 
 
 def _of_hub(model: str, revision: str | None) -> Mapping[str, Any]:
