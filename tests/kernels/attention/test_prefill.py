@@ -87,23 +87,23 @@ def check_programs_that_share_a_tile() -> None:
     workspace = SplitKvWorkspace(torch.device("cpu"))
     shapes = [([(7, 150)], 1, 4), ([(3, 200), (40, 45), (0, 9), (33, 170), (1, 1)], 2, 4), ([(90, 100), (2, 260)], 1, 20)]
     kinds: list[dict[str, Any]] = [{}, {"fp8": True}, {"int8": True}, {"sinks": 3.0}, {"block_size": 5, "indirect": False}]
-    shared = 0
-    for (rows, kv_heads, group), kind, slots in itertools.product(shapes, kinds, (2, 5, 16, 40)):
+    shared, tiling = 0, PrefillTiling(64, 32, 4, 2, split_keys=32, splits_per_sm=1)
+    for (rows, kv_heads, group), kind in itertools.product(shapes, kinds):
         case = Case(rows, kv_heads, group, 16, **kind)
-        workspace.num_sms = slots * kv_heads
         inputs = inputs_of(case)
-        tiling = PrefillTiling(64, 32, 4, 2, split_keys=32, splits_per_sm=1)
-        wanted = reference.prefill_attention(*inputs.operands, **options(case, inputs), out=torch.full_like(inputs.query, KEPT))
-        plain = prefill_attention(
-            *inputs.operands, **options(case, inputs), tiling=tiling, out=torch.full_like(inputs.query, KEPT)
-        )  # fmt: skip
-        out = prefill_attention(
-            *inputs.operands, **options(case, inputs), tiling=tiling, out=torch.full_like(inputs.query, KEPT), workspace=workspace
-        )  # fmt: skip
-        assert_near(case, out, wanted)
-        shared += int(not torch.equal(out, plain))
-        assert not any(counts.any() for *_, counts in workspace._buffers)
-    assert shared >= 20, "hardly any case was split: its results are rounded otherwise than those of one program"
+
+        def output(attention: Any, inputs: Any = inputs, case: Case = case, **more: Any) -> torch.Tensor:
+            return attention(*inputs.operands, **options(case, inputs), out=torch.full_like(inputs.query, KEPT), **more)
+
+        wanted, plain = output(reference.prefill_attention), output(prefill_attention, tiling=tiling)
+        # What a cache holds does not change how tiles are divided.
+        for slots in (40,) if kind else (2, 5, 16, 40):
+            workspace.num_sms = slots * kv_heads
+            out = output(prefill_attention, tiling=tiling, workspace=workspace)
+            assert_near(case, out, wanted)
+            shared += int(not torch.equal(out, plain))
+            assert not any(counts.any() for *_, counts in workspace._buffers)
+    assert shared >= 12, "hardly any case was split: its results are rounded otherwise than those of one program"
 
 
 def check_as_many_programs_as_tiles_or_more() -> None:
