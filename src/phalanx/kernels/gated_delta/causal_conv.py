@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.gated_delta.chunks import chunk_at, sigmoid
+from phalanx.kernels.gated_delta.chunks import chunk_at, row_at, sigmoid
 from phalanx.kernels.gated_delta.reference import CHUNK, StateRows, max_chunk_rows
 from phalanx.kernels.vectors import nearest
 
@@ -34,14 +34,9 @@ def _conv_decode(
 ):  # fmt: skip
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
-    if SM >= 90:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.load(starts + row).to(tl.int64)
-    count = tl.load(starts + row + 1) - token
+    token, count, slot, start = row_at(slots, starts, lengths, row, SM)
     if tl.load(kv_slots + token, count > 0, -1) >= 0:
-        tail = tails + tl.load(slots + row).to(tl.int64) * ((TAPS - 1) * channels) + channel
-        going = inside & (tl.load(lengths + row) > count)
+        tail, going = tails + slot * ((TAPS - 1) * channels) + channel, inside & (start > 0)
         new = tl.load(x + token * pitch + channel, inside, 0.0)
         total = new.to(tl.float32) * tl.load(weight + channel * TAPS + TAPS - 1, inside, 0.0).to(tl.float32)
         for tap in tl.static_range(TAPS - 1):
@@ -94,16 +89,11 @@ def _keep_tails(
 ):  # fmt: skip
     """What the next step needs of a prefill row, in the place of what this one needed."""
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if SM >= 90:
-        gdc_launch_dependents()
-        gdc_wait()
-    begin = tl.load(starts + row).to(tl.int64)
-    count = tl.load(starts + row + 1) - begin
+    begin, count, slot, start = row_at(slots, starts, lengths, row, SM)
     if count > 0:
-        inside, going = channel < channels, tl.load(lengths + row) > count
-        place = tl.load(slots + row).to(tl.int64) * slot_pitch
+        inside, place = channel < channels, slot * slot_pitch
         for tap in tl.static_range(TAPS - 1):
-            taken = _before(x, tails, place, count - (TAPS - 1) + tap, channel, channels, pitch, begin, going, inside, TAPS)
+            taken = _before(x, tails, place, count - (TAPS - 1) + tap, channel, channels, pitch, begin, start > 0, inside, TAPS)
             tl.store(tails + place + tap * channels + channel, taken, inside)
 
 

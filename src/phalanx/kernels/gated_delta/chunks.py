@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""What the kernels of the gated delta rule share: where a chunk of tokens is, normed heads, gates."""
+"""What the kernels of the gated delta rule share: where a row and a chunk of tokens is, normed heads, gates."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def row_at(slots, starts, lengths, row, SM: tl.constexpr):
+    """A kernel's first loads, behind the kernel before: a row's (first token in the step, number of tokens, slot, position of its
+    first token), all int64."""
+    if SM >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.load(starts + row).to(tl.int64)
+    count = tl.load(starts + row + 1) - token
+    return token, count, tl.load(slots + row).to(tl.int64), tl.load(lengths + row) - count
 
 
 @triton.jit

@@ -13,12 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.gated_delta.chunks import log_decay, sigmoid
-from phalanx.kernels.gated_delta.recurrent import gated_norm
+from phalanx.kernels.gated_delta.chunks import row_at, sigmoid
+from phalanx.kernels.gated_delta.recurrent import delta_token, store_output
 from phalanx.kernels.gated_delta.reference import NORM_EPS, DeltaWeights, StateRows
 from phalanx.kernels.vectors import nearest
 
@@ -52,15 +51,9 @@ def _conv_verify(
     """accepted [rows * KEPT, channels]: the convolved inputs that a slot has kept, of its first row."""
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
-    if SM >= 90:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.load(starts + row).to(tl.int64)
-    count = tl.load(starts + row + 1).to(tl.int64) - token
+    token, count, slot, start = row_at(slots, starts, lengths, row, SM)
     if _first_of_slot(slots, kv_slots, row, token, count, NEW):
-        length = tl.load(lengths + row).to(tl.int64)
-        start = length - count
-        kept = tails + tl.load(slots + row).to(tl.int64) * slot_pitch + channel
+        kept = tails + slot * slot_pitch + channel
         origin = kept + (TAPS - 1 + KEPT) * channels
         going = inside & (start > 0)
         at = tl.max(tl.load(origin, going, 0.0), 0).to(tl.int64)
@@ -96,24 +89,7 @@ def _conv_verify(
                     tl.store(kept + (TAPS - 1 + i) * channels, now, inside)
             tl.store(origin, tl.zeros([BLOCK], tl.float32) + start.to(tl.float32), inside)
         else:
-            tl.store(origin, tl.zeros([BLOCK], tl.float32) + length.to(tl.float32), inside)
-
-
-@triton.jit
-def _one_token(
-    matrix, own, b, a, log, bias, head, key, value, is_key, is_value, scale,
-    HEADS: tl.constexpr, RATIO: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    """own: a token's convolved channels. Returns the state behind it, and the query."""
-    WIDTH: tl.constexpr = HEADS // RATIO * KEYS
-    q = tl.load(own + head // RATIO * KEYS + key, is_key, 0.0).to(tl.float32)
-    k = tl.load(own + WIDTH + head // RATIO * KEYS + key, is_key, 0.0).to(tl.float32)
-    v = tl.load(own + 2 * WIDTH + head * VALUES + value, is_value, 0.0).to(tl.float32)
-    q = q * (tl.rsqrt(tl.sum(q * q, 0, keep_dims=True) + EPS) * scale)
-    k = k * tl.rsqrt(tl.sum(k * k, 0, keep_dims=True) + EPS)
-    matrix = matrix * tl.exp(log_decay(a, log, bias))
-    delta = (v - tl.sum(matrix * k, 0, keep_dims=True)) * sigmoid(b)
-    return matrix + k * delta, q
+            tl.store(origin, tl.zeros([BLOCK], tl.float32) + (start + count).to(tl.float32), inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "lengths"])
@@ -126,16 +102,9 @@ def _delta_verify(
     row, head = tl.program_id(0), tl.program_id(1)
     key, value = tl.arange(0, WIDE_KEYS)[:, None], tl.arange(0, WIDE_VALUES)[None, :]
     is_key, is_value = key < KEYS, value < VALUES
-    if SM >= 90:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.load(starts + row).to(tl.int64)
-    count = tl.load(starts + row + 1).to(tl.int64) - token
+    token, count, slot, start = row_at(slots, starts, lengths, row, SM)
     if _first_of_slot(slots, kv_slots, row, token, count, NEW):
         CHANNELS: tl.constexpr = 2 * (HEADS // RATIO * KEYS) + HEADS * VALUES
-        length = tl.load(lengths + row).to(tl.int64)
-        start = length - count
-        slot = tl.load(slots + row).to(tl.int64)
         kept = pending + (slot * HEADS + head) * (2 * KEPT + 1)
         at = tl.load(kept + 2 * KEPT, start > 0, 0.0).to(tl.int64)
         taken = tl.where(start > 0, tl.minimum(tl.maximum(start - at, 0), KEPT), 0)  # steps that measure memory begin anywhere
@@ -145,7 +114,7 @@ def _delta_verify(
         for j in range(0, taken):
             own = accepted + (row * KEPT + j).to(tl.int64) * CHANNELS
             b, a = tl.load(kept + j), tl.load(kept + KEPT + j)
-            matrix, _ = _one_token(
+            matrix, _ = delta_token(
                 matrix, own, b, a, log, bias, head, key, value, is_key, is_value, scale, HEADS, RATIO, KEYS, VALUES, EPS
             )
         tl.store(state + place, matrix, is_key & is_value & ((taken > 0) | (start == 0)))
@@ -158,17 +127,14 @@ def _delta_verify(
                     a = tl.load(ba + now * ba_pitch + HEADS + head).to(tl.float32)
                     tl.store(kept + i, b)
                     tl.store(kept + KEPT + i, a)
-                    matrix, q = _one_token(
+                    matrix, q = delta_token(
                         matrix, qkv + now * CHANNELS, b, a, log, bias, head, key, value, is_key, is_value, scale,
                         HEADS, RATIO, KEYS, VALUES, EPS,
                     )  # fmt: skip
-                    gate = tl.load(z + now * z_pitch + head * VALUES + value, is_value, 0.0)
-                    weight = tl.load(norm + value, is_value, 0.0)
-                    result = gated_norm(tl.sum(matrix * q, 0, keep_dims=True), weight, gate, eps, VALUES, SM)
-                    tl.store(out + now * (HEADS * VALUES) + head * VALUES + value, nearest(result, gate, SM), is_value)
+                    store_output(matrix, q, z, norm, out, now, head, value, is_value, z_pitch, eps, HEADS, VALUES, SM)
             tl.store(kept + 2 * KEPT, start.to(tl.float32))
         else:
-            tl.store(kept + 2 * KEPT, length.to(tl.float32))
+            tl.store(kept + 2 * KEPT, (start + count).to(tl.float32))
 
 
 def verify(

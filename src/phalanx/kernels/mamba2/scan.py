@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.config.gated_delta import CHUNK
 from phalanx.config.mamba import Mamba2
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.gated_delta.chunks import dot, sigmoid, softplus
+from phalanx.kernels.gated_delta.chunks import dot, row_at, sigmoid, softplus
 from phalanx.kernels.gated_delta.reference import StateRows
 from phalanx.kernels.mamba2.reference import MambaWeights
 
@@ -33,15 +33,10 @@ def _decode(
     row, head = tl.program_id(0), tl.program_id(1)
     key, value = tl.arange(0, WIDE_STATE)[:, None], tl.arange(0, WIDE_VALUES)[None, :]
     is_key, is_value = key < STATE, value < VALUES
-    if SM >= 90:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.load(starts + row).to(tl.int64)
-    count = tl.load(starts + row + 1) - token
+    token, count, slot, start = row_at(slots, starts, lengths, row, SM)
     if tl.load(kv_slots + token, count > 0, -1) >= 0:
-        place = (tl.load(slots + row).to(tl.int64) * HEADS + head) * (STATE * VALUES) + key * VALUES + value
-        going = tl.load(lengths + row) > count
-        matrix = tl.load(state + place, is_key & is_value & going, 0.0)
+        place = (slot * HEADS + head) * (STATE * VALUES) + key * VALUES + value
+        matrix = tl.load(state + place, is_key & is_value & (start > 0), 0.0)
         own = groups + token * (2 * GROUPS * STATE) + head // (HEADS // GROUPS) * STATE + key
         b = tl.load(own, is_key, 0.0).to(tl.float32)
         c = tl.load(own + GROUPS * STATE, is_key, 0.0).to(tl.float32)
