@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces reach a real receiver of OTLP over HTTP, which decodes them with OpenTelemetry's own messages."""
+"""Traces reach a receiver of OTLP over HTTP, which decodes them with OpenTelemetry's own messages: directly, and through Rotel, a
+collector in Rust, which `.ci/run` fetches."""
 
 from __future__ import annotations
 
+import gzip
+import shutil
+import socket
+import subprocess
 import threading
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from phalanx.deploy.ray_serve import free_ports
 from phalanx.errors import OptionError
 from phalanx.serve.telemetry.tracing import traces_url
 from tests.support.serve_processes import MODEL, fake_server, until
@@ -28,7 +35,9 @@ class Collector:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 assert (self.path, self.headers["Content-Type"]) == ("/v1/traces", "application/x-protobuf")
-                request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                packed = self.headers["Content-Encoding"] == "gzip"
+                request = ExportTraceServiceRequest.FromString(gzip.decompress(body) if packed else body)
                 for group in request.resource_spans:
                     resources.append(values(group.resource.attributes))
                     for scope in group.scope_spans:
@@ -57,12 +66,49 @@ def values(attributes):
     return plain
 
 
-def test_spans_of_a_request_below_the_callers(tmp_path, tiny_model):
+@contextmanager
+def through_rotel(url, folder):
+    """The URL of a collector that sends what it gets on to another one."""
+    http = free_ports(2)
+    command = [
+        "rotel-agent", "start", "--otlp-http-endpoint", f"127.0.0.1:{http}", "--otlp-grpc-endpoint", f"127.0.0.1:{http + 1}",
+        "--exporter", "otlp", "--otlp-exporter-protocol", "http", "--otlp-exporter-endpoint", url,
+        "--pid-file", str(folder / "rotel.pid"),
+    ]  # fmt: skip
+    agent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: _listens(http))
+        yield f"http://127.0.0.1:{http}"
+    finally:
+        agent.terminate()
+        agent.wait(20)
+
+
+def _listens(port):
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+@contextmanager
+def directly(url, _):
+    yield url
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        directly,
+        pytest.param(through_rotel, marks=pytest.mark.skipif(not shutil.which("rotel-agent"), reason="not run: needs rotel-agent")),
+    ],
+)
+def test_spans_of_a_request_below_the_callers(tmp_path, tiny_model, way):
     collector = Collector()
     environment = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_RESOURCE_ATTRIBUTES": "deployment=tests"}
-    with fake_server(
-        tmp_path, tiny_model, fake={"latency": 0.01}, otlp_traces_endpoint=collector.url, environment=environment
-    ) as served:
+    with (
+        way(collector.url, tmp_path) as url,
+        fake_server(tmp_path, tiny_model, fake={"latency": 0.01}, otlp_traces_endpoint=url, environment=environment) as served,
+    ):
         served.wait_ready()
         headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "X-Request-Id": "r-1"}
         body = {"model": MODEL, "prompt": "secret", "max_tokens": 5, "ignore_eos": True, "temperature": 0.5, "stream": True}
