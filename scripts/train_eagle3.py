@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = locate(options.model)
         shape = ModelShape.from_folder(folder)
         declared = declare(options, folder, shape, work / "head")
-        texts = write_texts(options, work / "texts.jsonl")
+        texts = write_texts(options, folder, work / "texts.jsonl")
         train(options, folder, shape, declared, texts, work)
     except PhalanxError as error:
         print(f"train_eagle3: {error}", file=sys.stderr)
@@ -100,25 +100,44 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", help='a folder, a Hub id or "demo"')
     parser.add_argument("head", type=Path, help="the folder that is written")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt in a line")
-    parser.add_argument("--max_tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--max_tokens", type=positive, default=256, help="of each answer")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="of the prompts, in turn")
-    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="options of the engine that answers prompts")
-    parser.add_argument("--draft_vocab_size", type=int, default=32000)
+    parser.add_argument("--engine", type=fields, default={}, metavar="JSON", help="options of the engine that answers prompts")
+    parser.add_argument("--draft_vocab_size", type=positive, default=32000)
     parser.add_argument(
         "--layers", type=int, nargs="+", help="before which the head reads; default: 2, the middle, the last but two"
     )
     parser.add_argument(
-        "--config", type=json.loads, default={}, metavar="JSON", help="fields of config.json, such as intermediate_size"
+        "--config", type=fields, default={}, metavar="JSON", help="fields of config.json, such as intermediate_size"
     )
-    parser.add_argument("--unroll", type=int, default=5, help="passes of the head that are trained")
+    parser.add_argument("--unroll", type=positive, default=5, help="passes of the head that are trained")
     parser.add_argument("--epochs", type=int, default=2, help="0 writes an untrained head")
-    parser.add_argument("--batch_tokens", type=int, default=4096)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--batch_tokens", type=positive, default=4096)
+    parser.add_argument("--lr", type=rate, default=5e-4)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument("--threads", type=positive, help="of a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="the folder of texts and states; default: HEAD.work")
     return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def rate(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+    return number
+
+
+def fields(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object")
+    return value
 
 
 # ---- the head's config.json ------------------------------------------------------------------------------------------
@@ -173,21 +192,32 @@ class Text:
     begin: int = 0
 
 
-def write_texts(options: argparse.Namespace, file: Path) -> list[Text]:
+def changed(folder: Path) -> dict[str, int]:
+    """When the weights of the model were written, in ns: texts of earlier weights are another model's."""
+    return {file.name: file.stat().st_mtime_ns for file in sorted(folder.glob("*.safetensors"))}
+
+
+def write_texts(options: argparse.Namespace, folder: Path, file: Path) -> list[Text]:
     """The answers of the model, those in the file among them; the others are added to it."""
     prompts = [task.replace("{}", subject) for subject in SUBJECTS for task in TASKS]
     if options.prompts is not None:
-        prompts = [line.strip() for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            prompts = [line.strip() for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise PhalanxError(f"--prompts {options.prompts} cannot be read", why=str(error), next="name a text file") from error
     if len(prompts) < 21:
         raise PhalanxError(f"{len(prompts)} prompts are not enough", why="every 21st one is held out", next="give more prompts")
     file.parent.mkdir(parents=True, exist_ok=True)
-    stated = {"model": options.model, "max_tokens": options.max_tokens, "temperatures": options.temperatures, "prompts": prompts}
+    stated = {
+        "model": options.model, "weights": changed(folder), "max_tokens": options.max_tokens, "temperatures": options.temperatures,
+        "prompts": prompts,
+    }  # fmt: skip
     about = file.with_name("about.json")
     if not about.exists():
         about.write_text(json.dumps(stated), encoding="utf-8")
     elif json.loads(about.read_text(encoding="utf-8")) != stated:
         raise PhalanxError(
-            f"{file.parent} has texts of another model, or of other prompts, temperatures or max_tokens",
+            f"{file.parent} has texts of another model or of earlier weights, or of other prompts, temperatures or max_tokens",
             why="they would be mixed", next="name another --work, or remove this one",
         )  # fmt: skip
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []

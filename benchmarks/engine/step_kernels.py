@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.engine.speculation import write_head
 from benchmarks.engine.step_kernels_rank import VARIABLE
 from phalanx import LLM, SamplingParams
 from phalanx.bench import shapes
@@ -66,6 +67,7 @@ def main() -> int:
     parser.add_argument(
         "--tokens", type=int, help="of a step that is recorded, at least: 4,096, with several --requests each number"
     )
+    parser.add_argument("--speculative_config", type=json.loads, metavar="JSON", help="as of phalanx serve; eagle3 needs no model")
     parser.add_argument("--first", type=int, default=24, help="the first of these steps that is recorded")
     parser.add_argument("--steps", type=int, default=4, help="how many are recorded")
     arguments = parser.parse_args()
@@ -111,7 +113,7 @@ def record(arguments: argparse.Namespace, folder: Path) -> list[Path]:
         model, dtype=arguments.dtype, kv_cache_dtype=arguments.kv_cache_dtype, tensor_parallel_size=arguments.tp_size,
         device=arguments.device, load_format="auto" if is_demo else "dummy", skip_tokenizer_init=True,
         enable_prefix_caching=False, max_num_tokens=arguments.max_num_tokens, max_batch_size=512,
-        expert_traffic=arguments.expert_traffic,
+        expert_traffic=arguments.expert_traffic, speculative_config=speculative(arguments, folder),
         max_seq_len=arguments.input_len + arguments.output_len,
         launcher="benchmarks.engine.step_kernels:RecordingLauncher",
     ) as llm:  # fmt: skip
@@ -124,6 +126,14 @@ def record(arguments: argparse.Namespace, folder: Path) -> list[Path]:
         if not of_ranks:
             raise RuntimeError(f"fewer than {arguments.first + arguments.steps - 1} steps had {least} tokens")
     return [of_ranks[0] for of_ranks in traces]
+
+
+def speculative(arguments: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
+    """As named; eagle3 without a model has a head of the shape's layers."""
+    config: dict[str, Any] | None = arguments.speculative_config
+    if config is not None and config.get("method") == "eagle3" and "model" not in config:
+        return {**config, "model": str(write_head(arguments.model, folder / "head"))}
+    return config
 
 
 def read(path: Path) -> list[dict[str, Any]]:

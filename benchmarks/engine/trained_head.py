@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained EAGLE-3 head in the engine, one request at a time in fp32: how often the draft at each place is accepted, tokens of a
+"""A trained EAGLE-3 head in the engine, one request at a time: how often the draft at each place is accepted, tokens of a
 step, whether tokens are those without drafts, and what a token costs, at temperature 0 and 0.7.
 
     python -m benchmarks.engine.trained_head MODEL HEAD --out DIR [--prompts FILE] [--drafts 4]
@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--name", default="engine_trained_head", help="of the file of figures")
     parser.add_argument("--note", default="", help="on the head's training, for the file")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
@@ -46,7 +47,7 @@ def main() -> int:
     answers, figures = {}, dict[str, Any]()
     for name, speculative in (("none", None), ("eagle3", config)):
         with LLM(
-            args.model, device=args.device, dtype="fp32", max_batch_size=1, max_seq_len=1024, speculative_config=speculative,
+            args.model, device=args.device, dtype=args.dtype, max_batch_size=1, max_seq_len=1024, speculative_config=speculative,
             enable_prefix_caching=False,
         ) as llm:  # fmt: skip
             run(llm, prompts[:1], 0.0, 16)
@@ -58,7 +59,7 @@ def main() -> int:
         pairs = zip(answers["none", key], answers["eagle3", key], strict=True)
         each["requests_with_other_tokens"] = sum(one != other for one, other in pairs)
         print(key, "requests with other tokens:", each["requests_with_other_tokens"], flush=True)
-    facts = {"note": args.note, "prompts": len(prompts), "drafts": args.drafts, "max_tokens": args.tokens}
+    facts = {"note": args.note, "dtype": args.dtype, "prompts": len(prompts), "drafts": args.drafts, "max_tokens": args.tokens}
     print(f"written: {harness.write(args.name, facts | figures, args.out)}")
     return 0
 

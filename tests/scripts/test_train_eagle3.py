@@ -113,10 +113,22 @@ def test_what_cannot_be_trained_is_refused(
         ("--layers", "0", "1", "9"): "the head reads the states before layers 0, 1, 9; the target has 4 layers",
         ("--layers", "1", "2"): "--layers begins with 1",
         ("--layers", "0", "1", "2", "--prompts", str(few)): "2 prompts are not enough",
+        ("--layers", "0", "1", "2", "--prompts", str(tmp_path / "none.txt")): "none.txt cannot be read",
     }
     for options, message in cases.items():
         assert script.main([str(target), str(tmp_path / "head"), *options]) == 1
         assert message in capsys.readouterr().err
+    for flag, value in [
+        ("--unroll", "0"),
+        ("--lr", "nan"),
+        ("--lr", "0"),
+        ("--engine", "[1]"),
+        ("--config", "7"),
+        ("--engine", "{"),
+    ]:
+        with pytest.raises(SystemExit):
+            script.main([str(target), str(tmp_path / "head"), flag, value])
+        assert f"argument {flag}: " in capsys.readouterr().err
     recurrent = write_checkpoint(tmp_path / "recurrent", "qwen3_next")
     assert script.main([str(recurrent), str(tmp_path / "head")]) == 1
     assert "Qwen3NextForCausalLM keeps a state of each request" in capsys.readouterr().err
@@ -130,7 +142,7 @@ def test_what_cannot_be_trained_is_refused(
     (work / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in short))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("x\n" * 21)
-    stated = {"model": str(DEMO), "max_tokens": 2, "temperatures": [0.0], "prompts": ["x"] * 21}
+    stated = {"model": str(DEMO), "weights": script.changed(DEMO), "max_tokens": 2, "temperatures": [0.0], "prompts": ["x"] * 21}
     (work / "about.json").write_text(json.dumps(stated))
     options = ["--layers", "0", "2", "4", "--prompts", str(prompts), "--max_tokens", "2", "--temperatures", "0"]
     assert script.main([str(DEMO), str(tmp_path / "head"), *options]) == 1
