@@ -35,7 +35,7 @@ from tests.support.models_deepseek import CASES, written
 from tests.support.models_formation import Formation, assert_catalog_is_read, assert_every_weight_matters, run_steps
 from tests.support.models_logits import STEPS, RankOf, assert_same, logits_of
 
-LAYOUTS = [(tp, moe_ep, pp) for tp, moe_ep in ((1, 1), (2, 1), (2, 2), (4, 2)) for pp in (1, 2)]
+LAYOUTS = [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2)]
 """(tp, moe_ep, pp): moe_ep divides tp, since experts are split inside the tensor-parallel group."""
 
 
@@ -287,7 +287,8 @@ def test_layers_are_dense_as_config_says(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_catalog_is_what_is_on_disk_and_what_is_read(case: str, root: Path) -> None:
-    assert_catalog_is_read(written(case, root)[0], is_on_disk="stacked" not in case)
+    stacked = "stacked" in case or case.startswith("mistral4")  # experts in two tensors of a layer, as released
+    assert_catalog_is_read(written(case, root)[0], is_on_disk=not stacked)
 
 
 FP8_SIZES: dict[str, Any] = {

@@ -35,7 +35,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.models_formation import Formation, assert_catalog_is_read, assert_every_weight_matters, run_steps
 from tests.support.models_logits import STEPS, RankOf, assert_same, logits_of
 
-LAYOUTS = [(tp, moe_ep, pp) for tp, moe_ep in ((1, 1), (2, 1), (2, 2), (4, 2)) for pp in (1, 2)]
+LAYOUTS = [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2)]
 """(tp, moe_ep, pp): each expert on one rank and split over two, whole runs of experts on one rank and two, one stage and two."""
 
 

@@ -109,7 +109,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-5-moe-one-value-head": ("qwen3_5_moe", {"linear_num_value_heads": 4}),
 }  # fmt: skip
 
-LAYOUTS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
+LAYOUTS = [(1, 1), (2, 1), (4, 2)]
 
 # Per step: how many next tokens of which of three sequences (40, 25 and 13 tokens long); single tokens first, as in the engine.
 

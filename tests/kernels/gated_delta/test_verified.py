@@ -117,8 +117,7 @@ def test_a_rejected_draft_that_was_taken_in_is_seen() -> None:
 
 
 def check_kernels() -> None:
-    for seed in range(2):
-        check_drafts(launched, torch.float32, seed=seed, absent=2 * seed)
+    check_drafts(launched, torch.float32, seed=1, absent=2)
     check_drafts(launched, torch.bfloat16)
 
 

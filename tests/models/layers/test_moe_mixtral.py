@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "qwen3-every-second": ("qwen3_moe", {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 6}),
 }  # fmt: skip
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 1), (4, 4, 2), (2, 1, 2)]
+LAYOUTS = [(1, 1, 1), (2, 1, 2), (4, 2, 1), (4, 4, 2)]
 """(tp, moe_ep, pp)"""
 
 
