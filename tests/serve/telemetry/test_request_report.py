@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 
+import httpx
 import pytest
 
 from tests.support.serve_processes import MODEL, fake_server, until
@@ -97,6 +98,15 @@ def test_a_client_that_leaves(served):
     line = line_of(served, "left")
     assert (line["finish_reason"], line["status"]) == ("abort", 200)
     assert 1 <= line["completion_tokens"] < 2000
+
+
+def test_a_client_that_leaves_before_an_answer(served):
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
+    with served.http(timeout=0.5) as http, pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=body, headers={"X-Request-Id": "left-early"})
+    line = line_of(served, "left-early")
+    assert line["finish_reason"] == "abort"
+    assert "status" not in line, "no answer was sent, so none has a status"
 
 
 def test_a_refused_request_has_its_status_and_nothing_else(served):

@@ -58,7 +58,7 @@ class RequestContext:
         header = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         name = header if _REQUEST_ID.fullmatch(header) else secrets.token_hex(16).encode()
         request_id.set(name.decode())
-        status = 0
+        status: int | None = None
 
         async def send_named(message: Message) -> None:
             nonlocal status

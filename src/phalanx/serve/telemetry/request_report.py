@@ -36,7 +36,8 @@ class RequestReport:
     """One HTTP request. Times are of time.monotonic(); those that it did not come to are None.
 
     accepted: its head has arrived. scheduled: the engine made its first step. first: its first token arrived. ended: its answer has
-    been sent. params, prompt_tokens and what follows: of requests that generate. reasons: why completions ended, each once.
+    been sent, or the client has left. status: None where the client left before an answer began. params, prompt_tokens and what
+    follows: of requests that generate. reasons: why completions ended, each once.
     """
 
     def __init__(self, request_id: str, method: str, path: str) -> None:
@@ -45,7 +46,7 @@ class RequestReport:
         self.scheduled: float | None = None
         self.first: float | None = None
         self.ended: float | None = None
-        self.status = 0
+        self.status: int | None = None
         self.model = ""
         self.params: SamplingParams | None = None
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0

@@ -71,7 +71,7 @@ class Tracer:
         span = self._tracer.start_span(
             SPAN, parent, kind=trace.SpanKind.SERVER, attributes=_attributes(report), start_time=wall(report.accepted)
         )
-        if report.status >= _SERVER_ERROR or "error" in report.reasons:
+        if (report.status or 0) >= _SERVER_ERROR or "error" in report.reasons:
             span.set_status(trace.StatusCode.ERROR)
         inside = trace.set_span_in_context(span)
         ends = (report.accepted, report.scheduled, report.first, report.ended)
@@ -103,9 +103,9 @@ def traces_url(endpoint: str) -> str:
 
 def _attributes(report: RequestReport) -> dict[str, AttributeValue]:
     """Those of the request's span, by vLLM's names; of a request that generated nothing the first ones."""
-    attributes: dict[str, AttributeValue] = {
-        "gen_ai.request.id": report.request_id, "http.route": report.path, "http.response.status_code": report.status,
-    }  # fmt: skip
+    attributes: dict[str, AttributeValue] = {"gen_ai.request.id": report.request_id, "http.route": report.path}
+    if report.status is not None:
+        attributes["http.response.status_code"] = report.status
     params = report.params
     if params is None:
         return attributes
