@@ -90,9 +90,12 @@ def test_file_then_environment_then_flags(served, monkeypatch, tmp_path):
             "phalanx: tensor_parallel_size='two' is not valid; it comes from --tensor_parallel_size; it must be a valid integer",
         ),
         ("serve demo --tp_size 0", 2, "greater than or equal to 1"),
-        ("serve", 2, "phalanx: option model is missing"),
+        ("serve", 2, "phalanx: option model is missing; it has no default; give the model: a local folder"),
         ("serve demo --config /none.yaml", 2, "No such file"),
-        ("serve demo more", 2, "unexpected extra argument"),
+        ("serve demo more", 2, "argument 'more' is one too many"),
+        ("serve demo --served-model-name a b", 2, "argument 'b' is one too many; --served_model_name takes one value"),
+        ("serve demo --cuda_graphs false", 2, "--cuda_graphs takes no value; --no_cuda_graphs switches it off"),
+        ("serve demo --no-cuda-graphs true", 2, "argument 'true' is one too many; --no_cuda_graphs takes no value"),
         ("frob", 2, "No such command 'frob'"),
         ("generate /none --prompt x", 1, "there is no folder /none"),
         ("generate demo --temperature hot --prompt x", 2, "Invalid value for '--temperature'"),
@@ -109,6 +112,13 @@ def test_what_is_wrong_is_one_line(served, capsys, monkeypatch, line, status, me
     assert err.count("\n") == 1
     assert message in err
     assert "Traceback" not in err
+
+
+def test_a_group_without_a_verb_shows_its_help(capsys):
+    assert cli.main(["plan"]) == 2
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert len(out.splitlines()) > 20, "in lines"
 
 
 def test_unknown_variable(served, capsys, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -275,13 +276,18 @@ def main(arguments: list[str] | None = None) -> int:
         # typer raises this for a command line that it cannot parse; the module of the class depends on typer's version.
         if not hasattr(error, "format_message"):
             raise
-        return _fail(_of_unknown_flag(error) or error.format_message(), 2)
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help of a group of verbs, in lines
+            print(error.format_message())
+            return 2
+        return _fail(_of_unknown_flag(error, words) or _of_extra_argument(error, words) or error.format_message(), 2)
 
 
-def _of_unknown_flag(error: Any) -> str:
-    """The message about a long flag that the verb does not have; "" for any other error of a command line."""
+def _of_unknown_flag(error: Any, words: list[str]) -> str:
+    """The message about a flag of several letters that the verb does not have; "" for any other error of a command line."""
     flag = getattr(error, "option_name", "")
-    if not hasattr(error, "possibilities") or not flag.startswith("--"):
+    if not flag.startswith("--"):  # of -tp 2, the parser names -t
+        flag = next((f"-{word.partition('=')[0]}" for word in words if flag and word.startswith(flag) and len(word) > 2), "")
+    if not hasattr(error, "possibilities") or not flag:
         return ""
     verb = error.ctx.command
     known = [option[2:] for parameter in verb.params for option in (*parameter.opts, *parameter.secondary_opts)]
@@ -293,6 +299,23 @@ def _of_unknown_flag(error: Any) -> str:
         verbs = [context.info_name for context in _contexts(error.ctx) if context.parent is not None]
         return f"{unknown.failure}; `{' '.join(['phalanx', *reversed(verbs)])} --help` lists those that are"
     return ""
+
+
+def _of_extra_argument(error: Any, words: list[str]) -> str:
+    """The message about a word that the verb has no place for, by the flag before it; "" for any other error."""
+    match = re.match(r"Got unexpected extra arguments?(?:\(s\))? \((\S+?)(?: .*)?\)", error.format_message())
+    if match is None or match[1] not in words:
+        return ""
+    before = [word for word in words[: words.index(match[1])] if word.startswith("--")]
+    flag = before[-1].replace("-", "_").replace("__", "--", 1) if before else ""
+    parameters = [one for one in error.ctx.command.params if flag in (*one.opts, *one.secondary_opts)]
+    if not parameters:
+        return f"argument {match[1]!r} is one too many"
+    if not parameters[0].is_flag:
+        return f"argument {match[1]!r} is one too many; {flag} takes one value"
+    off = (parameters[0].secondary_opts or [""])[0]
+    switch = f"; {off} switches it off" if off and off != flag else ""
+    return f"argument {match[1]!r} is one too many; {flag} takes no value{switch}"
 
 
 def _contexts(context: Any) -> Iterator[Any]:

@@ -41,6 +41,8 @@ def test_counterparts_are_options_and_their_names_are_none(engine):
         ("serve m --lora-paths x", "SGLang's --lora-paths is --lora_modules here (NAME=FOLDER)"),
         ("serve m --enable-lora", "--max_loras here (above 0)"),
         ("serve m --speculative-algorithm NGRAM", 'use the field "method" of speculative_config'),
+        ("serve m -tp 2", "SGLang's --tp is --tensor_parallel_size here"),
+        ("serve m -dp=2", "SGLang's --dp is --replicas here"),
         ("serve m --tensor_paralel_size 2", "flag --tensor_paralel_size is unknown; did you mean --tensor_parallel_size?"),
         ("serve m --xyzzy", "flag --xyzzy is unknown; `phalanx serve --help` lists those that are"),
     ],
@@ -67,6 +69,7 @@ def test_keywords_files_and_variables_name_it_in_their_own_spelling(tmp_path):
 
 def test_an_option_that_the_caller_does_not_have_is_not_named():
     assert hint("max_queued_requests", EngineOptions.model_fields, repr) == ""
+    assert hint("url", ["", "host"], "--{}".format) == "", "doctor's argument has no name"
 
 
 def test_the_page_shows_what_is_printed(capsys):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -29,7 +30,7 @@ from phalanx.planner import subject
 def test_the_guides_models_need_no_network(name, monkeypatch):
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("the network was asked"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the network was asked"))
     assert subject.shape_for(name).num_layers > 0
 
 
@@ -51,15 +52,29 @@ def test_gguf(tmp_path):
         subject.shape_for(str(tmp_path))
 
 
-def test_an_unknown_model_names_the_known_ones(monkeypatch):
+def test_an_unknown_model_names_similar_ones(monkeypatch):
     import huggingface_hub
 
     def refuse(*_, **__):
         raise OSError("no network")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
-    with pytest.raises(ModelNotFound, match="none of: meta-llama/Meta-Llama-3-8B"):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelNotFound, match=r"need no network: llama-3\.1-70b.*config.json of it: no network"):
+        subject.shape_for("llama-3.1-71b")
+    with pytest.raises(ModelNotFound, match=r"none of the [0-9]+ models that need no network;"):
         subject.shape_for("nobody/nothing")
+
+
+def test_without_a_network_an_unknown_model_is_refused_at_once(monkeypatch, tmp_path):
+    """By the Hub's own client, whose file download tries again for 25 s."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    begin = time.monotonic()
+    with pytest.raises(ModelNotFound, match=r"the Hub gave no config\.json of it"):
+        subject.shape_for("nobody/nothing")
+    assert time.monotonic() - begin < 8
 
 
 def test_the_machine_at_hand_and_the_named_one(monkeypatch, tmp_path):

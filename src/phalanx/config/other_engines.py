@@ -225,4 +225,4 @@ def hint(name: str, known: Collection[str], spell: Callable[[str], str]) -> str:
                 own = spell(ours) if is_flag or ours == option else f"{spell(option)} set to false"
                 return f"{theirs} is {own} here" + (f" ({note})" if note else "")
     engine, ours = _SAMPLING.get(name, ("", ""))
-    return f"{engine}'s {name} is {spell(ours)} here" if ours in known else ""
+    return f"{engine}'s {name} is {spell(ours)} here" if engine and ours in known else ""

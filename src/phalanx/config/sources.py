@@ -85,8 +85,11 @@ def build_options(options: type[Options], raw_options: RawOptions) -> Options:
         name = str(error.errors(include_url=False)[0]["loc"][0])
         problem = bad_api_key() if name in _SECRET else option_error(error)
         if name not in raw_options.origins:
+            described = str(options.model_fields[name].description)
             raise OptionError(
-                f"option {name} is missing", why="it has no default", next=f"give one: {options.model_fields[name].description}"
+                f"option {name} is missing",
+                why="it has no default",
+                next=f"give {described[:1].lower()}{described[1:].rstrip('.')}",
             ) from None
         origin = f"it comes from {raw_options.origins[name]}"
         raise OptionError(problem.failure, held=origin, why=problem.why, next=problem.next) from None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from phalanx.errors import ModelError, ModelNotFound, OptionError
 from phalanx.hardware import catalogue, probe
 from phalanx.hardware.nvml import Gpu
 from phalanx.layout.families import known
-from phalanx.layout.families.registry import names
+from phalanx.layout.families.registry import names, short_names
 from phalanx.planner.calibration import installed, measured_machine
 from phalanx.planner.cost import MachineModel, coefficients_for
 
@@ -56,15 +57,20 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _of_hub(model: str, revision: str | None) -> Mapping[str, Any]:
     import huggingface_hub
 
-    try:
-        return _read(Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision, library_name="phalanx")))
+    try:  # not by hf_hub_download, which tries for 25 s where there is no network
+        folder = huggingface_hub.snapshot_download(model, revision=revision, allow_patterns="config.json", library_name="phalanx")
+        return _read(Path(folder, "config.json"))
     except ModelError:
         raise
     except Exception as error:  # the Hub's client raises its own errors, the HTTP client's, and OSError
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        near = difflib.get_close_matches(model.lower(), short_names(), n=3)
+        similar = f"; similar names that need no network: {', '.join(near)}" if near else ""
         raise ModelNotFound(
-            f"model {model!r} cannot be planned for", held=f"it is no folder, no file and none of: {', '.join(names())}", why=why,
-            next="give the folder of a checkpoint, or its config.json",
+            f"model {model!r} cannot be planned for",
+            held=f"it is no folder, no file and none of the {len(names())} models that need no network{similar}",
+            why=f"the Hub gave no config.json of it: {why}",
+            next="check the name, or give the folder of a checkpoint or its config.json; docs/models.md lists the models",
         ) from None  # fmt: skip
 
 
