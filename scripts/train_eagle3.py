@@ -372,7 +372,7 @@ def prefill(model: Decoder, texts: Sequence[Text]) -> Batch:
     batch.more_groups = [batch.of_group(0)] * (model.cache_groups - 1)
     backend = select_backend(
         device, model.context.dtype, shape.head_dim, shape.latent, block_size=BLOCK, sinks=shape.sinks,
-        windows=any(window is not None for window in shape.windows), chunked=any(shape.chunks), most_tokens=len(kv_slots),
+        windows=any(window is not None for window in shape.windows), by_torch=shape.attends_by_torch, most_tokens=len(kv_slots),
     )  # fmt: skip
     batch.attention = backend.plan(batch)
     return batch
@@ -484,8 +484,7 @@ class Trainer:
         self.device = torch.device(options.device)
         self.head, self.embedding, self.ids = head.to(self.device), embedding.to(self.device), ids.to(self.device)
         self.states, self.options = states, options
-        rope = head.shape.rope
-        self.rotary = Rotary(rope, head.shape.rotary_dim(rope), 2 * head.shape.rotary_pairs, self.device)
+        self.rotary = Rotary(*head.shape.rotary_in(0), self.device)
 
     def run(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
         """The unrolled passes over some texts: the loss; and [positions, unroll] bool, whether each pass's most likely token is the

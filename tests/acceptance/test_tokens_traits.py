@@ -41,6 +41,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "olmo3": {**ODD_HEADS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma2": ODD_HEADS,
     "gemma3": {**ODD_HEADS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma4": {**ODD_HEADS, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "cohere2": {**ODD_HEADS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "ernie4_5": ODD_HEADS,
     "ernie4_5_moe": ODD_HEADS,
@@ -54,7 +55,7 @@ CASES = [  # (tp, ep, moe_ep, pp)
     ("hy_v3", (1, 2, 1, 1)), ("ernie4_5_moe", (2, 2, 1, 1)),
     ("llama4", (2, 1, 2, 1)), ("llama4", (1, 2, 1, 1)), ("llama4", (2, 1, 1, 2)),
     ("ministral3", (2, 1, 1, 2)), ("cohere", (2, 1, 1, 2)),
-    *((family, (2, 1, 1, 2)) for family in ("phi3", "olmo3", "gemma3", "cohere2")),
+    *((family, (2, 1, 1, 2)) for family in ("phi3", "olmo3", "gemma3", "gemma4", "cohere2")),
 ]  # fmt: skip
 
 Reference = tuple[Path, list[list[int]]]

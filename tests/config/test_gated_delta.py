@@ -35,7 +35,7 @@ def test_qwen3_next_as_released() -> None:
     shape = ModelShape.from_config(NEXT)
     layers = tuple(layer for layer in range(48) if layer % 4 != 3)
     assert shape.gated_delta == GatedDelta(layers, 16, 32, 128, 128, 4)
-    assert (shape.rotary_dim(shape.rope), shape.norm_offset, shape.qk_norm) == (64, True, True)
+    assert (shape.rotary_in(3).rotated, shape.norm_offset, shape.qk_norm) == (64, True, True)
     assert shape.experts is not None
     assert (shape.experts.count, shape.experts.per_token, shape.experts.shared, shape.experts.shared_gate) == (512, 10, 512, True)
     assert shape.experts.renormalize

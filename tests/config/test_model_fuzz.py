@@ -206,6 +206,13 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "final_logit_softcapping": (None, 10.0), "hidden_activation": ("gelu_pytorch_tanh",), "sliding_window_pattern": (2, 3),
         "rope_local_base_freq": (20_000.0,),
     },
+    "Gemma4": {
+        "head_dim": (16, 32), "global_head_dim": (48,), "attention_bias": (True, False), "sliding_window": (8,),
+        "layer_types": (None, ["full_attention", "sliding_attention"] * 2), "attention_k_eq_v": (True, False),
+        "num_global_key_value_heads": (1,), "final_logit_softcapping": (None, 10.0), "hidden_activation": ("gelu_pytorch_tanh",),
+        "use_bidirectional_attention": (None, "vision"), "hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,),
+        "per_layer_config": ({"3": {"head_dim": 24, "num_key_value_heads": 2}}, {"1": {"head_dim": 24}}),
+    },
     "Olmo3": {
         "head_dim": (16, 32), "attention_bias": (True, False), "sliding_window": (8,),
         "layer_types": (None, ["full_attention", "sliding_attention"] * 2),
@@ -251,6 +258,10 @@ def generate(seed: int) -> tuple[str, dict[str, Any]]:
         config["original_max_position_embeddings"] = 16
     if chance.random() < 0.1:
         config["partial_rotary_factor"] = chance.choice((1.0, 0.5))
+    if stem == "Gemma4":  # which transformers does not read of it, and we refuse
+        for name in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
+            config.pop(name, None)
+        config.setdefault("hidden_size_per_layer_input", 0)
     return stem, config
 
 
@@ -265,9 +276,11 @@ def respelled(chance: random.Random, scaling: dict[str, Any]) -> dict[str, Any]:
 
 def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
     """What transformers makes of the file, in the terms of `ours`."""
-    text = "Text" if stem.startswith(("Qwen3_5", "Llama4")) else ""
-    kind = f"{stem}TextConfig" if text or stem == "Gemma3" else f"{stem}Config"
+    text = "Text" if stem.startswith(("Qwen3_5", "Llama4", "Gemma4")) else ""
+    kind = f"{stem}TextConfig" if text or stem in ("Gemma3", "Gemma4") else f"{stem}Config"
     read = getattr(transformers, kind).from_dict(copy.deepcopy(config))
+    if stem == "Gemma4":  # the sizes of layers with a window; those of all layers are compared below
+        read.allow_global_per_layer_attribute_access = True
     folder = read.model_type.removesuffix("_text")
     modeling = __import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=["x"])
     has_rope = stem != "NemotronH" and getattr(read, "position_embedding_type", "rope") == "rope"
@@ -276,7 +289,7 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
         raise KeyError("its attention cannot take what its RoPE gives")
     layers = read.num_hidden_layers
     windows: tuple[int | None, ...] = (None,) * layers
-    if stem in ("Qwen2", "Qwen3", "GptOss", "Olmo3", "Gemma2", "Gemma3", "Cohere2"):
+    if stem in ("Qwen2", "Qwen3", "GptOss", "Olmo3", "Gemma2", "Gemma3", "Gemma4", "Cohere2"):
         windows = tuple(read.sliding_window if kind == "sliding_attention" else None for kind in read.layer_types)
     elif stem == "SmolLM3":
         windows = tuple(
@@ -354,7 +367,13 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
         facts["temperature"] = (read.attn_scale, read.floor_scale, 1) if tuned else None
     if stem in ("SmolLM3", "Llama4"):
         facts["nope_layers"] = tuple(layer for layer in range(layers) if not read.no_rope_layers[layer])
-    if stem.startswith("Gemma"):
+    if stem == "Gemma4":
+        facts["heads"] = [
+            (of_layer.num_key_value_heads, of_layer.head_dim, read.attention_k_eq_v and windows[layer] is None)
+            for layer in range(layers) for of_layer in (read.per_layer_config[layer],)
+        ]  # fmt: skip
+        facts["cap"] = read.final_logit_softcapping
+    elif stem.startswith("Gemma"):
         facts["caps"] = read.attn_logit_softcapping, read.final_logit_softcapping
         facts["softmax_scale"] = read.query_pre_attn_scalar**-0.5
     if stem == "NemotronH":
@@ -377,7 +396,7 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-RAW_POSITIONS, AS_STATED = ("Olmo3", "Gemma3"), ("default", "llama3", "longrope")
+RAW_POSITIONS, AS_STATED = ("Olmo3", "Gemma3", "Gemma4"), ("default", "llama3", "longrope")
 """Families, and kinds of RoPE, with the context that the file states."""
 
 
@@ -396,12 +415,13 @@ def rotary_facts(rotary: torch.nn.Module) -> dict[str, Any]:
 
 def ours(stem: str, shape: ModelShape, stated: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """The same facts, of our shape."""
+    full = next((layer for layer in range(4) if shape.rope_in(layer) == shape.rope), 0)
     facts = {
         "kv_heads": shape.num_kv_heads, "eps": shape.rms_norm_eps, "tied": shape.tie_word_embeddings, "windows": shape.windows,
         "dtype": None if reference["dtype"] is None else {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[shape.dtype],
         "eos": list(shape.eos_token_ids) if "eos_token_id" in stated else None,
         "max_positions": shape.max_positions if stem in RAW_POSITIONS or shape.rope.kind in AS_STATED else None,
-        "inv_freq": inv_freq(shape.rope.within(1), shape.rotary_dim(shape.rope)),
+        "inv_freq": inv_freq(shape.within(1).rope, shape.rotary_in(full).rotated),
         "attention_factor": shape.rope.attention_factor,
         "chunks": shape.chunks, "qk_norm": shape.qk_norm,
         "temperature": next((shape.rope_in(each).temperature for each in range(4) if not shape.rope_in(each).portion), None),
@@ -413,10 +433,12 @@ def ours(stem: str, shape: ModelShape, stated: dict[str, Any], reference: dict[s
             shape.multipliers.embedding, shape.multipliers.residual, 1 / shape.multipliers.logits, shape.multipliers.attention,
         ],
     }  # fmt: skip
-    window = next((shape.rope_in(layer) for layer, size in enumerate(shape.windows) if size is not None), None)
+    window = next((shape.rotary_in(layer) for layer, size in enumerate(shape.windows) if size is not None), None)
     if window is not None:
-        facts["window_inv_freq"] = inv_freq(window, shape.rotary_dim(window))
-        facts["window_attention_factor"] = window.attention_factor
+        facts["window_inv_freq"] = inv_freq(window.rope, window.rotated)
+        facts["window_attention_factor"] = window.rope.attention_factor
+    facts["heads"] = [tuple(shape.heads_in(layer)) for layer in range(shape.num_layers)]
+    facts["cap"] = shape.multipliers.logits_cap
     facts["caps"] = shape.multipliers.attention_cap, shape.multipliers.logits_cap
     facts["softmax_scale"] = shape.multipliers.attention
     if shape.gated_delta is not None:
@@ -483,7 +505,7 @@ def differences(reference: dict[str, Any], facts: dict[str, Any]) -> dict[str, A
 REFUSED = (
     "rope_type='dynamic'", "rope_type='longrope'", "factors in short_factor", "by the type of a layer",
     "partial_rotary_factor other than 1", "rope_scaling, and rope_parameters",
-    "norm_topk_prob=true",
+    "norm_topk_prob=true", "other sizes by layer are not computed",
 )  # fmt: skip
 """What is refused, and transformers reads."""
 

@@ -108,3 +108,26 @@ def test_a_quantization_names_layers_as_the_file_does(tmp_path: Path, prefix: st
     assert not quantization.of("model.layers.0.mlp.down_proj")
     assert quantization.of("model.layers.1.mlp.down_proj")
     assert quantization.of("model.layers.0.mlp.up_proj")
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_text_model_inside_of_gemma_4(unified: bool, tmp_path: Path) -> None:
+    """As 31B and 12B are released, with tensors of towers beside those of the text model."""
+    theirs = write_checkpoint(tmp_path / "text", "gemma4")
+    tensors = load_file(theirs / "model.safetensors")
+    own = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    own["model.vision_embedder.patch_dense.weight" if unified else "model.vision_tower.patch_embedder.weight"] = torch.ones(2, 2)
+    text = json.loads((theirs / "config.json").read_text())
+    text["model_type"] = "gemma4_unified_text" if unified else "gemma4_text"
+    if unified:
+        del text["hidden_size_per_layer_input"]
+    stem = "Gemma4Unified" if unified else "Gemma4"
+    config = {"architectures": [f"{stem}ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    config["tie_word_embeddings"] = text["tie_word_embeddings"]
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(own, folder / "model.safetensors", {"format": "pt"})
+    tokens = torch.arange(5, 30)
+    expected = Formation(theirs).step([(0, tokens)])[0]
+    torch.testing.assert_close(Formation(folder).step([(0, tokens)])[0], expected, rtol=0, atol=0)

@@ -212,7 +212,7 @@ def test_the_released_softmax_scales() -> None:
         shape = ModelShape.from_config(known(name))
         assert shape.latent.softmax_scale * 192**0.5 == pytest.approx(factor, abs=1e-4)
         assert shape.rope.attention_factor == 1.0
-        assert shape.rotary_dim(shape.rope) == 64
+        assert shape.rotary_in(0).rotated == 64
         assert shape.max_positions == 163_840
 
 

@@ -182,7 +182,23 @@ _FAMILIES |= {
     }}),
 }  # fmt: skip
 
-_CONFIGS = {"Gemma3": "Gemma3Text", "Llama4": "Llama4Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}
+_FAMILIES |= {
+    "gemma4": ("Gemma4", {
+        "head_dim": 12, "global_head_dim": 24, "sliding_window": 6, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 400.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 700.0, "partial_rotary_factor": 0.25},
+        },
+    }),
+}  # fmt: skip
+
+_CONFIGS = {
+    "Gemma3": "Gemma3Text",
+    "Gemma4": "Gemma4Text",
+    "Llama4": "Llama4Text",
+    "Qwen3_5": "Qwen3_5Text",
+    "Qwen3_5Moe": "Qwen3_5MoeText",
+}
 """Stems of classes of configurations, where they are not the model's."""
 
 _GATED_DELTA: dict[str, Any] = {
@@ -287,6 +303,8 @@ def scatter_weights(model: torch.nn.Module, std: float) -> None:
         for name, values in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 values.uniform_(-0.6, 0.3)
+            elif name.endswith("layer_scalar"):
+                values.uniform_(0.5, 1.5)
 
 
 def write_tokenizer(folder: Path) -> None:

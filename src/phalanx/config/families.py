@@ -37,7 +37,8 @@ from phalanx.config.latent import Latent, LatentDefaults, read_latent
 from phalanx.config.mamba import Block, Mamba2, read_blocks
 from phalanx.config.mamba import read_granite_hybrid as read_granite_mamba
 from phalanx.config.mamba import read_nemotron_h as read_nemotron_mamba
-from phalanx.config.rope import ROPE_TYPES, Rope
+from phalanx.config.rope import BY_TYPE, FULL, PROPORTIONAL, ROPE_TYPES, SLIDING, Rope
+from phalanx.errors import ModelError
 
 Norms = Literal["before", "behind", "around", "parallel", "single"]
 """Where a layer has norms: before its blocks; behind them, before the residual is added (OLMo-2); both (Gemma-2); one before both
@@ -84,6 +85,55 @@ def _gemma_multipliers(fields: JsonFields, attention: float | None, logits: floa
     return Multipliers(fields.count("hidden_size") ** 0.5, attention=scale, attention_cap=caps[0], logits_cap=caps[1])
 
 
+def gemma4_multipliers(fields: JsonFields) -> Multipliers:
+    """Gemma 4's field; scores are multiplied by nothing, as its heads are normed."""
+    cap = fields.positive("final_logit_softcapping") if fields.value("final_logit_softcapping") else None
+    return Multipliers(fields.count("hidden_size") ** 0.5, attention=1.0, logits_cap=cap)
+
+
+class HeadSizes(NamedTuple):
+    """Of a layer's attention. keys_are_values: there is no projection of values; they are what that of keys gives."""
+
+    kv_heads: int
+    head_dim: int
+    keys_are_values: bool = False
+
+
+def gemma4_full_heads(fields: JsonFields) -> HeadSizes:
+    """Of Gemma 4's layers without a window. Raises ModelError for the embeddings by layer of its smaller models."""
+    stated = "hidden_size_per_layer_input" in fields.values  # null means none
+    if width := fields.value("hidden_size_per_layer_input") if stated else 256:
+        raise ModelError(
+            f"{fields.file} has hidden_size_per_layer_input={width}", why="embeddings by layer are not computed",
+            next="use a Gemma 4 model without them, such as 12B or 31B",
+        )  # fmt: skip
+    shared, kv_heads = fields.flag("attention_k_eq_v", False), fields.count("num_key_value_heads", 4)
+    by_layer = fields.optional_mapping("per_layer_config")
+    if by_layer is not None:  # as transformers 5.24 writes it
+        return HeadSizes(*_sizes_of_full_layers(fields, by_layer, kv_heads), shared)
+    full_heads = fields.count("num_global_key_value_heads", kv_heads) if shared else kv_heads
+    return HeadSizes(full_heads, fields.count("global_head_dim", 512), shared)
+
+
+def _sizes_of_full_layers(fields: JsonFields, by_layer: Mapping[str, Any], kv_heads: int) -> tuple[int, int]:
+    """KV heads and head_dim, which all layers without a window must have and no others."""
+    layers = fields.count("num_hidden_layers")
+    kinds = fields.by_layer("layer_types", (SLIDING, FULL)) or [
+        FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(layers)
+    ]
+    full = [str(layer) for layer, kind in enumerate(kinds) if kind == FULL or layer == layers - 1]
+    first = by_layer.get(full[0])
+    same = set(by_layer) == set(full) and all(by_layer.get(layer) == first for layer in full)
+    if not same or not isinstance(first, Mapping) or set(first) - {"head_dim", "num_key_value_heads"}:
+        raise ModelError(
+            f"{fields.file} has per_layer_config={dict(by_layer)}",
+            held=f"it may have head_dim and num_key_value_heads, the same for all layers without a window: {', '.join(full)}",
+            why="other sizes by layer are not computed",
+        )  # fmt: skip
+    inner = fields.inner("per_layer_config", first)
+    return inner.count("num_key_value_heads", kv_heads), inner.count("head_dim", fields.count("head_dim", 256))
+
+
 def cohere_multipliers(fields: JsonFields) -> Multipliers:
     """Cohere's field."""
     return Multipliers(logits=fields.positive("logit_scale", 0.0625))
@@ -101,20 +151,22 @@ class Family:
     window: the layers with a sliding window: "all" (if config.json has a sliding_window, or none at all), "stated" (if it is given
     and not null), "used" (with use_sliding_window), "chosen" (by use_sliding_window, max_window_layers or layer_types), "pattern"
     (by layer_types, or all but each window_pattern-th), "unrotated" (by layer_types, or the layers without RoPE) or "none".
-    window_size: of a file that has no sliding_window; None: no layer has one then.
+    window_size: of a file that has no sliding_window; None: no layer has one then. full_last: the last layer has none, whatever
+    the file says.
     qkv_bias: there is one, whatever the file says. attention_bias: the default of that field.
     input_bias, output_bias, mlp_bias: the fields that say whether q, k and v, o_proj and the MLP have biases; None: they have none.
     qk_norm, qk_norm_whole, qk_norm_plain: see `ModelShape`. Where it has none, the field use_qk_norm may say that there is one.
+    v_norm, layer_scalar: likewise.
     norms: see `Norms`. norm_offset: norms multiply by 1 + weight (Gemma). layer_norm: norms are LayerNorm, without bias. eps_field:
     the field of their epsilon.
     activation: of the MLP, as transformers names it; all but relu2 are of a gate. activation_field: the field that says so.
     sinks: each head's softmax has one more logit, without a value.
-    experts, latent, multipliers, gated_delta, mamba, blocks: how their fields are read, in families that have them.
+    experts, latent, multipliers, gated_delta, mamba, blocks, full_heads: how their fields are read, in families that have them.
     interleaved: see `Rope`. original_positions: original_max_position_embeddings by default. rope_types: that the family has.
     yarn: the rope_parameters of a file that has none. temperature: they have the temperature of queries, too.
     rotary_portion: where partial_rotary_factor is read, its default. window_theta: where layers with a window have a RoPE of their
-    own, the default of its theta. nope_full: layers without a window have no RoPE. nope_interval: where no_rope_layers is read,
-    its default: the last of each so many layers has no RoPE.
+    own, the default of its theta; full_rope: the object of the others in a file that has none. nope_full: layers without a window
+    have no RoPE. nope_interval: where no_rope_layers is read, its default: the last of each so many layers has no RoPE.
     mtp_layers: multi-token prediction layers behind the last one, by default.
     """
 
@@ -129,6 +181,7 @@ class Family:
     window: Literal["none", "all", "stated", "used", "chosen", "pattern", "unrotated"] = "none"
     window_pattern: int = 0
     window_size: int | None = 4096
+    full_last: bool = False
     qkv_bias: bool = False
     attention_bias: bool = False
     input_bias: str | None = "attention_bias"
@@ -137,6 +190,8 @@ class Family:
     qk_norm: bool = False
     qk_norm_whole: bool = False
     qk_norm_plain: bool = False
+    v_norm: bool = False
+    layer_scalar: bool = False
     norms: Norms = "before"
     norm_offset: bool = False
     layer_norm: bool = False
@@ -150,6 +205,7 @@ class Family:
     gated_delta: Callable[[JsonFields], GatedDelta] | None = None
     mamba: Callable[[JsonFields], Mamba2 | None] | None = None
     blocks: Callable[[JsonFields], tuple[Block, ...]] | None = None
+    full_heads: Callable[[JsonFields], HeadSizes] | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     interleaved: bool = False
@@ -158,6 +214,7 @@ class Family:
     yarn: Mapping[str, Any] | None = None
     temperature: bool = False
     window_theta: float | None = None
+    full_rope: Mapping[str, Any] | None = None
     rotary_portion: float | None = None
     nope_full: bool = False
     nope_interval: int | None = None
@@ -368,6 +425,19 @@ FAMILIES = {
         "gemma3_text", kv_heads=4, head_dim=256, window="pattern", window_pattern=6, qk_norm=True, norms="around",
         norm_offset=True, activation="gelu_pytorch_tanh", activation_field="hidden_activation", multipliers=gemma3_multipliers,
         rope_theta=1_000_000.0, window_theta=10_000.0, tied=True,
+    ),
+    "Gemma4ForCausalLM": Family(
+        131072, """
+        head_dim attention_bias final_logit_softcapping sliding_window layer_types global_head_dim num_global_key_value_heads
+        attention_k_eq_v hidden_size_per_layer_input per_layer_config
+        """, "hidden_act vocab_size_per_layer_input use_double_wide_mlp num_experts top_k_experts moe_intermediate_size", {
+            "use_bidirectional_attention": (False, "vision"), "enable_moe_block": (False,), "num_kv_shared_layers": (0,),
+            "rope_scaling": (), "rope_theta": (), "partial_rotary_factor": (),
+        }, "gemma4_text", kv_heads=4, head_dim=256, window="pattern", window_pattern=6, window_size=512, full_last=True,
+        qk_norm=True, v_norm=True, layer_scalar=True, norms="around", activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation", multipliers=gemma4_multipliers, full_heads=gemma4_full_heads,
+        rope_types=(*BY_TYPE, PROPORTIONAL), rope_theta=1_000_000.0, window_theta=10_000.0,
+        full_rope={"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25}, tied=True,
     ),
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": replace(_QWEN3_NEXT, fields=_GATED_DELTA, model_type="qwen3_5_text", kv_heads=4, experts=None),

@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.config.dtypes import DTYPE_SPELLINGS
 from phalanx.config.experts import SHARED_WIDTH, Experts
-from phalanx.config.families import FAMILIES, NO_MULTIPLIERS, Family, Multipliers, Norms, model_type
+from phalanx.config.families import FAMILIES, NO_MULTIPLIERS, Family, HeadSizes, Multipliers, Norms, model_type
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.config.generation import FIELDS as GENERATION_FIELDS
 from phalanx.config.generation import GENERATION, read_sampling_defaults
@@ -22,9 +22,12 @@ from phalanx.config.mistral_format import PARAMS, as_config
 from phalanx.config.model_fields import MODEL
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
 from phalanx.config.rope import (
+    BY_TYPE,
     CHUNKED,
     FULL,
     NOPE,
+    PROPORTIONAL,
+    ROPE_TYPES,
     SLIDING,
     Rope,
     RopeDefaults,
@@ -41,10 +44,19 @@ log = get_logger(__name__)
 CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 
 
-_FIXED = ("sinks", "qk_norm_whole", "qk_norm_plain", "norms", "norm_offset", "layer_norm", "activation")
+_FIXED = ("sinks", "qk_norm_whole", "qk_norm_plain", "v_norm", "layer_scalar", "norms", "norm_offset", "layer_norm", "activation")
 """Traits that no file states, by their names in `Family` and `ModelShape`."""
-_READ = ("gated_delta", "mamba", "blocks")
+_READ = ("gated_delta", "mamba", "blocks", "full_heads")
 """Traits of fields, likewise; in `Family` is what reads them."""
+
+
+class LayerRotary(NamedTuple):
+    """RoPE of a layer: of a head's `head_dim` elements (of its rotated part with latent attention) it rotates `rotated`. Kernels
+    rotate all, some of them by nothing."""
+
+    rope: Rope
+    rotated: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,9 @@ class ModelShape:
     the text tower (`text_tower.WRAPPERS`). layer_ropes: of each layer, where they differ from `rope`. multipliers: see
     `Multipliers`. qk_norm: queries and keys are normed before RoPE, each head alone or, with qk_norm_whole, all heads of a token as
     one vector; with qk_norm_plain the heads that are rotated, without weights. chunks: per layer, the tokens of a run, of
-    which a query sees its own alone (Llama-4); None: it sees all before it. norms, norm_offset, layer_norm, activation: see
+    which a query sees its own alone (Llama-4); None: it sees all before it. v_norm: values are normed, each head alone, without
+    weights. layer_scalar: a layer's number multiplies the residual stream behind it. full_heads: sizes of the layers without a
+    window, where they differ. norms, norm_offset, layer_norm, activation: see
     `Family`. gated_delta: of models with layers of the gated delta rule, whose attention has a gate of its output. mamba: of models
     with layers of Mamba-2. blocks:
     the only one of each layer; none: each has two, attention, or what stands for it, and a feed-forward block.
@@ -99,6 +113,9 @@ class ModelShape:
     norm_offset: bool = False
     layer_norm: bool = False
     activation: str = "silu"
+    v_norm: bool = False
+    layer_scalar: bool = False
+    full_heads: HeadSizes | None = None
     gated_delta: GatedDelta | None = None
     mamba: Mamba2 | None = None
     blocks: tuple[Block, ...] = ()
@@ -112,9 +129,33 @@ class ModelShape:
         """RoPE of a layer."""
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
-    def rotary_dim(self, rope: Rope) -> int:
-        """Elements of a head that it rotates."""
-        return int(self.head_dim * rope.portion) if self.latent is None else self.latent.rope
+    def heads_in(self, layer: int) -> HeadSizes:
+        """Sizes of a layer's keys and values."""
+        if self.full_heads is None or self.windows[layer] is not None:
+            return HeadSizes(self.num_kv_heads, self.head_dim)
+        return self.full_heads
+
+    @property
+    def mean_head_dim(self) -> float:
+        """Over the layers."""
+        return sum(self.heads_in(layer).head_dim for layer in range(self.num_layers)) / self.num_layers
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether scores have a soft cap."""
+        return self.multipliers.attention_cap is not None
+
+    @property
+    def attends_by_torch(self) -> bool:
+        """Whether torch alone computes its attention, also on GPUs: inside of chunks, and where heads are of several sizes."""
+        return any(self.chunks) or self.full_heads is not None
+
+    def rotary_in(self, layer: int) -> LayerRotary:
+        """RoPE of a layer, and what it rotates."""
+        rope, head_dim = self.rope_in(layer), self.heads_in(layer).head_dim
+        if self.latent is not None:
+            return LayerRotary(rope, self.latent.rope, self.latent.rope)
+        return LayerRotary(rope, head_dim if rope.kind == PROPORTIONAL else int(head_dim * rope.portion), head_dim)
 
     def within(self, max_seq_len: int) -> ModelShape:
         """The model for contexts of up to max_seq_len tokens: see `Rope.within`."""
@@ -124,11 +165,6 @@ class ModelShape:
     def with_drafts(self, drafts: int) -> ModelShape:
         """The model where a row of a step verifies up to so many drafts."""
         return self if self.gated_delta is None else replace(self, gated_delta=replace(self.gated_delta, drafts=drafts))
-
-    @property
-    def rotary_pairs(self) -> int:
-        """Pairs of elements of a head (of its rotated part with latent attention) that kernels rotate, some of them by nothing."""
-        return (self.head_dim if self.latent is None else self.latent.rope) // 2
 
     def experts_in(self, layer: int) -> Experts | None:
         """The experts of a layer; None where its MLP is dense."""
@@ -386,8 +422,8 @@ def _layer_types(fields: JsonFields, family: Family, num_layers: int) -> list[st
         pattern = fields.count("sliding_window_pattern", pattern)
     kinds = fields.by_layer("layer_types", (SLIDING, FULL))
     if kinds is None and pattern:
-        return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
-    return kinds
+        kinds = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
+    return [*kinds[:-1], FULL] if kinds and family.full_last else kinds
 
 
 def _ropes(
@@ -396,7 +432,9 @@ def _ropes(
 ) -> tuple[Rope, tuple[Rope, ...]]:  # fmt: skip
     """RoPE of the model, and of each layer where they differ."""
     if family.window_theta is not None:
-        rope, local = read_ropes_by_type(fields, max_positions, family.rope_theta, family.window_theta)
+        kinds = BY_TYPE if family.rope_types is ROPE_TYPES else family.rope_types
+        full = RopeDefaults(family.rope_theta, parameters=family.full_rope, kinds=kinds)
+        rope, local = read_ropes_by_type(fields, max_positions, full, family.window_theta)
         if fields.values.get("sliding_window", family.window_size) is None:
             raise ModelError(f"{fields.file} has sliding_window=null", why="the layers with a window have a RoPE of their own")
         return rope, tuple(rope if window is None else local for window in windows)

@@ -13,7 +13,8 @@ from phalanx.errors import ModelError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 BY_TYPE = ROPE_TYPES[:-1]
-"""Those of families that have RoPE by the type of a layer."""
+"""Those of families that have RoPE by the type of a layer; `PROPORTIONAL` is of one alone."""
+PROPORTIONAL = "proportional"
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 """The types of layers: without a window, with one, and with attention inside of chunks."""
 
@@ -29,11 +30,13 @@ class Temperature(NamedTuple):
 
 @dataclass(frozen=True)
 class Rope:
-    """The mapping of positions to angles. kind: one of ROPE_TYPES. A field that the kind does not use keeps its default.
+    """The mapping of positions to angles. kind: one of ROPE_TYPES, or PROPORTIONAL. A field that the kind does not use keeps
+    its default.
 
     theta: base of the wavelengths. factor: by how much the context was extended. original_max_positions: context before the
     extension, in tokens. attention_factor: multiplies cosines and sines (yarn). softmax_factor: multiplies the softmax's scale in
-    the families that read it (mscale_all_dim of DeepSeek). portion: of a head's elements that is rotated, the first ones.
+    the families that read it (mscale_all_dim of DeepSeek). portion: of a head's elements that is rotated, the first ones; of its
+    pairs where it is proportional: the wavelengths are then those of all pairs.
     interleaved: elements 2i and 2i + 1 are rotated together, instead of halves apart. factors: of the wavelengths (longrope), one
     for each pair: those of contexts up to original_max_positions, and those of longer ones; long: the latter count. temperature:
     of the queries, by their positions; None: 1.
@@ -73,6 +76,7 @@ _OF_ALL = "rope_type type rope_theta partial_rotary_factor"
 _OF_KIND = {
     "default": "",
     "linear": "factor original_max_position_embeddings",
+    PROPORTIONAL: "factor",
     "llama3": "factor original_max_position_embeddings low_freq_factor high_freq_factor",
     "yarn": "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
     "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor",
@@ -119,13 +123,14 @@ def read_rope(fields: JsonFields, max_positions: int, defaults: RopeDefaults, he
 
 
 def read_ropes_by_type(
-    fields: JsonFields, max_positions: int, default_theta: float, window_theta: float
+    fields: JsonFields, max_positions: int, full: RopeDefaults, window_theta: float
 ) -> tuple[Rope, Rope]:  # fmt: skip
     """RoPE of the layers without a window, and of those with one (OLMo-3, Gemma-3): `rope_parameters` has an object for each type
     of layer; `rope_theta` and `rope_scaling` are those of the former, rope_local_base_freq is the theta of the latter.
 
-    default_theta, window_theta: where none states it. Raises as `read_rope` does."""
-    parameters, scaling = fields.optional_mapping("rope_parameters") or {}, fields.optional_mapping("rope_scaling") or {}
+    full: of the former; window_theta: of the latter, where none states it. Raises as `read_rope` does."""
+    stated, scaling = fields.optional_mapping("rope_parameters"), fields.optional_mapping("rope_scaling") or {}
+    parameters = ({FULL: full.parameters} if stated is None else stated) or {}
     unknown = [name for name, value in parameters.items() if name not in (FULL, SLIDING) or not isinstance(value, Mapping | None)]
     if unknown:
         raise ModelError(
@@ -138,7 +143,7 @@ def read_ropes_by_type(
             why="transformers reads no other name in a family that has RoPE by the type of a layer",
         )  # fmt: skip
     local = "rope_local_base_freq"
-    thetas = {FULL: fields.positive("rope_theta", default_theta), SLIDING: window_theta}
+    thetas = {FULL: fields.positive("rope_theta", full.theta), SLIDING: window_theta}
     if fields.reads(local):
         thetas[SLIDING] = fields.positive(local, window_theta)
     original, ropes = "original_max_position_embeddings", []
@@ -151,7 +156,7 @@ def read_ropes_by_type(
             not_read = f"{original}={outside!r} beside {where}"
         if not_read:
             raise ModelError(f"{fields.file} has {not_read}", why="transformers does not read it by the type of a layer")
-        defaults = RopeDefaults(thetas[kind], kinds=BY_TYPE)
+        defaults = RopeDefaults(thetas[kind], kinds=full.kinds)
         ropes.append(_read(fields, where, {"rope_theta": thetas[kind], **stated}, max_positions, defaults))
     return ropes[0], ropes[1]
 
@@ -179,7 +184,7 @@ def _read(
     if "rope_type" not in values and "type" not in values and values.get("factor") not in (None, 1):
         raise ModelError(f"{fields.file} has {where}.factor={values['factor']!r} and no rope_type", why="the factor belongs to one")
     portion = inner.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", defaults.portion or 1.0))
-    if portion > 1.0 or (portion != 1.0 and defaults.portion is None):
+    if portion > 1.0 or (portion != 1.0 and defaults.portion is None and kind != PROPORTIONAL):
         raise ModelError(f"{fields.file} has a partial_rotary_factor other than 1", why="models of this family rotate whole heads")
     rope = _of_kind(fields, inner, kind, max_positions, defaults)
     pairs = int(head_dim * portion) // 2
@@ -200,6 +205,8 @@ def _of_kind(fields: JsonFields, inner: JsonFields, kind: str, max_positions: in
     theta = inner.positive("rope_theta", fields.positive("rope_theta", defaults.theta))
     if kind == "default":
         return Rope(theta=theta)
+    if kind == PROPORTIONAL:
+        return Rope(kind, theta, inner.positive("factor", 1.0))
     name = "original_max_position_embeddings"
     original = fields.count(name, defaults.original or inner.count(name, max_positions))
     if kind == "yarn":

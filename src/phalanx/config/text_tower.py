@@ -51,6 +51,13 @@ WRAPPERS = {
         {"gemma3_text": "Gemma3ForCausalLM"}, ("vision_tower.", "multi_modal_projector."),
         {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
     ),
+    "Gemma4ForConditionalGeneration": TextTower(
+        {"gemma4_text": "Gemma4ForCausalLM"}, ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
+    ),
+    "Gemma4UnifiedForConditionalGeneration": TextTower(
+        {"gemma4_unified_text": "Gemma4ForCausalLM"}, ("vision_embedder.", "embed_vision.", "embed_audio."),
+        {"hidden_size_per_layer_input": 0},
+    ),
     "Qwen3_5ForConditionalGeneration": TextTower({"qwen3_5_text": "Qwen3_5ForCausalLM"}, ("visual.", "mtp.")),
     "Qwen3_5MoeForConditionalGeneration": TextTower({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, ("visual.", "mtp.")),
     "KimiK25ForConditionalGeneration": _KIMI,  # released files
@@ -73,7 +80,8 @@ vision_config audio_config image_token_index image_token_id video_token_id video
 vision_end_token_id vision_feature_layer vision_feature_select_strategy projector_hidden_act projector_hidden_size
 projection_hidden_size projection_layer_norm_eps multimodal_projector_bias spatial_merge_size spatial_patch_size
 media_placeholder_token_id use_unified_vision_chunk video_placeholder ignore_index image_seq_length boi_token_index eoi_token_index
-boi_token_id eoi_token_id mm_tokens_per_image language_model_only
+boi_token_id eoi_token_id boa_token_id eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image
+mm_tokens_per_image language_model_only
 """
 TABLE = FieldTable.of(f"architectures model_type generation_config {TEXT} {_EITHER}", f"{HARMLESS} {_OF_OTHER_TOWERS}", REFUSED)
 """Of what is beside text_config."""

@@ -133,7 +133,7 @@ def weight_bytes(shape: ModelShape, dtype: str, layout: Layout) -> tuple[int, ..
     ranges = stage_layers(shape, dtype, layout.pp)
     for layers in ranges:
         total = sum(layer_bytes(shape, kinds[layer], dtype, layout) for layer in layers)
-        total += sum(4 * (shape.rotary_dim(rope) // 2) for rope in {shape.rope_in(layer) for layer in layers})
+        total += sum(4 * (rotary.rotated // 2) for rotary in {shape.rotary_in(layer) for layer in layers})
         first, last = layers.start == 0, layers.stop == shape.num_layers
         total += vocabulary if first else 0
         if last:

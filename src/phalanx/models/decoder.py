@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.model import ModelShape
-from phalanx.config.rope import Rope
+from phalanx.config.model import LayerRotary, ModelShape
 from phalanx.layout.cache import Cache, group_windows
 from phalanx.layout.families import layer_cache, layer_tensors, model_cache, outer_tensors
 from phalanx.layout.rank_progress import BEHIND_LAYERS, RankProgress
@@ -34,9 +33,9 @@ from phalanx.models.slices import LayerContext
 
 
 class DecoderLayer(nn.Module, ABC):
-    """One layer: a family chooses its blocks, its norms and their order. rope: of its attention, which the decoder sets."""
+    """One layer: a family chooses its blocks, its norms and their order. rotary: of its attention, which the decoder sets."""
 
-    rope: Rope
+    rotary: LayerRotary
 
     @property
     @abstractmethod
@@ -87,10 +86,9 @@ class Decoder(nn.Module, ABC):
             )  # fmt: skip
         self.layers = [self.layer(index) for index in layers]
         for index, layer in zip(layers, self.layers, strict=True):
-            layer.rope = shape.rope_in(index)
+            layer.rotary = shape.rotary_in(index)
         self.rotary_embs = {
-            rope: Rotary(rope, shape.rotary_dim(rope), 2 * shape.rotary_pairs, context.device)
-            for rope in dict.fromkeys(layer.rope for layer in self.layers)
+            rotary: Rotary(*rotary, context.device) for rotary in dict.fromkeys(layer.rotary for layer in self.layers)
         }  # fmt: skip
         # torch finds weights in a ModuleList, mypy finds types in a list
         self.registered = nn.ModuleList([*self.layers, *self.rotary_embs.values()])
@@ -137,14 +135,14 @@ class Decoder(nn.Module, ABC):
             x, residual = self.embed_tokens(batch.token_ids, norms[0], batch.last)
         else:
             x, residual = hidden if norms[0] is None else norms[0](hidden), hidden
-        cos_sin = {rope: rotary(batch.positions) for rope, rotary in self.rotary_embs.items()}
+        cos_sin = {rotary: module(batch.positions) for rotary, module in self.rotary_embs.items()}
         for number, (layer, cache, next_norm) in enumerate(
             zip(self.layers, caches, [*norms[1:], self.norm], strict=True), start=self.layer_range.start
         ):  # fmt: skip
             self.progress.enter_layer(number)
             if batch.inner is not None:
                 self._keep(batch.inner, number, residual)
-            x, residual = layer(x, cos_sin[layer.rope], batch, cache, residual, next_norm)
+            x, residual = layer(x, cos_sin[layer.rotary], batch, cache, residual, next_norm)
         if batch.inner is not None:
             self._keep(batch.inner, self.layer_range.stop, residual)
         self.progress.layer = BEHIND_LAYERS

@@ -76,7 +76,7 @@ class Eagle3Head(nn.Module):
         self.norm = RmsNorm("norm", hidden, eps, context=context)
         self.lm_head = ParallelLMHead("lm_head", head.draft_vocab, hidden, tied=None, context=context)
         self.draft_vocabulary = DraftVocabulary(head.draft_vocab, shape.vocab_size, context.device)
-        self.rotary_emb = Rotary(shape.rope, shape.rotary_dim(shape.rope), 2 * shape.rotary_pairs, context.device)
+        self.rotary_emb = Rotary(*shape.rotary_in(0), context.device)
 
     def declared_caches(self) -> list[Cache]:
         """As `Drafter`."""

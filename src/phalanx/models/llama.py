@@ -22,6 +22,7 @@ from phalanx.models.layers.mlp import GatedMlp
 from phalanx.models.layers.moe import SparseMoe
 from phalanx.models.layers.norm import RmsNorm, all_reduce_norm
 from phalanx.models.layers.rope import CosSin
+from phalanx.models.slices import TensorPart
 
 Attention = GroupedQueryAttention | LatentAttention | GatedDeltaNet | MambaMixer
 
@@ -37,7 +38,7 @@ class LayerNorms(NamedTuple):
 
 class LlamaLayer(DecoderLayer):
     """Attention, then the feed-forward block, each with its residual around it and its norms where `ModelShape.norms` says; or both
-    of one norm, and one residual ("parallel")."""
+    of one norm, and one residual ("parallel"). layer_scalar: what multiplies the residual stream behind them (Gemma 4), or None."""
 
     def __init__(
         self, name: str, attention: Attention, feed_forward: GatedMlp | SparseMoe, model: Decoder
@@ -47,6 +48,7 @@ class LlamaLayer(DecoderLayer):
         for each in filter(None, names):
             self.add_module(each, model.hidden_norm(f"{name}.{each}"))
         self.self_attn, self.mlp = attention, feed_forward
+        self.layer_scalar = TensorPart(f"{name}.layer_scalar", context=model.context) if model.shape.layer_scalar else None
         self._parallel = model.context.group if model.shape.norms == "parallel" else None
         self._norms = LayerNorms(*(None if each is None else cast(RmsNorm, self.get_submodule(each)) for each in names))
         if self._norms.before_attention is not None and self._parallel is None:  # else both blocks read it
@@ -72,6 +74,10 @@ class LlamaLayer(DecoderLayer):
             total = self.self_attn.partial_sum(x, cos_sin, batch, cache) + self.mlp.partial_sum(x)
             return all_reduce_norm(total, residual, next_norm, self._parallel)
         x, residual = self.self_attn(x, cos_sin, batch, cache, residual, self._norms.before_mlp)
+        if self.layer_scalar is not None:
+            _, residual = self.mlp(x, residual, None, batch)
+            residual = residual * self.layer_scalar.weight
+            return residual if next_norm is None else next_norm(residual), residual
         output: tuple[NormOutput, Tensor] = self.mlp(x, residual, next_norm, batch)
         return output
 

@@ -500,7 +500,7 @@ def _attention_seconds(
     near, far = (cs.e_kv_fp8, cs.e_far_fp8) if one_byte else (cs.e_kv, cs.e_far)
     computed = _latent_seconds(shape, layout, machine) if shape.latent else 0.0
     scored = 0.0 if shape.latent else 1e-12 * (cs.ps_head_fp8 if one_byte else cs.ps_head) * shape.num_heads / layout.tp
-    dims = shape.latent.nope + shape.latent.rope + shape.latent.v if shape.latent else 2 * shape.head_dim
+    dims = shape.latent.nope + shape.latent.rope + shape.latent.v if shape.latent else 2 * shape.mean_head_dim
     flops = 2.0 * shape.num_heads / layout.tp * dims
     reached = ((cs.e_long_prompt, cs.e_long_prompt_fp8) if long_prompts else (cs.e_prompt, cs.e_prompt_fp8))[one_byte]
     reads, pairs, absorbed = [], [], []

@@ -353,8 +353,8 @@ class Worker:
         max_num_tokens = options.index_num_tokens or max_seq_len
         attention = select_backend(
             device, dtype, shape.head_dim, shape.latent, cache_dtype=CACHE_DTYPES[model.context.kv_dtype], sinks=shape.sinks,
-            block_size=options.kv_block_size, windows=any(shape.windows), chunked=any(shape.chunks), most_tokens=max_num_tokens,
-            capped=shape.multipliers.attention_cap is not None, batch_invariant=model.context.batch_invariant, dcp=groups.dcp,
+            block_size=options.kv_block_size, windows=any(shape.windows), most_tokens=max_num_tokens, dcp=groups.dcp,
+            by_torch=shape.attends_by_torch, capped=shape.is_capped, batch_invariant=model.context.batch_invariant,
         )  # fmt: skip
         sampler = Sampler(options.index_batch_size, shape.vocab_size, device) if last else None
         capturer = None

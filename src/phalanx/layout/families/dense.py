@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from phalanx.config.families import Norms
+from phalanx.config.families import HeadSizes, Norms
 from phalanx.config.model import ModelShape
 from phalanx.layout.cache import CacheTensor
 from phalanx.layout.families.declare import Fused, Part, Split, WeightTensor
@@ -16,7 +16,9 @@ from phalanx.layout.families.declare import Fused, Part, Split, WeightTensor
 def layer(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
     """The tensors of one decoder layer."""
     prefix = f"model.layers.{index}"
-    yield from attention(shape, prefix)
+    yield from attention(shape, prefix, shape.heads_in(index))
+    if shape.layer_scalar:
+        yield WeightTensor(f"{prefix}.layer_scalar", (1,), "replicated", "norm")
     if shape.experts_in(index) is None:
         yield from gated_mlp(f"{prefix}.mlp", shape.hidden_size, shape.intermediate_size, "mlp", bias=shape.mlp_bias)
     else:
@@ -37,11 +39,13 @@ def fused_layer(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
         yield tensor
 
 
-def attention(shape: ModelShape, prefix: str) -> Iterator[WeightTensor]:
-    """Grouped-query attention, and the two norms of a layer."""
-    hidden, heads, kv_heads, dim = shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim
+def attention(shape: ModelShape, prefix: str, sizes: HeadSizes | None = None) -> Iterator[WeightTensor]:
+    """Grouped-query attention, and the two norms of a layer. sizes: of the layer, where layers differ in them."""
+    hidden, heads, (kv_heads, dim, keys_are_values) = shape.hidden_size, shape.num_heads, sizes or shape.heads_in(0)
     name = f"{prefix}.self_attn"
-    projections: list[tuple[str, int, bool]] = [("q_proj", heads, False), ("k_proj", kv_heads, True), ("v_proj", kv_heads, True)]
+    projections: list[tuple[str, int, bool]] = [("q_proj", heads, False), ("k_proj", kv_heads, True)]
+    if not keys_are_values:
+        projections.append(("v_proj", kv_heads, True))
     for projection, count, keys in projections:
         split: Split = "kv_heads" if keys else "heads"
         yield WeightTensor(
@@ -66,11 +70,11 @@ def attention(shape: ModelShape, prefix: str) -> Iterator[WeightTensor]:
 def cache(shape: ModelShape, index: int, dtype: str) -> Iterator[CacheTensor]:
     """The keys and values of one decoder layer. In int8 each of them has a scale, and those of a block and a head lie side by side,
     so that attention reads those of 16 tokens in 64 bytes."""
-    window, heads = shape.windows[index], shape.num_heads
+    window, heads, (kv_heads, head_dim, _) = shape.windows[index], shape.num_heads, shape.heads_in(index)
     for name in ("key", "value"):
-        yield CacheTensor(name, (shape.num_kv_heads, shape.head_dim), dtype, window=window, heads=heads)
+        yield CacheTensor(name, (kv_heads, head_dim), dtype, window=window, heads=heads)
     if dtype == "int8":
-        yield CacheTensor("token_scales", (shape.num_kv_heads, 2), "bf16", window=window, heads=heads, token_dim=1)
+        yield CacheTensor("token_scales", (kv_heads, 2), "bf16", window=window, heads=heads, token_dim=1)
 
 
 class NormNames(NamedTuple):

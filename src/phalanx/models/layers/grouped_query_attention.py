@@ -108,13 +108,15 @@ class GroupedQueryAttention(nn.Module):
     sinks: heads may attend to nothing: each has one more logit, [q_heads of this rank], without a value (gpt-oss).
     rope_in: RoPE may rotate a part of each head, or none of it; it may have a temperature of the queries.
     multipliers: of the scores, and of what the block adds to the residual stream; and the scores' soft cap.
+    heads_in: sizes of this layer; its values may be the keys before their norm and rope (keys_are_values).
+    v_norm: values are normed, each head alone, without weights.
     gated_delta: the output of each head is multiplied by the sigmoid of a gate, which q_proj gives beside its query.
     """
 
     def __init__(self, name: str, shape: ModelShape, layer: int, *, context: LayerContext) -> None:
         super().__init__()
-        head_dim = shape.head_dim
-        query, key, value = (context.parts(f"{name}.{part}_proj") for part in "qkv")
+        _, head_dim, keys_are_values = shape.heads_in(layer)
+        query, key, value = (context.parts(f"{name}.{part}_proj") for part in ("qkk" if keys_are_values else "qkv"))
         gates = [] if shape.gated_delta is None else query[len(query) // 2 :]
         parts, bias = [*query[: len(query) - len(gates)], *key, *value, *gates], f"{name}.q_proj.bias" in context.declared
         self.qkv_proj = ColumnParallelLinear(parts, bias=bias, context=context)
@@ -124,13 +126,13 @@ class GroupedQueryAttention(nn.Module):
         self.window, self.scale = shape.windows[layer] if shape.windows else None, shape.multipliers.attention or head_dim**-0.5
         chunk = shape.chunks[layer] if shape.chunks else None
         self.chunked = {} if chunk is None else {"chunk": chunk}
-        self.cap, rope = shape.multipliers.attention_cap, shape.rope_in(layer)
-        order = rotary_order(head_dim, shape.rotary_dim(rope), interleaved=rope.interleaved)
+        self.cap, (rope, rotated, _) = shape.multipliers.attention_cap, shape.rotary_in(layer)
+        order = rotary_order(head_dim, rotated, interleaved=rope.interleaved)
         order = order if order != sorted(order) else []
         if order:
-            rotated, rows = self.q_heads + self.kv_heads, self.qkv_proj.method.out_features
-            self.qkv_proj.row_order = [head * head_dim + element for head in range(rotated) for element in order]
-            self.qkv_proj.row_order += range(rotated * head_dim, rows)
+            ordered, rows = self.q_heads + self.kv_heads, self.qkv_proj.method.out_features
+            self.qkv_proj.row_order = [head * head_dim + element for head in range(ordered) for element in order]
+            self.qkv_proj.row_order += range(ordered * head_dim, rows)
         self.q_norm = self.k_norm = self.qk_norm = None
         self.head_norm: HeadNorm | None = None
         if shape.qk_norm_whole or (shape.qk_norm and shape.layer_norm):
@@ -146,6 +148,7 @@ class GroupedQueryAttention(nn.Module):
                     f"{name}.{each}", head_dim, shape.rms_norm_eps, order=order, offset=shape.norm_offset, context=context
                 ) for each in ("q_norm", "k_norm")
             )  # fmt: skip
+        self.value_eps = shape.rms_norm_eps if shape.v_norm else None
         self.sinks = TensorPart(f"{name}.sinks", context=context) if shape.sinks else None
         self.kv_store = KvStore(name, context=context)
         self.o_proj = RowParallelLinear.of(f"{name}.o_proj", context, multiplier=shape.multipliers.residual)
@@ -187,12 +190,15 @@ class GroupedQueryAttention(nn.Module):
         head_norm = self.head_norm
         if self.q_norm is not None and self.k_norm is not None:
             head_norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        if head_norm is None:
+        if head_norm is None and self.value_eps is None:
             query = self.kv_store.fused_with_gemv(x, self.qkv_proj, self.q_heads, cos_sin, cache, kv_slots)
             if query is not None:
                 return query, None
-        heads, gates = self.qkv_proj(x, may_stay_unscaled=not self.has_gates), None
+        heads, gates = self.qkv_proj(x, may_stay_unscaled=not self.has_gates and self.value_eps is None), None
         if self.has_gates:
             heads, gates = heads.split([(self.q_heads + 2 * self.kv_heads) * self.head_dim, self.q_heads * self.head_dim], dim=1)
         heads = heads.view(x.shape[0], -1, self.head_dim)
+        if self.value_eps is not None:
+            values = heads[:, self.q_heads + self.kv_heads :]
+            values.copy_(F.rms_norm(values.float(), values.shape[-1:], eps=self.value_eps))
         return self.kv_store(heads, cos_sin, self.q_heads, cache, kv_slots, head_norm), gates

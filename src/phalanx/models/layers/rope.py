@@ -74,6 +74,8 @@ def inv_freq(rope: Rope, head_dim: int) -> Tensor:
             return plain
         case "linear":
             return interpolated
+        case "proportional":
+            return interpolated * (torch.arange(head_dim // 2, device="cpu") < int(rope.portion * head_dim // 2))
         case "longrope":
             return plain / torch.tensor(rope.factors[rope.long], dtype=torch.float32, device="cpu")
         case "llama3":

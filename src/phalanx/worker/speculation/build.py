@@ -85,7 +85,7 @@ def _backend(options: EngineOptions, shape: ModelShape, context: LayerContext, m
     backend = select_backend(
         context.device, context.dtype, shape.head_dim, shape.latent, cache_dtype=CACHE_DTYPES[context.kv_dtype], sinks=shape.sinks,
         block_size=options.block_size, windows=any(window is not None for window in shape.windows),
-        most_tokens=options.index_num_tokens or max_seq_len, chunked=any(shape.chunks),
+        most_tokens=options.index_num_tokens or max_seq_len, by_torch=shape.attends_by_torch,
     )  # fmt: skip
     captures = backend.graphs is not None and backend.graphs.captures_prefill
     if options.cuda_graphs and context.device.type == "cuda" and not captures:

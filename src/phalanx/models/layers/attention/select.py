@@ -17,7 +17,7 @@ from phalanx.models.layers.attention.backend import AttentionBackend
 def select_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, latent: Latent | None = None, *,
     cache_dtype: torch.dtype | None = None, block_size: int = 16, sinks: bool = False, windows: bool = True,
-    capped: bool = False, chunked: bool = False, most_tokens: int = 8192, batch_invariant: bool = False, dcp: Group | None = None,
+    capped: bool = False, by_torch: bool = False, most_tokens: int = 8192, batch_invariant: bool = False, dcp: Group | None = None,
 ) -> AttentionBackend:  # fmt: skip
     """On CUDA: our kernel for decode rows. Prefill rows use our kernels too in captured steps, over a cache in FP8 or int8, with
     sinks, where our warp-specialized kernel runs for all layers, and where FlashInfer is missing or does not support dtype and
@@ -25,15 +25,14 @@ def select_backend(
 
     latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s. cache_dtype, block_size, sinks: of all
     layers; windows: whether any layer has one; capped: scores have a soft cap, which FlashInfer's kernels compute and ours do not;
-    chunked: any layer attends inside of chunks, which torch alone computes; most_tokens: of a step. Where they
-    leave nothing to FlashInfer, it is not imported, as its modules take a minute to compile at a first start, and memory of the
-    device. batch_invariant: as of `TritonBackend`; raises ModelError where it cannot be. dcp: the ranks over which the tokens of
-    latents are divided."""
+    by_torch: see `ModelShape.attends_by_torch`; most_tokens: of a step. Where they leave nothing to FlashInfer, it is not
+    imported, as its modules take a minute to compile at a first start, and memory of the device. batch_invariant: as of
+    `TritonBackend`; raises ModelError where it cannot be. dcp: the ranks over which the tokens of latents are divided."""
     if batch_invariant:
-        return _batch_invariant(device, dtype, head_dim, may=latent is None and not capped and not chunked)
+        return _batch_invariant(device, dtype, head_dim, may=latent is None and not capped and not by_torch)
     if latent is not None:
         return _latent_backend(device, dtype, latent, most_tokens, dcp or Solo())
-    if chunked:
+    if by_torch:
         from phalanx.models.layers.attention.sdpa import SdpaBackend
 
         return SdpaBackend()
@@ -60,7 +59,8 @@ def _batch_invariant(device: torch.device, dtype: torch.dtype, head_dim: int, *,
     if not may or not kernels.supports_prefill(device, dtype, head_dim):
         raise ModelError(
             "deterministic does not work with this model on a GPU",
-            held=f"heads of {head_dim} in {dtype}" if may else "attention over latents, inside of chunks, or with a soft cap",
+            held=f"heads of {head_dim} in {dtype}" if may
+            else "attention over latents, inside of chunks, of heads of several sizes, or with a soft cap",
             why="there is one attention kernel whose tokens do not depend on the batch, and it does not run these",
             next="leave deterministic out",
         )  # fmt: skip
