@@ -58,6 +58,7 @@ def test_values():
     assert value("kv_host_block_copies_total", direction="out") == 12
     assert value("kv_host_block_copies_total", direction="in") == 4
     assert value("kv_host_dropped_blocks_total") == 3
+    assert value("kv_host_state_usage_perc") == 0.25
     assert value("spec_decode_num_drafts_total") == 9
     assert value("spec_decode_num_draft_tokens_total") == 25
     assert value("spec_decode_num_accepted_tokens_total") == 11

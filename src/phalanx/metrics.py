@@ -87,6 +87,8 @@ class EngineCounters(Protocol):
     host_saved: int
     host_loaded: int
     host_dropped: int
+    host_states: int
+    host_states_used: int
     stalled: str
 
 
@@ -315,6 +317,9 @@ class _EngineCollector(Collector):
         yield self._count("kv_host_block_copies", "KV blocks copied to host memory and back.", copies, "direction")
         lost = "KV blocks that left the device uncopied, since the step had its copies."
         yield self._count("kv_host_dropped_blocks", lost, {(): counters.host_dropped})
+        if counters.host_states:
+            usage = counters.host_states_used / counters.host_states
+            yield self._gauge("kv_host_state_usage_perc", "Share of the states of prefixes in host memory in use.", {(): usage})
 
     def _of_drafts(self, counters: EngineCounters) -> Iterable[Metric]:
         """Of an engine that speculates. The mean acceptance length is 1 + accepted / drafts."""

@@ -113,7 +113,7 @@ def test_a_long_hit_does_not_push_out_what_is_to_come_behind_it() -> None:
     first = requests[0]
     assert all(block < -1 for block in kv.prefix_hit(first))
     steps = 0
-    while not kv.loads_at_once(hit := kv.prefix_hit(first)):
+    while not kv.loads_at_once(first, hit := kv.prefix_hit(first)):
         kv.load_part(first, hit)
         kv.pool.host.take_copies()
         steps += 1
@@ -124,7 +124,7 @@ def test_a_long_hit_does_not_push_out_what_is_to_come_behind_it() -> None:
 def test_hits_on_the_device_do_not_wait_for_those_that_are_loaded() -> None:
     kv = RequestBlocks(SchedulerOptions(8, SIZE, 4, 64, 64, host_blocks=8, copied_blocks=1))
     kv.pool.host._in = {0: 0, 1: 1}  # what was loaded at once, when nothing ran
-    assert kv.loads_at_once([])
+    assert kv.loads_at_once(Request(AddRequest("r", [1], SamplingParams()), seed=0, limit=2, matcher=None), [])
 
 
 def test_a_step_has_a_bound_on_copies_out_and_what_is_beyond_is_counted() -> None:

@@ -78,8 +78,10 @@ def test_models_with_a_state_of_each_request(monkeypatch, tmp_path):
     options = EngineOptions(model=str(tmp_path), device="cpu", max_batch_size=9)
     declaration = registry.LayerDeclaration(dense.layer, cache)
     monkeypatch.setitem(registry.DECLARATIONS, "LlamaForCausalLM", declaration)
-    with pytest.raises(OptionError, match=r"kv_host_memory=99 does nothing with this model; it is a Llama.*a hit needs"):
-        resolve_options(options.model_copy(update={"kv_host_memory": 99}))
+    _, chosen = resolve_options(options.model_copy(update={"kv_host_memory": 99}))
+    assert (chosen.options.kv_host_memory, chosen.options.state_snapshots) == (99, 5)
+    with pytest.raises(OptionError, match="kv_host_memory=99 does nothing; state_snapshots is 0"):
+        resolve_options(options.model_copy(update={"kv_host_memory": 99, "state_snapshots": 0}))
     _, chosen = resolve_options(options)
     assert (chosen.options.enable_prefix_caching, chosen.options.state_snapshots) == (True, 5)
     assert chosen.reasons["state_snapshots"] == "5: half of max_batch_size"

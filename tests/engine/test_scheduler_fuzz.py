@@ -100,7 +100,7 @@ class Simulation:
             max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, windows=options.windows, thorough=True,
             indices=indices, pipeline_stages=options.pipeline_stages, returns_tokens=options.returns_tokens,
             propose=proposer(chance, chance.choice([0, 0.3, 0.9, 1])), state_snapshots=options.state_snapshots,
-            host_blocks=options.host_blocks,
+            host_blocks=options.host_blocks, host_states=options.host_states,
         )  # fmt: skip
         if chance.random() < 0.5:
             self.scheduler.choose_drafts = lambda _: chance.randrange(options.max_drafts + 1)
@@ -161,6 +161,7 @@ def draw_options(chance: random.Random) -> SchedulerOptions:
         max_drafts=0 if snapshots and prefix_caching else chance.choice([0, 1, 3, 8]), drafts_keep_kv=chance.random() < 0.5,
         state_snapshots=snapshots if prefix_caching else 0, least_kept=chance.choice([1, 8, 20]),
         host_blocks=chance.choice([0, 1, 3, 10, 100]) if prefix_caching else 0,
+        host_states=chance.choice([0, 1, 2, 8]) if prefix_caching and snapshots else 0, copied_blocks=chance.choice([1, 3, 64]),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from phalanx.executor.protocol import (
 )
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.executor.startup import StartupCoordinator
-from phalanx.layout.memory import HostMemory
+from phalanx.layout.memory import HostCounts, HostMemory, host_counts
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import all_gone, options, pids
 
@@ -103,6 +103,24 @@ def test_the_smallest_host_decides_how_many_blocks_ranks_keep_in_host_memory() -
         sizes(1000, 9000, 9000, 999)
     with pytest.raises(CapacityError, match="kv_host_memory=49 holds not a single KV block; 49 bytes of node 1; a block takes 50"):
         sizes(49, 9000, 9000, 9000)
+
+
+def test_host_memory_is_divided_over_blocks_and_the_states_that_hits_need() -> None:
+    def counts(memory: HostMemory, block: int = 10, state: int = 2000) -> HostCounts:
+        return host_counts(memory, block, 10**9, state=state, block_size=32, host="node 0")
+
+    assert counts(0) == (0, 0)
+    assert counts(100 * (2000 + 4096 // 32 * 10)) == (100 * 128, 100), "a state for each 4,096 tokens"
+    assert counts(2005 + 10) == (1, 1), "one at least"
+    assert counts(50_000, block=0) == (25 * 128, 25), "a host whose stages keep no tokens"
+    with pytest.raises(CapacityError, match=r"holds not a single KV block and a state; 2,009 bytes .* takes 10 and a state 2,000"):
+        counts(2009)
+
+    startup = StartupCoordinator(2, (), 0.0, 3 * (2000 + 2560), block_size=16)
+    for rank, (block, state) in enumerate(((10, 0), (0, 2000))):
+        startup.rank_connected(Hello(rank, 0, 100 + rank))
+        startup.receive(KvCapacity(rank, 7, block, 10**9, state), 0.0)
+    assert startup.next_messages() == [([0, 1], Allocate(7, 3 * 256, 3))], "both ranks number blocks and states alike"
 
 
 def test_a_start_that_wants_more_host_memory_than_there_is_leaves_no_process(tmp_path: Path) -> None:

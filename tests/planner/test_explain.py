@@ -196,6 +196,12 @@ def test_host_memory_is_told_in_tokens_and_in_the_command(model, gpus, nodes, si
     assert "kv_host_memory" not in explain.text(model, shape, machine, replace(request, kv_host_memory=0), result)
 
 
-def test_host_memory_of_a_model_with_states_is_refused(capsys):
-    assert main(["plan", "qwen3-next-80b-a3b", "--gpu", "H200", "--kv_host_memory", "99"]) == 2
-    assert "kv_host_memory=99 does nothing with this model" in capsys.readouterr().err
+def test_host_memory_of_a_model_with_states_is_told_in_tokens_and_states(capsys):
+    """Of Qwen3-Next on two GPUs, each 24,576 bytes of a token on both (a head of keys and values each), and 79 MB of a state."""
+    memory, plan = 100 * (4096 * 24_576 + 79_036_416), ["plan", "qwen3-next-80b-a3b", "--gpu", "H200", "--gpus_per_node", "2"]
+    assert main([*plan, "--tp_size", "2", "--kv_host_memory", str(memory)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"note: {memory:,} bytes of each host keep 409,600 tokens of prefixes" in text
+    assert "and 100 states of prefixes, of which a hit needs one" in text
+    assert main([*plan, "--kv_host_memory", "99"]) == 1
+    assert "holds not a single KV block and a state" in capsys.readouterr().err

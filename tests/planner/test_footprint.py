@@ -219,3 +219,10 @@ def test_the_buffers_on_the_way_to_host_memory_take_memory():
     before, rank = (footprint.rank_memory(shape, Layout(), 80 * 10**9, each) for each in (sizes, replace(sizes, host_tier=True)))
     assert rank.beside - before.beside == staging_bytes(rank.block) == 256 << 20
     assert before.kv_tokens - rank.kv_tokens == pytest.approx(0.9 * (256 << 20) / (rank.block / 16), abs=32)
+
+
+def test_the_buffers_of_states_take_four_of_them():
+    shape = subject.shape_for("qwen3-next-80b-a3b")
+    sizes = footprint.Sizes("fp8", "bf16", slots=64, max_num_tokens=8192)
+    before, rank = (footprint.rank_memory(shape, Layout(), 140 * 10**9, each) for each in (sizes, replace(sizes, host_tier=True)))
+    assert rank.beside - before.beside == staging_bytes(rank.block) + 4 * 79_036_416

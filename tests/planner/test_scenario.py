@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy
 import pytest
 
@@ -47,12 +49,28 @@ def test_replicas_of_a_host_share_its_memory():
     one, four = (ReplicaSpec.of(SHAPE, machine, request, Layout(), sharing=sharing) for sharing in (1, 4))
     assert one.options.host_blocks == 64 * 2**30 // (16 * 131072) == 4 * four.options.host_blocks
     assert one.options.copied_blocks == 64
-    assert one.block_seconds == pytest.approx(16 * 131072 / machine.gpu.pcie_bandwidth)
+    assert one.copies.block == pytest.approx(16 * 131072 / machine.gpu.pcie_bandwidth)
+    assert (one.copies.state, one.options.host_states) == (0, 0)
     assert ReplicaSpec.of(SHAPE, machine, request, Layout(), prefix_caching=False).options.host_blocks == 0
     rows = [arrivals.Arrival(0.0, 1024, 2, (7, 8))] * 3
     report = scenario.document(one, rows, 1, Bounds(), concurrency=1)
     assert (report["asked"]["host_blocks"], report["prefix_hits_on_host"]) == (one.options.host_blocks, 0)
     assert "(0.0% in host memory)" in scenario.text(report)
+
+
+def test_states_in_host_memory_are_found_in_a_simulation():
+    """Four prompts come in turn, and the device keeps the states of two prefixes beside those of slots."""
+    machine, shape = subject.machine_for("H200")[0], subject.shape_for("qwen3-next-80b-a3b")
+    request = PlanRequest(dtype="fp8", isl=1, osl=1, max_batch_size=4, max_seq_len=4096, kv_host_memory=64 << 30)
+    one = ReplicaSpec.of(shape, machine, request, Layout())
+    assert (one.options.state_snapshots, one.options.host_states) == (2, (64 << 30) // (4096 * 24_576 + 79_036_416))
+    assert one.copies.state == pytest.approx(79_036_416 / machine.gpu.pcie_bandwidth)
+    rows = [arrivals.Arrival(float(n), 2048, 2, tuple(range(n % 4 * 4, n % 4 * 4 + 4))) for n in range(12)]
+    with_host, without = (
+        replica.run(rows) for replica in (one, replace(one, options=replace(one.options, host_blocks=0, host_states=0)))
+    )
+    assert (with_host.hits, with_host.host_hits, without.hits) == (8 * 2032, 4 * 2032, 0), "two of four stay on the device"
+    assert with_host.served[-1].ttft < without.served[-1].ttft
 
 
 def test_ranks_that_divide_latents_hold_more_in_a_simulation():

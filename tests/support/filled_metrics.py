@@ -26,6 +26,7 @@ def filled(prefix: str = "phalanx", *, engines: int = 1) -> Metrics:
         ran={"decode graph/steps": 5, "decode graph/tokens": 35, "decode graph/padding": 6, "eager/steps": 0},
         dp_running=[2, 1], dp_blocks_referenced=[20, 5], drafts=9, draft_tokens=25, accepted_tokens=[7, 4],
         host_total=50, host_used=10, host_hits=15, host_saved=12, host_loaded=4, host_dropped=3,
+        host_states=8, host_states_used=2,
     )] * engines  # fmt: skip
     experts = ExpertCounters({("0", "0"): 30, ("0", "1"): 10}, {"0": 30, "1": 10}, 1.5)
     metrics.experts = dict.fromkeys(range(engines), experts)

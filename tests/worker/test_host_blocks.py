@@ -13,11 +13,11 @@ import torch
 from phalanx.engine.messages import BlockCopy, StepBatch
 from phalanx.errors import CapacityError, EngineError
 from phalanx.layout import memory
-from phalanx.layout.cache import Cache, CacheTensor, in_group
-from phalanx.layout.memory import block_bytes, staging_bytes
+from phalanx.layout.cache import Cache, CacheTensor, in_group, request_bytes
+from phalanx.layout.memory import block_bytes, staging_bytes, state_staging_bytes
 from phalanx.models.cache import LayerCache, empty_caches
 from phalanx.worker import host_blocks
-from phalanx.worker.host_blocks import HostBlockStore, staging
+from phalanx.worker.host_blocks import HostBlockStore, staging, state_staging
 
 CPU = torch.device("cpu")
 BLOCKS, SIZE, SLOTS = 12, 4, 7
@@ -116,6 +116,41 @@ def test_slots_are_of_blocks_of_all_tensors_and_states_stay() -> None:
     host.copy(StepBatch(saved=[BlockCopy(0, 0, 1)]))
     host.copy(StepBatch(loaded=[BlockCopy(1, 0, 1)]))
     assert (caches[1]["conv"] == 7.0).all()
+
+
+STATES: list[Cache] = [(STATE, CacheTensor("state", (2, 3, 4), "fp32", per="request")), (LATENT,), (STATE,)]
+
+
+def drive_states(device: torch.device) -> None:
+    """States of slots 0 .. 5 there and back, three in one step: more than the buffers take."""
+    caches = empty_caches(STATES, BLOCKS, SIZE, device, slots=6)
+    host = HostBlockStore(caches, 4, state_staging(request_bytes(STATES), device), states=True)
+    assert host.slots.nbytes == 4 * request_bytes(STATES)
+    tensors = [cache[name] for cache in caches for name in cache.states]
+    for number, tensor in enumerate(tensors):
+        tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) + 1000 * number)
+    before, latent = [tensor.clone() for tensor in tensors], caches[1]["latent"].clone()
+    host.save([BlockCopy(slot, 3 - slot, 1) for slot in (0, 2, 3)])
+    for tensor in tensors:
+        tensor.zero_()
+    host.load([BlockCopy(slot, 3 - other, 1) for slot, other in ((5, 0), (0, 2), (4, 3))])
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor[[5, 0, 4]], old[[0, 2, 3]])
+        assert not tensor[[1, 2, 3]].any(), "the others are as they were"
+    assert torch.equal(caches[1]["latent"].view(torch.uint8), latent.view(torch.uint8))
+
+
+def test_every_byte_of_a_state_comes_back() -> None:
+    drive_states(CPU)
+
+
+@pytest.mark.gpu1
+def test_every_byte_of_a_state_comes_back_on_a_gpu() -> None:
+    drive_states(torch.device("cuda"))
+
+
+def test_the_planner_counts_the_buffers_of_states_that_ranks_make() -> None:
+    assert state_staging(1000, torch.device("meta")).nbytes == state_staging_bytes(1000) == 4000
 
 
 def test_a_write_that_the_slot_does_not_have_is_never_read() -> None:

@@ -242,5 +242,5 @@ class DpScheduler(StepScheduler[list[int | None]]):
 _SUMMED = (
     "running", "waiting", "blocks_referenced", "preemptions", "prefix_queries", "prefix_hits", "prompt_tokens",
     "generation_tokens", "drafts", "draft_tokens", "nonfinite_requests", "host_total", "host_used", "host_hits", "host_saved",
-    "host_loaded", "host_dropped",
+    "host_loaded", "host_dropped", "host_states", "host_states_used",
 )  # fmt: skip

@@ -35,6 +35,7 @@ from phalanx.engine.messages import (
     RowResult,
     SlotAssignment,
     Step,
+    StepBatch,
     StepResult,
     StepRow,
     TokenLogprobs,
@@ -126,13 +127,14 @@ class StepChecker:
 
     Sizes and windows as in SchedulerOptions. `run` returns the result that the ranks would give. `thorough` checks every position
     that a row looks back to, otherwise the last one only. token_lag: as in SchedulerOptions. propose: the drafts; none
-    without it. state_snapshots: as in SchedulerOptions; with some, each slot has a state as well. host_blocks: as there.
+    without it. state_snapshots: as in SchedulerOptions; with some, each slot has a state as well. host_blocks, host_states:
+    as there.
     """
 
     def __init__(
         self, *, vocab_size: int, num_blocks: int, block_size: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int,
         windows: Sequence[int | None] = (None,), thorough: bool = True, token_lag: int | None = 1,
-        propose: FakeProposer | None = None, state_snapshots: int = 0, host_blocks: int = 0,
+        propose: FakeProposer | None = None, state_snapshots: int = 0, host_blocks: int = 0, host_states: int = 0,
     ) -> None:  # fmt: skip
         self._token_lag, self._propose = token_lag, propose
         self._states: list[tuple[int, int] | None] | None = None  # (position, number), as in a cell, of slots and of prefixes
@@ -148,6 +150,7 @@ class StepChecker:
         self._cells: list[tuple[int, int, int] | None] = [None] * (num_blocks * block_size)  # (group, position, number)
         self.host: list[tuple[int, list[tuple[int, int, int] | None]]] = [(0, [])] * host_blocks
         """Of each slot of host memory: the generation, and the cells of a block."""
+        self.host_states: list[tuple[int, tuple[int, int] | None]] = [(0, None)] * host_states
         self._number = 0
 
     def run(self, step: Step) -> StepResult:
@@ -158,8 +161,7 @@ class StepChecker:
         batch = step.batches[0]
         for copy in batch.saved:
             self._copy_block(copy, saves=True)
-        for source, target in batch.state_copies:
-            self._copy_state(source, target)
+        self._copy_states(batch)
         for slot in batch.released:
             self._require(slot in self.slots, f"it releases slot {slot}, which is free")
             state = self.slots.pop(slot)
@@ -188,10 +190,22 @@ class StepChecker:
         self._require(not self._holders[copy.block], f"it copies to block {copy.block} of slots {self._holders[copy.block]}")
         self._cells[first : first + size] = cells
 
-    def _copy_state(self, source: int, target: int) -> None:
-        states = self._states or []
-        self._require(0 <= source < len(states) and 0 <= target < len(states), f"it copies state {source} to {target}")
-        states[target] = states[source]
+    def _copy_states(self, batch: StepBatch) -> None:
+        """To slots of host memory, then among those of the device, then back to slots that requests get."""
+        states, host, admitted = self._states or [], self.host_states, {each.slot for each in batch.admitted}
+        for copy in batch.saved_states:
+            exists = 0 <= copy.block < len(states) and 0 <= copy.slot < len(host)
+            self._require(exists, f"it copies state {copy.block} to slot {copy.slot} of host memory")
+            host[copy.slot] = copy.generation, states[copy.block]
+        for source, target in batch.state_copies:
+            self._require(0 <= source < len(states) and 0 <= target < len(states), f"it copies state {source} to {target}")
+            states[target] = states[source]
+        for copy in batch.loaded_states:
+            self._require(0 <= copy.slot < len(host), f"it reads the state in slot {copy.slot} of host memory")
+            generation, state = host[copy.slot]
+            self._require(generation == copy.generation, f"it reads write {copy.generation} of a state, not {generation}")
+            self._require(copy.block in admitted, f"it copies a state to slot {copy.block}, which no request gets")
+            states[copy.block] = state
 
     def _advance_state(self, slot: int, state: _Slot, start: int, end: int) -> None:
         """The state of the slot takes these positions in. A request's first position begins with another state."""
@@ -414,7 +428,7 @@ class FakeExecutor:
 
     @classmethod
     def from_options(cls, options: EngineOptions, shape: ModelShape, settings: dict[str, Any]) -> FakeExecutor:
-        """settings: "num_blocks", "latency", "returns_tokens" and "host_blocks", all optional."""
+        """settings: "num_blocks", "latency", "returns_tokens", "host_blocks" and "host_states", all optional."""
         assert options.max_seq_len is not None
         assert options.max_num_tokens is not None
         blocks = settings.get("num_blocks", 512 + 8 * options.max_seq_len // options.block_size)
@@ -425,6 +439,7 @@ class FakeExecutor:
             pipeline_stages=options.pipeline_parallel_size, latency=settings.get("latency", 0.0),
             indices=options.expert_parallel_size, returns_tokens=settings.get("returns_tokens", False),
             state_snapshots=options.index_snapshots, host_blocks=settings.get("host_blocks", 0),
+            host_states=settings.get("host_states", 0),
         )  # fmt: skip
 
     @classmethod
@@ -432,7 +447,7 @@ class FakeExecutor:
         cls, *, vocab_size: int, num_blocks: int = 512, block_size: int = 16, max_batch_size: int = 256, max_num_tokens: int = 2048,
         max_seq_len: int = 4096, windows: Sequence[int | None] = (None,), pipeline_stages: int = 1, latency: float = 0.0,
         thorough: bool = False, indices: int = 1, returns_tokens: bool = False, propose: FakeProposer | None = None,
-        state_snapshots: int = 0, host_blocks: int = 0,
+        state_snapshots: int = 0, host_blocks: int = 0, host_states: int = 0,
     ) -> FakeExecutor:  # fmt: skip
         """From sizes alone, of each of `indices` dp indices."""
         checkers = [
@@ -440,7 +455,7 @@ class FakeExecutor:
                 vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, max_batch_size=max_batch_size,
                 max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, windows=windows, thorough=thorough,
                 token_lag=token_lag(pipeline_stages, returns_tokens=returns_tokens), propose=propose,
-                state_snapshots=state_snapshots, host_blocks=host_blocks,
+                state_snapshots=state_snapshots, host_blocks=host_blocks, host_states=host_states,
             )
             for _ in range(indices)
         ]  # fmt: skip
@@ -452,7 +467,7 @@ class FakeExecutor:
         facts = [
             RankFacts(
                 rank, 0, "fake", (rank, rank + 1), {"weights": 0, "kv": 0, "total": 0}, attention="fake", allreduce="seed",
-                host_blocks=len(self.checkers[0].host),
+                host_blocks=len(self.checkers[0].host), host_states=len(self.checkers[0].host_states),
             )
             for rank in range(self._stages)
         ]  # fmt: skip

@@ -12,6 +12,8 @@ Copies run beside the steps as far as the ranks have buffers. So a step has no m
 for blocks whose contents take much longer to compute; what is evicted beyond is lost, as it would be without a host tier.
 
 Each write of a slot has a generation, which the copies that read it name: ranks refuse to read another one.
+
+States of prefixes go the same way, in slots of their own (`state_snapshots`).
 """
 
 from __future__ import annotations

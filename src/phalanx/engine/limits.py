@@ -26,6 +26,7 @@ class SchedulerOptions:
     has one, or prefix_caching is off. least_kept: a state is kept if another request need not compute so many tokens then.
     max_decode_gap: seconds between two tokens of a request, at most, as far as prompts can be cut for it;
     "auto": see `step_draft.AUTO_FACTOR`; None for no bound. host_blocks: slots of host memory for KV blocks that leave the pool.
+    host_states: slots of host memory for the states of prefixes that give way to others.
     copied_blocks: that come back from there in one step, at most, while requests run, and that go there, beside those of
     `HostBlocks.allow`.
     """
@@ -50,6 +51,7 @@ class SchedulerOptions:
     state_snapshots: int = 0
     least_kept: int = 512
     host_blocks: int = 0
+    host_states: int = 0
     copied_blocks: int = 64
 
     @property

@@ -211,6 +211,7 @@ class RankFacts(msgspec.Struct, array_like=True):
     self_check: str = ""  # what the self check found, on a rank that compares
     host_blocks: int = 0  # KV blocks that its part of host memory holds
     prompt_wave: int = 0  # tokens of a prompt for which attention has as many programs as the GPU runs at once; 0 where unknown
+    host_states: int = 0  # states of prefixes that it holds
 
 
 class EngineFacts(msgspec.Struct, array_like=True):
@@ -277,6 +278,8 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     host_saved: int = 0  # blocks that were copied there
     host_loaded: int = 0  # and back
     host_dropped: int = 0  # that left the device and were not copied, since the step had its copies
+    host_states: int = 0  # states of prefixes that host memory may hold
+    host_states_used: int = 0
     stalled: str = ""  # why work waits and no step ends; empty while steps do, or there is no work
 
 
@@ -408,8 +411,8 @@ class StepRow(msgspec.Struct, array_like=True, gc=False):
 
 
 class BlockCopy(msgspec.Struct, array_like=True, gc=False):
-    """A KV block is copied from the device to a slot of host memory, or back. generation: of what is in the slot behind or before
-    that: it grows with each write."""
+    """A KV block, or a state, is copied from the device to a slot of host memory, or back. generation: of what is in the slot
+    behind or before that: it grows with each write."""
 
     block: int
     slot: int
@@ -429,6 +432,8 @@ class StepBatch(msgspec.Struct, array_like=True):
     adapted: bool = False
     saved: list[BlockCopy] = []  # to host memory: before anything else
     loaded: list[BlockCopy] = []  # from it: behind `saved`
+    saved_states: list[BlockCopy] = []  # as `saved`, of slots and places of states: before `state_copies`
+    loaded_states: list[BlockCopy] = []  # to slots: behind `state_copies`
 
 
 class StepExtent(msgspec.Struct, array_like=True):

@@ -200,7 +200,7 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
         vocab_size=shape.vocab_size, seed=options.seed, length_hint=length_hint, max_drafts=options.max_drafts,
         drafts_keep_kv=options.speculation is not None and options.speculation.keeps_kv,
         max_decode_gap=options.max_decode_gap,
-        state_snapshots=options.index_snapshots, host_blocks=_host_blocks(ranks, options, reasons),
+        state_snapshots=options.index_snapshots, **_of_host_memory(ranks, options, reasons),
         copied_blocks=copied_blocks(max(max(rank.bytes.get("kv", 0) for rank in ranks) // max(num_blocks, 1), 1)),
     )  # fmt: skip
     indices, grammar_calls, adapters = options.expert_parallel_size, GrammarThreads(), Adapters(options.max_loras)
@@ -296,12 +296,13 @@ def _resolve(given_options: EngineOptions, config: dict[str, Any]) -> tuple[Mode
     return shape, resolved.options, dict(resolved.reasons)
 
 
-def _host_blocks(ranks: list[RankFacts], options: EngineOptions, reasons: dict[str, str]) -> int:
-    """KV blocks that all ranks have host memory for."""
-    blocks = min(rank.host_blocks for rank in ranks)
+def _of_host_memory(ranks: list[RankFacts], options: EngineOptions, reasons: dict[str, str]) -> dict[str, int]:
+    """What all ranks have host memory for, as options of the scheduler."""
+    blocks, states = (min(getattr(rank, name) for rank in ranks) for name in ("host_blocks", "host_states"))
     if blocks:
-        reasons["kv_host_memory"] = f"{options.kv_host_memory}: {blocks:,} more blocks of {options.block_size} tokens"
-    return blocks
+        of_states = f", and {states:,} more states of prefixes" if states else ""
+        reasons["kv_host_memory"] = f"{options.kv_host_memory}: {blocks:,} more blocks of {options.block_size} tokens{of_states}"
+    return {"host_blocks": blocks, "host_states": states}
 
 
 def _fit_length(

@@ -12,7 +12,7 @@ from phalanx.engine.limits import SchedulerOptions
 from phalanx.engine.prefix import extend_keys, group_key, longest_hit
 from phalanx.engine.request import Request
 from phalanx.engine.state_snapshots import StateSnapshots
-from phalanx.layout.memory import window_blocks
+from phalanx.layout.memory import COPIED_STATES, window_blocks
 
 
 class RequestBlocks:
@@ -21,7 +21,7 @@ class RequestBlocks:
     def __init__(self, options: SchedulerOptions) -> None:
         self.pool = BlockPool(options.num_blocks, HostBlocks(options.host_blocks, options.copied_blocks))
         self.options, self.groups = options, len(options.windows)
-        self.states = StateSnapshots(options.max_batch_size, options.state_snapshots)
+        self.states = StateSnapshots(options.max_batch_size, options.state_snapshots, HostBlocks(options.host_states))
 
     def blocks_for(self, positions: int) -> int:
         """How many blocks of each group hold so many positions."""
@@ -66,16 +66,23 @@ class RequestBlocks:
         memory."""
         return sum(block < -1 or (block >= 0 and self.pool.idle(block)) for block in hit)
 
-    def loads_at_once(self, hit: list[int]) -> bool:
+    def loads_at_once(self, request: Request, hit: list[int]) -> bool:
         """Whether the next step may load all of the hit that is in host memory: the requests that run wait for no longer copies
-        than of `copied_blocks`."""
+        than of `copied_blocks`, and of COPIED_STATES."""
         on_host = len(self._on_host(hit))
-        return not on_host or on_host <= self.options.copied_blocks - self.pool.host.loading
+        if on_host and on_host > self.options.copied_blocks - self.pool.host.loading:
+            return False
+        return self.states.host.loading < COPIED_STATES or not self.states.only_on_host(self._last_key(request, hit))
+
+    def _last_key(self, request: Request, hit: list[int]) -> bytes:
+        """Of the prefix that the hit is; of no prefix without a hit."""
+        return request.keys[len(hit) // self.groups - 1] if hit else b""
 
     def load_part(self, request: Request, hit: list[int]) -> None:
         """Bring a part of a hit that does not load at once into the prefix cache with the next step, and keep what is there."""
         on_host, room = self._on_host(hit), self.options.copied_blocks - self.pool.host.loading
         self.pool.host.touch(self._keys(request, reversed(on_host)))  # and not the place of what is to come behind it
+        self.states.host.touch([self._last_key(request, hit)])
         own = [block for block in hit if block >= 0]
         for block in own:
             self.pool.share(block)  # what comes shall not take its place
@@ -97,7 +104,8 @@ class RequestBlocks:
 
     def share(self, request: Request, hit: list[int]) -> int:
         """Give a request that takes a slot the blocks of its prefix hit. Of what is in host memory, it gets blocks that the copies
-        of the next step fill. Returns for how many positions some of its blocks came from there, and were not hit since."""
+        of the next step fill. Returns for how many positions some of its blocks came from there, and were not hit since; all where
+        its state does."""
         for block in hit:
             if block >= 0:
                 self.pool.share(block)
@@ -109,10 +117,9 @@ class RequestBlocks:
         request.capacity = request.shared = columns * self.options.block_size
         request.first_live = [hit[group :: self.groups].count(-1) for group in range(self.groups)]
         request.kept_at = self._kept_at(request, columns)
-        if hit and self.options.state_snapshots:
-            self.states.restore(request.keys[columns - 1], request.slot)
         brought = {number // self.groups for number, block in enumerate(hit) if self.pool.first_hit(block)}
-        return len(brought) * self.options.block_size
+        state_loads = bool(hit and self.options.state_snapshots) and self.states.restore(request.keys[columns - 1], request.slot)
+        return (columns if state_loads else len(brought)) * self.options.block_size
 
     def _kept_at(self, request: Request, hit: int) -> list[int]:
         """Where the request's prompt is to end a step, so that its state can be kept: behind its last full block, and, since others

@@ -16,7 +16,6 @@ from phalanx.layout.cache import default_snapshots, request_bytes
 from phalanx.layout.draft import draft_network
 from phalanx.layout.families import model_cache
 from phalanx.layout.layout import Layout, require_suits
-from phalanx.layout.memory import HostMemory
 
 
 def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions]:
@@ -34,23 +33,14 @@ def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions
             "speculative_config does not work with this model", held=f"it is a {shape.architecture}",
             why="some layers keep a state of each request, which a rejected draft would have changed", next="leave it out",
         )  # fmt: skip
-    if options.kv_host_memory and not options.enable_prefix_caching:
+    resolved = _with_snapshots(resolved, shape, keeps_state=request_bytes(caches) > 0)
+    if options.kv_host_memory and not resolved.options.enable_prefix_caching:
         raise OptionError(
-            f"kv_host_memory={options.kv_host_memory} does nothing", held="enable_prefix_caching is off",
+            f"kv_host_memory={options.kv_host_memory} does nothing",
+            held="state_snapshots is 0" if options.enable_prefix_caching else "enable_prefix_caching is off",
             why="no block is found again", next="leave one of them out",
         )  # fmt: skip
-    require_hits_on_host(options.kv_host_memory, shape)
-    return shape, _with_snapshots(resolved, shape, keeps_state=request_bytes(caches) > 0)
-
-
-def require_hits_on_host(memory: HostMemory, shape: ModelShape) -> None:
-    """Raise OptionError where KV blocks in host memory would never be found again."""
-    if memory and request_bytes(model_cache(shape)):
-        raise OptionError(
-            f"kv_host_memory={memory} does nothing with this model", held=f"it is a {shape.architecture}",
-            why="some layers keep a state of each request, which a hit needs and host memory does not have",
-            next="leave it out, and raise state_snapshots for more hits",
-        )  # fmt: skip
+    return shape, resolved
 
 
 def _with_snapshots(resolved: ResolvedOptions, shape: ModelShape, *, keeps_state: bool) -> ResolvedOptions:

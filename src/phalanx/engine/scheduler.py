@@ -112,11 +112,13 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         stats.running, stats.waiting = len(self.running), len(self.waiting)
         stats.blocks_referenced = self.pool.referenced
         self.pool.host.write(stats)
+        self.kv.states.write(stats)
         return stats
 
     def check(self) -> None:
         """As `StepScheduler`."""
         self.pool.check(request.blocks for request in self.running)
+        self.kv.states.check()
         slots = sorted(self._slots + [request.slot for request in self.running])
         if slots != list(range(self.options.max_batch_size)):
             raise EngineError("the slot accounting is broken", held=f"free or in use: {slots}", next="report this with the log")
@@ -329,7 +331,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             if request is None or request.in_flight:  # preempted, and its last tokens are not known yet
                 return
             hit = self.kv.prefix_hit(request)
-            loads = bool(self.running) and not self.kv.loads_at_once(hit)
+            loads = bool(self.running) and not self.kv.loads_at_once(request, hit)
             request.loads = loads and loading
             if request.loads:
                 admitted += len(request.tokens)  # hashed
@@ -440,6 +442,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         step = Step(self.counters.steps, [batch])
         if self.options.state_snapshots:
             batch.state_copies = self.kv.states.take_copies()
+            batch.saved_states, batch.loaded_states = self.kv.states.host.take_copies()
         if self.options.host_blocks:
             batch.saved, batch.loaded = self.pool.host.take_copies()
         if self.adapters.slots.occupants:

@@ -67,12 +67,13 @@ class StartupProgress(msgspec.Struct, tag=True, array_like=True):
 
 class KvCapacity(msgspec.Struct, tag=True, array_like=True):
     """The weights are loaded, and the memory left holds this many KV blocks. block_bytes: of one on this rank. free_host_memory: in
-    bytes; 0 where none is wanted for blocks."""
+    bytes; 0 where none is wanted for blocks. state_bytes: of the state of a request, on this rank."""
 
     rank: int
     blocks: int
     block_bytes: int = 0
     free_host_memory: int = 0
+    state_bytes: int = 0
 
 
 class RankReady(msgspec.Struct, tag=True, array_like=True):
@@ -192,10 +193,11 @@ class StoreReply(msgspec.Struct, tag=True, array_like=True):
 
 
 class Allocate(msgspec.Struct, tag=True, array_like=True):
-    """Make KV caches of this many blocks, and have host memory for so many."""
+    """Make KV caches of this many blocks, and have host memory for so many, and for so many states of prefixes."""
 
     blocks: int
     host_blocks: int = 0
+    host_states: int = 0
 
 
 class ReadAdapter(msgspec.Struct, tag=True, array_like=True):

@@ -99,7 +99,7 @@ class RankExecutor:
         self._heartbeats = HeartbeatMonitor(options.stall_timeout)
         self._startup = StartupCoordinator(
             self._layout.world, self._joins, time.monotonic(), options.kv_host_memory,
-            cache_on_host=options.device == "cpu",
+            block_size=options.block_size, cache_on_host=options.device == "cpu",
         )  # fmt: skip
         self._reports: list[FailureReport] = []
         self._bytes: dict[int, dict[str, int]] = {}

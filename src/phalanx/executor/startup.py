@@ -23,7 +23,7 @@ from phalanx.executor.protocol import (
     RankToEngine,
     StartupProgress,
 )
-from phalanx.layout.memory import HostMemory, host_blocks
+from phalanx.layout.memory import HostCounts, HostMemory, host_counts
 from phalanx.log import get_logger
 
 log = get_logger(__name__)
@@ -40,12 +40,13 @@ _WAITING_PHASE = "wait for the other ranks"
 
 class StartupCoordinator:
     """One start-up of a world of ranks, which begins `now`. joins: the nodes that must join the engine. host_memory: the option
-    kv_host_memory. cache_on_host: the KV cache itself is in the same memory, as on CPU."""
+    kv_host_memory. block_size: tokens of a KV block. cache_on_host: the KV cache itself is in the same memory, as on CPU."""
 
     def __init__(
-        self, world: int, joins: Collection[int], now: float, host_memory: HostMemory = 0, *, cache_on_host: bool = False
-    ) -> None:
-        self._world, self._host_memory, self._cache_on_host = world, host_memory, cache_on_host
+        self, world: int, joins: Collection[int], now: float, host_memory: HostMemory = 0, *, block_size: int = 16,
+        cache_on_host: bool = False,
+    ) -> None:  # fmt: skip
+        self._world, self._host_memory, self._block_size, self._cache_on_host = world, host_memory, block_size, cache_on_host
         self._nodes: dict[int, int] = {}  # of ranks
         self._missing = set(joins)
         self._connected: set[int] = set()
@@ -70,18 +71,20 @@ class StartupCoordinator:
         """The smallest number of KV blocks that a rank has memory for: block ids mean the same on all ranks."""
         return min(capacity.blocks for capacity in self._capacities.values())
 
-    def _host_blocks(self) -> int:
-        """How many blocks the memory of the smallest host holds for each of its ranks. Raises CapacityError."""
+    def _on_host(self) -> HostCounts:
+        """What the memory of the smallest host holds for each of its ranks. Raises CapacityError."""
         by_node: dict[int, list[KvCapacity]] = {}
         for rank, capacity in self._capacities.items():
             by_node.setdefault(self._nodes.get(rank, 0), []).append(capacity)
         counts, beside = [], " beside the KV cache" if self._cache_on_host else ""
         for node, ranks in sorted(by_node.items()):
-            block, free = sum(each.block_bytes for each in ranks), min(each.free_host_memory for each in ranks)
+            block, state = (sum(getattr(each, name) for each in ranks) for name in ("block_bytes", "state_bytes"))
+            free = min(each.free_host_memory for each in ranks)
             if self._cache_on_host:  # which no rank has made yet
                 free = max(free - self.num_blocks * block, 0)
-            counts.append(host_blocks(self._host_memory, block, free, host=f"node {node}{beside}"))
-        return min(counts)
+            host = f"node {node}{beside}"
+            counts.append(host_counts(self._host_memory, block, free, state=state, block_size=self._block_size, host=host))
+        return HostCounts(*map(min, zip(*counts, strict=True)))
 
     def rank_facts(self) -> list[RankFacts]:
         return [self._ready[rank] for rank in range(self._world)]
@@ -132,7 +135,7 @@ class StartupCoordinator:
         messages: list[tuple[list[int], EngineToRank]] = []
         if len(self._capacities) == self._world and not self._allocated:
             self._allocated = True
-            messages.append((list(range(self._world)), Allocate(self.num_blocks, self._host_blocks())))
+            messages.append((list(range(self._world)), Allocate(self.num_blocks, *self._on_host())))
         return messages
 
     def timeout_error(self, limit: float, where: Callable[[int], str]) -> EngineError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from phalanx.config.model import ModelShape
 from phalanx.errors import CapacityError
@@ -67,20 +67,44 @@ def copied_blocks(block: int) -> int:
     return 2 * max(STAGING_BYTES // block, 1)
 
 
+COPIED_STATES = 2
+"""States that come back in one step, at most, while requests run: a direction has as many buffers, of one state each."""
+
+
 def staging_bytes(block: int) -> int:
-    """Bytes of all staging buffers, on the device: each takes whole KV blocks, at least one. block: bytes of one on the rank."""
+    """Bytes of all staging buffers of KV blocks, on the device: each takes whole ones, at least one. block: bytes of one on the
+    rank."""
     return 4 * block * max(STAGING_BYTES // block, 1) if block else 0
+
+
+def state_staging_bytes(state: int) -> int:
+    """As `staging_bytes`, of states: each buffer takes one."""
+    return 2 * COPIED_STATES * state
 
 
 MOST_OF_FREE = 0.9
 """What part of a host's free memory KV blocks may have: it is pinned, and other processes grow."""
 
 
-def host_blocks(memory: HostMemory, one: int, free: int, *, host: str) -> int:
-    """How many KV blocks a host's memory holds for its ranks. one: bytes of a block on all of them. free: bytes of the host. host:
-    its name, for errors. Raises CapacityError where the memory is not there, or holds no block."""
+STATE_TOKENS = 4096
+"""Tokens of KV blocks for which host memory has one state of a prefix: a turn of a conversation needs one, however long it is."""
+
+
+class HostCounts(NamedTuple):
+    """What a host's memory holds for each of its ranks: KV blocks, and states of prefixes."""
+
+    blocks: int
+    states: int
+
+
+def host_counts(
+    memory: HostMemory, block: int, free: int, *, state: int = 0, block_size: int = 16, host: str
+) -> HostCounts:  # fmt: skip
+    """What a host's memory holds for its ranks. block, state: bytes of one on all of them; state is 0 where no layer has one. free:
+    bytes of the host. host: its name, for errors. Raises CapacityError where the memory is not there, or holds no block, or not the
+    state that a hit needs."""
     if not memory:
-        return 0
+        return HostCounts(0, 0)
     budget = free // 2 if memory == "auto" else memory
     if budget > MOST_OF_FREE * free:
         raise CapacityError(
@@ -89,12 +113,18 @@ def host_blocks(memory: HostMemory, one: int, free: int, *, host: str) -> int:
             why=f"of what is available at most {MOST_OF_FREE:.0%} may be used",
             next=f"give at most {int(MOST_OF_FREE * free):,}, or 'auto', which is half of what is available",
         )  # fmt: skip
-    if budget < one:
+    if budget < block + state:
+        what, and_state = ("a single KV block and a state", f" and a state {state:,}") if state else ("a single KV block", "")
         raise CapacityError(
-            f"kv_host_memory={memory} holds not a single KV block", held=f"{budget:,} bytes of {host}",
-            why=f"a block takes {one:,} bytes on the ranks of a host together", next=f"give at least {one:,}, or 0",
+            f"kv_host_memory={memory} holds not {what}", held=f"{budget:,} bytes of {host}",
+            why=f"a block takes {block:,}{and_state} bytes on the ranks of a host together",
+            next=f"give at least {block + state:,}, or 0",
         )  # fmt: skip
-    return budget // one
+    if not state:
+        return HostCounts(budget // block, 0)
+    with_a_state = -(-STATE_TOKENS // block_size)  # blocks
+    states = max(budget // (state + with_a_state * block), 1)
+    return HostCounts((budget - states * state) // block if block else states * with_a_state, states)
 
 
 UNBOUNDED = 1 << 40

@@ -212,10 +212,11 @@ def host_memory(shape: ModelShape, machine: MachineModel, request: PlanRequest, 
         request.dtype, kv_dtype(request.kv_cache_dtype, request.dtype), plan.max_batch_size, request.max_num_tokens,
         block_size(plan.layout), draft=request.draft,
     )  # fmt: skip
-    tokens = host_tokens(shape, plan.layout, machine.gpus_per_node, request.kv_host_memory, sizes)
+    tokens, states = host_tokens(shape, plan.layout, machine.gpus_per_node, request.kv_host_memory, sizes)
+    of_states = f", and {states:,} states of prefixes, of which a hit needs one" if states else ""
     return [
         f"note: {request.kv_host_memory:,} bytes of each host keep {tokens:,} tokens of prefixes that leave the GPUs, which hold "
-        f"{plan.kv_tokens * plan.layout.replicas:,}"
+        f"{plan.kv_tokens * plan.layout.replicas:,}{of_states}"
     ]
 
 

@@ -13,7 +13,17 @@ from phalanx.layout.cache import default_snapshots, group_windows, request_bytes
 from phalanx.layout.draft import DraftNetwork, network_bytes, network_caches
 from phalanx.layout.families import model_cache
 from phalanx.layout.graphs import graph_sizes, max_graph_tokens
-from phalanx.layout.memory import GRAPH_BYTES, block_bytes, host_blocks, kv_budget, stage_caches, staging_bytes, tokens_kept
+from phalanx.layout.memory import (
+    GRAPH_BYTES,
+    HostCounts,
+    block_bytes,
+    host_counts,
+    kv_budget,
+    stage_caches,
+    staging_bytes,
+    state_staging_bytes,
+    tokens_kept,
+)
 from phalanx.layout.weights import embedding_bytes, itemsize, weight_bytes
 from phalanx.planner.coefficients import document
 
@@ -178,22 +188,30 @@ class RankMemory:
         return self.weights + self.state + self.beside + self.graphs + self.block
 
 
-def blocks_on_host(shape: ModelShape, layout: Layout, gpus_per_node: int, memory: int, sizes: Sizes) -> int:
-    """KV blocks that so many bytes of each host keep of a data-parallel index. Raises CapacityError where they hold none."""
+def on_host(shape: ModelShape, layout: Layout, gpus_per_node: int, memory: int, sizes: Sizes) -> HostCounts:
+    """What so many bytes of each host keep of a data-parallel index. Raises CapacityError where they hold nothing."""
     caches, draft = stage_caches(shape, sizes.kv, sizes.dtype, layout), sizes.draft
     if draft is not None:
         caches = (*caches[:-1], (*caches[-1], *network_caches(draft, sizes.kv, layout.tp)))
-    ranks = [block_bytes(each, sizes.block_size) for each in caches for _ in range(layout.tp * layout.dp)]
-    here = max(sum(ranks[first : first + gpus_per_node]) for first in range(0, len(ranks), gpus_per_node))
+    ranks = [
+        (block_bytes(each, sizes.block_size), request_bytes(each)) for each in caches for _ in range(layout.tp * layout.dp)
+    ]  # fmt: skip
     copies = min(layout.replicas, max(gpus_per_node // len(ranks), 1))  # on one host
-    return host_blocks(memory, copies * here, 2 * memory, host="a host")  # which is taken to have the memory
+    hosts = []
+    for first in range(0, len(ranks), gpus_per_node):
+        block, state = (copies * sum(sizes) for sizes in zip(*ranks[first : first + gpus_per_node], strict=True))
+        # The host is taken to have the memory.
+        hosts.append(host_counts(memory, block, 2 * memory, state=state, block_size=sizes.block_size, host="a host"))
+    return HostCounts(*map(min, zip(*hosts, strict=True)))
 
 
-def host_tokens(shape: ModelShape, layout: Layout, gpus_per_node: int, memory: int, sizes: Sizes) -> int:
-    """Tokens of prefixes that so many bytes of each host keep, in all replicas. Raises as `blocks_on_host`."""
-    blocks, draft = blocks_on_host(shape, layout, gpus_per_node, memory, sizes), sizes.draft
+def host_tokens(shape: ModelShape, layout: Layout, gpus_per_node: int, memory: int, sizes: Sizes) -> tuple[int, int]:
+    """Tokens of prefixes that so many bytes of each host keep, in all replicas, and the states of so many prefixes. Raises as
+    `on_host`."""
+    (blocks, states), draft = on_host(shape, layout, gpus_per_node, memory, sizes), sizes.draft
     groups = len(group_windows([*model_cache(shape), *([] if draft is None else network_caches(draft, sizes.kv))]))
-    return blocks * sizes.block_size * layout.dp * layout.replicas // groups
+    indices = layout.dp * layout.replicas
+    return blocks * sizes.block_size * indices // groups, states * indices
 
 
 def rank_memory(shape: ModelShape, layout: Layout, total: int, sizes: Sizes) -> RankMemory:
@@ -220,7 +238,7 @@ def rank_memory(shape: ModelShape, layout: Layout, total: int, sizes: Sizes) -> 
     kept = slots - (-snapshots // layout.dp)
     states, one = ([kept * request_bytes(each) for each in caches], [block_bytes(each, sizes.block_size) for each in caches])
     if sizes.host_tier:
-        beside += staging_bytes(max(one))
+        beside += staging_bytes(max(one)) + state_staging_bytes(max(map(request_bytes, caches)))
     budgets = [
         kv_budget(sizes.fraction, total - weight - state, beside, captured) for weight, state in zip(weights, states, strict=True)
     ]

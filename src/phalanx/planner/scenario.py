@@ -15,7 +15,7 @@ from phalanx.layout import Layout
 from phalanx.layout.cache import default_snapshots, group_windows, kv_dtype, request_bytes
 from phalanx.layout.draft import network_caches
 from phalanx.layout.families import model_cache
-from phalanx.layout.memory import copied_blocks, tokens_kept
+from phalanx.layout.memory import HostCounts, copied_blocks, stage_caches, tokens_kept
 from phalanx.planner import footprint, search, simulate
 from phalanx.planner.arrivals import Arrival
 from phalanx.planner.coefficients import document as document_of_coefficients
@@ -42,13 +42,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What one replica is: its costs, the limits of its scheduler, and what lies before it. block_seconds: of a KV block's copy
-    from host memory. speculation: its drafts, if it has any."""
+    """What one replica is: its costs, the limits of its scheduler, and what lies before it. copies: to and from
+    host memory. speculation: its drafts, if it has any."""
 
     costs: Costs
     options: SchedulerOptions
     frontend: Frontend = NO_FRONTEND
-    block_seconds: float = 0.0
+    copies: simulate.CopySeconds = simulate.NO_COPIES
     speculation: Speculation | None = None
 
     @property
@@ -70,12 +70,12 @@ class ReplicaSpec:
                 raise LayoutError(f"{layout.name} cannot run", why=fits.reason)
             changes = search.nearest(shape, machine, request, [fits])
             raise CapacityError(f"{layout.name} does not fit", why=fits.reason, next="; ".join(changes))
-        caches, host = model_cache(shape), 0
+        caches, host = model_cache(shape), HostCounts(0, 0)
         if request.kv_host_memory and prefix_caching:
             kv = kv_dtype(request.kv_cache_dtype, request.dtype)
             sizes = footprint.Sizes(request.dtype, kv, fits.slots, request.max_num_tokens, search.block_size(layout))
             shared = replace(layout, replicas=sharing)
-            host = footprint.blocks_on_host(shape, shared, machine.gpus_per_node, request.kv_host_memory, sizes)
+            host = footprint.on_host(shape, shared, machine.gpus_per_node, request.kv_host_memory, sizes)
         options = SchedulerOptions(
             num_blocks=fits.rank.blocks,
             block_size=search.block_size(layout),
@@ -90,10 +90,13 @@ class ReplicaSpec:
             windows=group_windows([*caches, *([] if request.draft is None else network_caches(request.draft, request.dtype))]),
             prefix_caching=prefix_caching,
             state_snapshots=default_snapshots(fits.slots) if prefix_caching and request_bytes(caches) else 0,
-            host_blocks=host,
+            host_blocks=host.blocks,
+            host_states=host.states,
             copied_blocks=copied_blocks(max(fits.rank.block, 1)),
         )
-        return cls(fits.costs, options, frontend, fits.rank.block / machine.gpu.pcie_bandwidth, request.speculation)
+        state = max(map(request_bytes, stage_caches(shape, kv_dtype(request.kv_cache_dtype, request.dtype), request.dtype, layout)))
+        copies = simulate.CopySeconds(*(size / machine.gpu.pcie_bandwidth for size in (fits.rank.block, state)))
+        return cls(fits.costs, options, frontend, copies, request.speculation)
 
     @property
     def layout(self) -> Layout:
@@ -105,7 +108,7 @@ class ReplicaSpec:
         if not any(arrival.content for arrival in arrivals[:100]):
             options = SchedulerOptions(**{**vars(options), "prefix_caching": False})
         return simulate.run(
-            self.costs, options, arrivals, replicas, concurrency, self.frontend, block_seconds=self.block_seconds,
+            self.costs, options, arrivals, replicas, concurrency, self.frontend, copies=self.copies,
             speculation=self.speculation,
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import EngineError, PhalanxError, RequestError
 from phalanx.layout.attention_calls import padded
 from phalanx.layout.graphs import max_decode_rows
+from phalanx.layout.memory import COPIED_STATES
 from phalanx.planner.arrivals import Arrival
 from phalanx.planner.burst import computed_rows, computed_tokens
 from phalanx.planner.cost import Costs, Work
@@ -47,6 +48,17 @@ class Frontend:
 
 
 NO_FRONTEND = Frontend()
+
+
+@dataclass(frozen=True)
+class CopySeconds:
+    """Of one KV block, and of one state of a prefix, between a rank and host memory: each direction has a bus of its own."""
+
+    block: float = 0.0
+    state: float = 0.0
+
+
+NO_COPIES = CopySeconds()
 
 
 @dataclass(slots=True)
@@ -78,9 +90,9 @@ class Served:
 
 @dataclass
 class SimulatedReplica:
-    """One replica in simulated time: its scheduler, and when each stage is free. block_seconds: of a KV block's copy from host
-    memory, for which its step waits. drafts: None without speculative decoding. sent: when the last event was. ends: when the
-    latest steps leave the last stage, as many as there are stages, the oldest first."""
+    """One replica in simulated time: its scheduler, and when each stage is free. copies: to and from host memory;
+    copied_back, copied_out: when those of the steps so far end. drafts: None without speculative decoding. sent: when the last
+    event was. ends: when the latest steps leave the last stage, as many as there are stages, the oldest first."""
 
     scheduler: AnyScheduler
     costs: Costs
@@ -91,7 +103,9 @@ class SimulatedReplica:
     frontend: Frontend = NO_FRONTEND
     observe: Callable[[Work], None] | None = None
     power: PowerCredit = field(default_factory=PowerCredit)
-    block_seconds: float = 0.0
+    copies: CopySeconds = NO_COPIES
+    copied_back: float = 0.0
+    copied_out: float = 0.0
     drafts: SimulatedDrafts | None = None
     sent: float = 0.0
     open: int = 0
@@ -112,14 +126,36 @@ class SimulatedReplica:
                 self._note_admitted(now)
             if now > self.free[0]:
                 self.power.rest(now - self.free[0])
-            begin, costs = max(now, self._tokens_returned(step)), self._stages(step)
-            copies = self.block_seconds * max(len(batch.loaded) for batch in step.batches)
+            begin, costs = max(now, self._tokens_returned(step), self._copied(step, now)), self._stages(step)
             for stage, seconds in enumerate(costs):
-                begin = max(begin, self.free[stage]) + seconds + copies
+                begin = max(begin, self.free[stage]) + seconds
                 self.free[stage] = begin
-            self.busy += max(costs) + copies
+            self.busy += max(costs)
             self.flying.append((step, begin))
             self.ends.append(begin)
+
+    def _copied(self, step: Step, now: float) -> float:
+        """When the copies to and from host memory let the step begin. Those back run from now on, beside the steps before, as far
+        as the ranks have buffers, and the step waits for their end. Those out run beside the steps behind, and the step waits for
+        buffers only."""
+        block, state = self.copies.block, self.copies.state
+        back, out = (
+            max(block * len(blocks) + state * len(states) for blocks, states in each)
+            for each in (
+                [(batch.loaded, batch.loaded_states) for batch in step.batches],
+                [(batch.saved, batch.saved_states) for batch in step.batches],
+            )
+        )
+        buffered, ready = block * self.scheduler.options.copied_blocks + state * COPIED_STATES, 0.0
+        if back:
+            ready = max(now, self.copied_back) + min(back, buffered)
+            if back > buffered:
+                ready = max(ready, self.free[0]) + back - buffered
+            self.copied_back = ready
+        if out:
+            self.copied_out = max(now, self.free[0], self.copied_out) + out
+            ready = max(ready, self.copied_out - buffered)
+        return ready
 
     def _tokens_returned(self, step: Step) -> float:
         """When the first stage of a pipeline has the tokens that the step takes and the engine does not know."""
@@ -263,11 +299,11 @@ class SimulationResult:
 def run(
     costs: Costs, options: SchedulerOptions, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None,
     frontend: Frontend = NO_FRONTEND, *, scheduler_of: Callable[[SchedulerOptions, int], AnyScheduler] | None = None,
-    observe: Callable[[Work], None] | None = None, block_seconds: float = 0.0, speculation: Speculation | None = None,
+    observe: Callable[[Work], None] | None = None, copies: CopySeconds = NO_COPIES, speculation: Speculation | None = None,
 ) -> SimulationResult:  # fmt: skip
     """Serve the arrivals. concurrency: a closed loop of so many requests, at whatever times they were to come. frontend: of each
     replica. scheduler_of: that of so many dp indices with these limits together; None: the engine's. observe: called at each step.
-    block_seconds: as of SimulatedReplica. speculation: the drafts of options.max_drafts.
+    copies: as of SimulatedReplica. speculation: the drafts of options.max_drafts.
 
     A request goes to the replica with the fewest open ones. Raises EngineError where the scheduler stands still.
     """
@@ -281,7 +317,7 @@ def run(
             served,
             frontend=frontend,
             observe=observe,
-            block_seconds=block_seconds,
+            copies=copies,
             drafts=None if speculation is None else SimulatedDrafts(costs, speculation, options.max_rows, seed),
         )
         for seed in range(replicas)

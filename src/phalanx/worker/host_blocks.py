@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`HostBlockStore`: a rank's part of the KV blocks in host memory, and their way there and back. The engine decides which blocks go
-where (`engine.host_blocks`); here they are copied, in the order of the steps.
+where (`engine.host_blocks`); here they are copied, in the order of the steps. The states of prefixes have a store of their own, in
+which a block is the state of a slot in all layers.
 
     out   blocks -> staging (compute stream) -> slots (stream of copies out)
     back  slots -> staging (stream of copies back) -> blocks (compute stream)
@@ -32,7 +33,7 @@ from phalanx.errors import CapacityError, EngineError
 from phalanx.hardware.numa import node_of, prefer_node
 from phalanx.kernels.capabilities import has_triton
 from phalanx.kernels.ops.block_rows import BlockRows
-from phalanx.layout.memory import staging_bytes
+from phalanx.layout.memory import staging_bytes, state_staging_bytes
 from phalanx.log import get_logger
 from phalanx.models.cache import LayerCache
 
@@ -45,6 +46,11 @@ Register = Callable[[int, int], int]
 def staging(block_bytes: int, device: torch.device) -> Tensor:
     """The staging buffers [4, bytes]: allocated before memory is measured, so that the KV cache leaves room for them."""
     return torch.empty((4, staging_bytes(block_bytes) // 4), dtype=torch.uint8, device=device)
+
+
+def state_staging(state_bytes: int, device: torch.device) -> Tensor:
+    """As `staging`, of states: one in each buffer."""
+    return torch.empty((4, state_staging_bytes(state_bytes) // 4), dtype=torch.uint8, device=device)
 
 
 def host_memory(size: int, rank: int, register: Register | None, node: int | None = None) -> Tensor:
@@ -129,13 +135,15 @@ class _Direction:
 
 class HostBlockStore:
     """slots: as of `engine.host_blocks.HostBlocks`. caches: of the rank's layers, those that propose drafts included. buffers:
-    `staging`. Used from the rank's main thread, between steps; it makes no call that waits for the device."""
+    `staging`. states: it has the states of requests and prefixes, and caches and buffers are those of states. Used from the rank's
+    main thread, between steps; it makes no call that waits for the device."""
 
     def __init__(
-        self, caches: Sequence[LayerCache], slots: int, buffers: Tensor, rank: int = 0, *, register: Register | None = None
+        self, caches: Sequence[LayerCache], slots: int, buffers: Tensor, rank: int = 0, *, states: bool = False,
+        register: Register | None = None,
     ) -> None:  # fmt: skip
         """register: what pins memory on GPUs. Raises CapacityError where the memory cannot be had."""
-        tensors = [cache[name] for cache in caches for name in cache.tensors if name not in cache.states]
+        tensors = [cache[name] for cache in caches for name in cache.tensors if (name in cache.states) == states]
         rows = [tensor.flatten(1).view(torch.uint8) for tensor in {each.data_ptr(): each for each in tensors}.values()]
         word = torch.int64 if all(row.shape[1] % 8 == 0 for row in rows) else torch.uint8
         on_gpu = buffers.device.type == "cuda"
@@ -157,13 +165,22 @@ class HostBlockStore:
         self._rows.gather(first, staged[0, :1])
         self._rows.scatter(first, staged[0, :1])
 
-    @torch.inference_mode()
     def copy(self, step: StepBatch) -> None:
-        """Queue the copies of a step, before anything else of it. Raises EngineError for one that no engine would make."""
-        for copies in self._parts(step.saved):
-            self._save(copies)
-        for copies in self._parts(step.loaded):
-            self._load(copies)
+        """Queue the copies of a step's blocks, before anything else of it. Raises EngineError for one that no engine would make."""
+        self.save(step.saved)
+        self.load(step.loaded)
+
+    @torch.inference_mode()
+    def save(self, copies: list[BlockCopy]) -> None:
+        """Queue copies to slots."""
+        for part in self._parts(copies):
+            self._save(part)
+
+    @torch.inference_mode()
+    def load(self, copies: list[BlockCopy]) -> None:
+        """Queue copies back. Raises EngineError for one that no engine would make."""
+        for part in self._parts(copies):
+            self._load(part)
 
     def _parts(self, copies: list[BlockCopy]) -> Iterator[list[BlockCopy]]:
         for first in range(0, len(copies), self._most):
@@ -205,6 +222,17 @@ class HostBlockStore:
         """The blocks, on the device. From pinned memory: else the host would wait for the steps that are queued."""
         blocks = torch.tensor([copy.block for copy in copies], dtype=torch.int64)
         return blocks if self._device.type == "cpu" else blocks.pin_memory().to(self._device, non_blocking=True)
+
+
+def copy_states(caches: Sequence[LayerCache], step: StepBatch, host: HostBlockStore | None) -> None:
+    """Queue a step's copies of states: to host memory, among the slots of the caches, and back to slots."""
+    if host is not None:
+        host.save(step.saved_states)
+    for source, target in step.state_copies:
+        for cache in caches:
+            cache.copy_state(source, target)
+    if host is not None:
+        host.load(step.loaded_states)
 
 
 def _runs(copies: Sequence[BlockCopy]) -> Iterator[tuple[int, int, int]]:

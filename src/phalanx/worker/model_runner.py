@@ -37,6 +37,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.layers.attention.backend import AttentionBackend
 from phalanx.worker.cuda_graphs import Expand, GraphCapturer, StepCounts, StepGraphs
 from phalanx.worker.graph_buffers import NO_BLOCKS, DecodeGraphBuffers, GraphSize, MixedGraphBuffers, NewBlocks
+from phalanx.worker.host_blocks import HostBlockStore, copy_states
 from phalanx.worker.input_batch import BlockTables, HostBatch, Ints, PromptLogprobs, Upload
 from phalanx.worker.pooling import PooledStates
 from phalanx.worker.sampler import Masks, Rows, Sampler
@@ -175,6 +176,7 @@ class ModelRunner:
         self._upload = Upload(device)
         self._first, self._last = pipeline.rank == 0, pipeline.rank == pipeline.size - 1
         self.ran = StepCounts()  # of the steps with rows; may be replaced between steps
+        self.host_states: HostBlockStore | None = None  # of prefixes
         self.graphs: StepGraphs | None = None
         if capturer is not None and backend.graphs is not None:
             self.graphs = StepGraphs(
@@ -390,9 +392,7 @@ class ModelRunner:
 
     def _apply(self, step: StepBatch) -> None:
         """Release and assign slots, and copy states, before the step's rows."""
-        for source, target in step.state_copies:
-            for cache in self.caches:
-                cache.copy_state(source, target)
+        copy_states(self.caches, step, self.host_states)
         for slot in step.released:
             self._prompts.release(slot)
             self._pooled.release(slot)

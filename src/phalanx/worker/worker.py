@@ -131,6 +131,7 @@ class Worker:
         self._memory: ModelMemory | None = None
         self._adapters: AdapterStore | None = None
         self._host_blocks: HostBlockStore | None = None
+        self._on_host = Allocate(0)
 
     def run(self) -> None:
         """Get ready and run steps. Raises what goes wrong; returns when told to stop."""
@@ -368,17 +369,17 @@ class Worker:
             max_drafts=options.max_drafts, proposer=proposer, inner_layers=self._inner_layers, acceptance=self._acceptance(device),
             adapters=self._make_adapters(model),
         )  # fmt: skip
-        one = block_bytes(declared, options.block_size)
-        buffers = self._staging(one, device)  # before memory is measured
-        allocate = self._size_caches(self._measure(runner, model, declared, max_seq_len, groups.world, device), one)
+        one, state = block_bytes(declared, options.block_size), request_bytes(declared)
+        buffers = self._staging(one, state, device)  # before memory is measured
+        allocate = self._size_caches(self._measure(runner, model, declared, max_seq_len, groups.world, device), one, state)
         blocks = allocate.blocks
         with self._phase("make the KV cache"):
             runner.take_caches(caches(blocks, states=first))
             self._bytes["kv"] = blocks * one
-            if state := options.index_states * request_bytes(declared):
-                self._bytes["state"] = state
+            if state:
+                self._bytes["state"] = options.index_states * state
         if buffers is not None:
-            self._take_host_memory(runner, allocate.host_blocks, buffers)
+            self._take_host_memory(runner, allocate, *buffers)
         self._capture(runner, device)
         checked = self._self_check(runner, model, groups, blocks, max_num_tokens, max_seq_len) if options.self_check else ""
         self._memory = self._memory_of(model, runner, folder, network)
@@ -416,34 +417,41 @@ class Worker:
             layers=(layers.start, layers.stop), bytes=self._bytes_now(), phases=self._phases.seconds, attention=attention.name,
             allreduce=getattr(self._groups.tp, "digest", ""), expert_bytes=0 if self._mover is None else self._mover.expert_bytes,
             moe_layers=list(model.moe_layers) if self._reports_experts else [],
-            host_blocks=0 if self._host_blocks is None else len(self._host_blocks.slots),
+            host_blocks=self._on_host.host_blocks, host_states=self._on_host.host_states,
             prompt_wave=0 if attention.graphs is None else attention.graphs.prompt_wave(),
         )  # fmt: skip
 
-    def _size_caches(self, measured: int, block_size: int) -> Allocate:
-        """Report how many KV blocks this rank has memory for, of so many bytes. Returns how many all ranks make."""
+    def _size_caches(self, measured: int, block: int, state: int) -> Allocate:
+        """Report how many KV blocks this rank has memory for, and the bytes of one and of a state. Returns what all ranks make."""
         free = free_host_memory() if self.options.kv_host_memory else 0
-        self.channel.send(KvCapacity(self.rank, measured, block_size, free))
+        self.channel.send(KvCapacity(self.rank, measured, block, free, state))
         allocate: Allocate = self._await(Allocate)
         return allocate
 
-    def _staging(self, block_size: int, device: torch.device) -> torch.Tensor | None:
-        """What KV blocks of so many bytes go through on their way to host memory; None where they stay."""
-        from phalanx.worker.host_blocks import staging
+    def _staging(self, block: int, state: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What KV blocks and states of so many bytes go through on their way to host memory; None where they stay."""
+        from phalanx.worker.host_blocks import staging, state_staging
 
         if not self.options.kv_host_memory:
             return None
-        buffers = staging(block_size, device)
-        self._bytes["kv staging"] = buffers.nbytes
+        buffers = staging(block, device), state_staging(state, device)
+        self._bytes["kv staging"] = sum(each.nbytes for each in buffers)
         return buffers
 
-    def _take_host_memory(self, runner: ModelRunner, blocks: int, buffers: torch.Tensor) -> None:
-        """Memory of the host for so many KV blocks. buffers: see `host_blocks.staging`."""
+    def _take_host_memory(
+        self, runner: ModelRunner, allocate: Allocate, of_blocks: torch.Tensor, of_states: torch.Tensor
+    ) -> None:  # fmt: skip
+        """Memory of the host for KV blocks and states, as far as the stage has some. of_blocks, of_states: see `_staging`."""
         from phalanx.worker.host_blocks import HostBlockStore
 
+        self._on_host = allocate
         with self._phase("take host memory"):
-            self._host_blocks = HostBlockStore(runner.all_caches, blocks, buffers, self.rank)
-        self._bytes["kv on host"] = self._host_blocks.slots.nbytes
+            if of_blocks.nbytes:
+                self._host_blocks = HostBlockStore(runner.all_caches, allocate.host_blocks, of_blocks, self.rank)
+            if of_states.nbytes:
+                runner.host_states = HostBlockStore(runner.caches, allocate.host_states, of_states, self.rank, states=True)
+        stores = [store for store in (self._host_blocks, runner.host_states) if store is not None]
+        self._bytes["kv on host"] = sum(store.slots.nbytes for store in stores)
 
     def _make_adapters(self, model: Decoder) -> ModelAdapters | None:
         """The layers that can be adapted, and a store for adapters; None where there are no slots."""

@@ -224,7 +224,6 @@ def request_of(
     from phalanx.config.dtypes import DTYPE_SPELLINGS
     from phalanx.config.resolve import concrete_dtype, concrete_kv_cache_dtype
     from phalanx.config.speculation import SpeculativeConfig
-    from phalanx.engine.resolve_options import require_hits_on_host
     from phalanx.layout.draft import network_for
     from phalanx.planner import speculation as gains
     from phalanx.planner.explain import checkpoint_of
@@ -241,7 +240,6 @@ def request_of(
     ):  # fmt: skip
         if value not in known:
             raise OptionError(f"{name} {value!r} is unknown", next=f"known: {', '.join(known)}")
-    require_hits_on_host(kv_host_memory, shape)
     speculation = None if speculative_config is None else SpeculativeConfig.of(speculative_config)
     if speculation is None and acceptance_length is not None:
         raise OptionError("acceptance_length has no effect without speculative_config", next="give both, or none")
