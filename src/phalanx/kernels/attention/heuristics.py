@@ -16,6 +16,9 @@ from torch import Tensor
 
 from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, gpu
 
+LOWEST_SCORE = -1e30
+"""Below every score, and still finite: the difference of two is a number. Also the log-sum-exp of no score."""
+
 MAX_SPLITS_PER_ROW = 128
 """The last program of a row to finish reads what all others left."""
 

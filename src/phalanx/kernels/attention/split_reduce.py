@@ -21,14 +21,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.kernels.attention.heuristics import LOWEST_SCORE
 from phalanx.kernels.attention.split_kv import load_first_split, load_split
 from phalanx.kernels.vectors import nearest
 
 LOG2_E = 1.4426950408889634
 SCORE_SCALE = tl.constexpr(LOG2_E)
 
-LOWEST = tl.constexpr(-1e30)
-"""Below every score, and still finite: the difference of two is a number."""
+LOWEST = tl.constexpr(LOWEST_SCORE)
 
 
 @triton.jit

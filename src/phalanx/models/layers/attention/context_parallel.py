@@ -18,11 +18,6 @@ from torch import Tensor
 from phalanx.comm.group import Group
 from phalanx.kernels.attention import dispatch as kernels
 
-NO_TOKENS = -1e30
-"""The log-sum-exp of a row of which a rank has no token: far below any other, and still finite, so that the difference of two is a
-number."""
-
-
 GATHERED_BYTES = 32 << 20
 """Of latents that one message gathers, beside what they are copied into: rows go in several messages, and a longer row in one."""
 

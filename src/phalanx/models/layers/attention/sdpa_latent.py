@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels.attention.heuristics import LOWEST_SCORE
 from phalanx.models.batch import Batch
 from phalanx.models.cache import LayerCache
-from phalanx.models.layers.attention.context_parallel import NO_TOKENS, ContextParallel
+from phalanx.models.layers.attention.context_parallel import ContextParallel
 from phalanx.models.layers.attention.sdpa import Bundle, BundledPlan, Scratch
 
 EXPANDED_BYTES = 256 << 20
@@ -55,7 +56,7 @@ def attend_divided(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor,
     latents = stored.index_select(0, slots.reshape(-1)).view(cache["latent"].dtype).to(query.dtype).view(*slots.shape, -1)
     latents = latents.masked_fill(hidden.unsqueeze(-1), 0)  # what another request left there may be NaN
     scores = (torch.bmm(queries, latents.transpose(1, 2)).float() * scale).masked_fill(hidden.unsqueeze(1), -torch.inf)
-    lse = scores.logsumexp(-1).clamp(min=NO_TOKENS)
+    lse = scores.logsumexp(-1).clamp(min=LOWEST_SCORE)
     weights = torch.exp(scores - lse.unsqueeze(-1)).to(query.dtype)
     return absorbed_output(context.merge(torch.bmm(weights, latents[..., :rank]), lse), up, nope)
 
