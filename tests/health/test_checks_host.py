@@ -307,6 +307,8 @@ def test_the_snapshot_that_a_start_takes(tmp_path):
     assert examined("bbbb").level == "ok"
     assert examined("refs/pr/1").level == "ok"
     assert examined("v3").summary == "org/model is not on this host yet: the start downloads it"
+    for path in ("/nothing/here", "./here", "~/here"):
+        assert only("model_files", subject(path)).summary == f"there is no folder {path}"
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def locate(model: str, revision: str | None = None, *, need: str = CONFIG, optio
         return _checked(DEMO, model, need, option)
     try:
         path = Path(model).expanduser()
-        if path.exists() or not _HUB_ID.fullmatch(model) or model.startswith("."):
+        if path.exists() or not may_be_hub_id(model):
             return _checked(path, model, need, option)
     except (OSError, RuntimeError) as error:  # RuntimeError: "~name" of a user who does not exist here
         why = getattr(error, "strerror", None) or str(error)
@@ -53,6 +53,11 @@ def locate(model: str, revision: str | None = None, *, need: str = CONFIG, optio
             f"{option} {model!r} cannot be read", why=why, next="give a folder that this user may read",
         ) from None  # fmt: skip
     return _checked(_download(model, revision, option), model, need, option)
+
+
+def may_be_hub_id(model: str) -> bool:
+    """Whether the Hub may have a model of this name; any other name is a path."""
+    return _HUB_ID.fullmatch(model) is not None and not model.startswith(".")
 
 
 def locate_tokenizer(tokenizer: str | None, model: str, revision: str | None) -> Path:

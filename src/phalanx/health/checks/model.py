@@ -7,6 +7,7 @@ import json
 import struct
 from pathlib import Path
 
+from phalanx.config.locate import may_be_hub_id
 from phalanx.config.quantization import on_load
 from phalanx.config.resolve import resolve
 from phalanx.errors import PhalanxError
@@ -42,6 +43,10 @@ def model_files(subject: Subject) -> Finding:
     if subject.config is not None:
         return ok(f"{subject.options.model} is a published shape, with dummy weights")
     if folder is None:
+        if not may_be_hub_id(subject.options.model):
+            return error(
+                f"there is no folder {subject.options.model}", "give a folder with a checkpoint, or a Hub id such as org/name"
+            )
         if subject.host.environment.get("HF_HUB_OFFLINE", "0") not in ("", "0", "false", "no"):
             command = f"HF_HUB_OFFLINE=0 hf download {subject.options.model}"
             return error(
