@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+VERIFIED_TRITON = ("3.6",)
+"""Versions with which the kernels in Gluon were run on a GPU. They compile with 3.7, too."""
 HOPPER_SHARED_MEMORY = 227 << 10
 """Bytes of shared memory that one program may use on Hopper and later; others have less."""
 
@@ -44,7 +46,7 @@ def has_gluon() -> bool:
         return False
     import triton
 
-    return str(triton.__version__).startswith("3.6.")
+    return str(triton.__version__).startswith(tuple(f"{version}." for version in VERIFIED_TRITON))
 
 
 def slower_kernels(device: torch.device) -> str | None:
@@ -55,7 +57,7 @@ def slower_kernels(device: torch.device) -> str | None:
 
     return (
         f"Triton {triton.__version__}: the skinny FP8 GEMM, long prefill and decode attention of many heads over latents use "
-        "slower kernels; their Hopper kernels are verified with Triton 3.6 only"
+        f"slower kernels; their Hopper kernels are verified with Triton {' and '.join(VERIFIED_TRITON)} only"
     )
 
 

@@ -8,13 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from phalanx.kernels.capabilities import has_gluon
 from phalanx.kernels.gemm import int4_heuristics
 from phalanx.kernels.gemm.int4_heuristics import SkinnyInt4Tiling
-from tests.support.kernels_compiled import compiled_as, spilled
+from tests.support.kernels_compiled import compiled_as, gluon_compiles, spilled
 from tests.support.kernels_int4 import SIZES, drawn, of_a_long_double
 
-if not has_gluon():
+if not gluon_compiles():
     pytest.skip("the kernel is for another Triton", allow_module_level=True)
 
 

@@ -55,6 +55,7 @@ from phalanx.kernels.attention.heuristics import (
 )
 from phalanx.kernels.attention.split_kv import load_split, plan
 from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, merge_apart
+from phalanx.kernels.gluon_names import thread_barrier
 
 HEADS = gl.constexpr(LATENT_BAND)
 """Of a program: the rows of wgmma."""
@@ -154,7 +155,7 @@ def _band(source, first_column, row_stride, head_stride, row, first_head, member
 @gluon.jit
 def _ready(barrier):
     """What a warpgroup has stored in shared memory may be read by the other one."""
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(barrier, count=1)
 
 
@@ -164,7 +165,7 @@ def _store_output(result, own, mixed, factor, INDEX: gl.constexpr):
     out, _, _, row, _, first_head, members = result
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     own.store((mixed * factor[:, None]).to(own.dtype))
-    gl.thread_barrier()
+    thread_barrier()
     head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, LAYOUT))
     column = INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
     place = (row.to(gl.int64) * members + head)[:, None] * RANK + column[None, :]
@@ -280,7 +281,7 @@ def _mix(shared, BLOCK_SIZE: gl.constexpr):
         if at + TILE > end:
             _clean(lines, stage * 2 + 1, at, end, BLOCK_SIZE)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
         mbarrier.wait(fade_ready, turn)
         mixed = mixed * fades.load(gl.SliceLayout(1, OUT))[:, None]
         mbarrier.wait(weights_ready, turn)
@@ -351,7 +352,7 @@ def _latent_decode_bands(
         query_ready, fade_ready, weights_ready, weights_free = _barrier(2), _barrier(1), _barrier(1), _barrier(1)
         left_ready, right_ready, left_free, right_free = _barriers(), _barriers(), _barriers(), _barriers()
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         buffers = (queries, own_rotated, latents, keys, weights, fades)
         result = (out, outs, place, row, count, band * HEADS, members)
         rings = (latents._reinterpret(OPERAND, [STAGES * 2 * LINES, TILE, LINE], SWIZZLED), keys)

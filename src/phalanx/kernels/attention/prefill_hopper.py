@@ -35,6 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.attention.heuristics import MAX_LONG_ROWS, max_prefill_tiles, tile_tokens
 from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST
+from phalanx.kernels.gluon_names import thread_barrier
 
 ROWS = gl.constexpr(128)
 """(token, head) pairs of a program: two warpgroups' of 64."""
@@ -127,7 +128,7 @@ def _clean(values, stage, at, end):
                 value = place.load(LAYOUT)
                 place.store(gl.where(token[:, None] < end, value, gl.zeros_like(value)))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -163,7 +164,7 @@ def _widen(copied, lines, stage, at, end):
                 value = gl.where(token[:, None] < end, value, gl.zeros_like(value))
             lines.index(stage * LINES + line).slice(part * PART, PART, 0).store(value)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -227,7 +228,7 @@ def _store(own, query, LAYOUT: gl.constexpr):
         own.store(query)
         powers = gl.full([ROWS // 2], 1.0, gl.float32, LAYOUT)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     return powers
 
 
@@ -283,7 +284,7 @@ def _consume(shared, PART: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.const
     factor = gl.convert_layout(gl.where(total > 0, value_scale / total, 0.0), gl.SliceLayout(1, OUT))
     own = own._reinterpret(query.dtype.element_ty, own.shape, own.layout)
     own.store((mixed * factor[:, None]).to(query.dtype.element_ty))
-    gl.thread_barrier()
+    thread_barrier()
     place, valid = _places(lead, first, row_begin, count, head, GROUP, KV_HEADS, TOKENS, DIM, LOAD)
     gl.store(out + place, own.load(LOAD), valid)
 
@@ -331,7 +332,7 @@ def _prefill_long_rows(
         barriers = (_barriers(1), _barriers(1), _barriers(2), _barriers(2))
         copied = (_barriers(1), _barriers(1), _barriers(1), _barriers(1))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         RING: gl.constexpr = [STAGES * DIM // LINE, KEYS, LINE]
         rings = (keys._reinterpret(OPERAND, RING, SWIZZLED), values._reinterpret(OPERAND, RING, SWIZZLED))
         descriptors = (key_desc, value_desc)

@@ -37,6 +37,7 @@ from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.gemm import heuristics
 from phalanx.kernels.gemm.counters import counters
 from phalanx.kernels.gemm.heuristics import SkinnyTiling
+from phalanx.kernels.gluon_names import thread_barrier
 
 ALIGNMENT = 16
 """Rows that the tensor memory accelerator reads begin on multiples of this many bytes."""
@@ -109,7 +110,7 @@ def _combine(
     first_program, end_program = ((tile * KT + 1) * programs - 1) // units, ((tile + 1) * KT * programs - 1) // units + 1
     slot = 2 * program + (program == first_program).to(gl.int32)
     gl.store(parts + slot.to(gl.int64) * SIZE + place, total)
-    gl.thread_barrier()
+    thread_barrier()
     if gl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == end_program - first_program - 1:
         gl.store(arrivals + tile, 0)
         combined = _total(parts, place, first_program, end_program, SIZE, AT_ONCE)
@@ -132,7 +133,7 @@ def _fp8_skinny(
     for stage in gl.static_range(STAGES + 1):
         mbarrier.init(bar.index(stage), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     program, programs = gl.program_id(0), gl.num_programs(0)
     first, last = program * units // programs, (program + 1) * units // programs
@@ -157,7 +158,7 @@ def _fp8_skinny(
             sums = warpgroup_mma(tiles.index(stage), inputs.index(stage).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(1, deps=(sums,))
             # The tensor cores' instruction before this one is done, by all warps, behind the barrier. Its tiles may be overwritten.
-            gl.thread_barrier()
+            thread_barrier()
             ahead = unit - 1 + STAGES
             go = (unit > first) & (ahead < last)
             _load_weight(weight, tiles, bar, before, ahead, KT, go, BYTES)

@@ -35,6 +35,7 @@ from phalanx.kernels.gemm.fp8_skinny import _combine, _powers, _store
 from phalanx.kernels.gemm.int4_gemm import widening
 from phalanx.kernels.gemm.int4_heuristics import SkinnyInt4Tiling
 from phalanx.kernels.gemm.int4_packing import BLOCK, TILE_COLUMNS, TILE_ROWS, Int4Weight
+from phalanx.kernels.gluon_names import thread_barrier
 
 MAX_TOKENS = 128
 ALIGNMENT = 16
@@ -112,7 +113,7 @@ def _int4_skinny(
     for stage in gl.static_range(STAGES + 1):
         mbarrier.init(bar.index(stage), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     program, programs = gl.program_id(0), gl.num_programs(0)
     first, last = program * units // programs, (program + 1) * units // programs
@@ -155,7 +156,7 @@ def _int4_skinny(
             sums = warpgroup_mma(v3, inputs.index(at + 3).permute((1, 0)), sums, is_async=True)
             total, v0, v1, v2, v3 = warpgroup_mma_wait(0, deps=(sums, v0, v1, v2, v3))
             # All warps have read the tile and multiplied it behind the barrier: it may be overwritten.
-            gl.thread_barrier()
+            thread_barrier()
             ahead = unit + STAGES
             go = ahead < last
             _load_weight(words, scales, tiles, scale_ring, bar, stage, ahead, KT, PER, PLANES, go, BYTES)
