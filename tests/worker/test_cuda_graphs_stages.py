@@ -52,8 +52,9 @@ def test_every_stage_captures_what_a_step_may_have_and_no_more(folder: Path, sta
         assert len(runner._last_tokens) == len(runner._tables.host[0]) == SLOTS
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("options", [{}, {"chunked_prefill": False, "max_num_tokens": 128}, {"num_blocks": 30}])
+@pytest.mark.parametrize(
+    ("stages", "options"), [(2, {}), (3, {}), (2, {"chunked_prefill": False, "max_num_tokens": 128}), (3, {"num_blocks": 30})]
+)
 def test_no_step_of_a_scheduler_is_too_large_for_them(folder: Path, stages: int, options: dict[str, Any]) -> None:
     """Of more requests than slots or blocks, which come and go: all steps of few tokens are replayed, the largest among them."""
     options = {"num_blocks": BLOCKS, **options}
