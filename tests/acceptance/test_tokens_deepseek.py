@@ -33,10 +33,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral4": ("mistral4", {}),
 }
 LAYOUTS = {
-    "v2": [(2, 2, 2)], "v2-lite": [(1, 1, 2)], "v3": [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)],
-    "v3-fp8": [(2, 2, 1)], "glm-lite": [(2, 2, 1), (2, 1, 2)], "mistral4": [(2, 2, 1), (2, 1, 2)],
+    "v2": [(2, 2, 2)], "v2-lite": [(1, 1, 2)], "v3": [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2)],
+    "v3-fp8": [(2, 2, 1)], "glm-lite": [(2, 2, 1)], "mistral4": [(2, 1, 2)],
 }  # fmt: skip
-"""(tp, moe_ep, pp), of {1, 2}^3 where moe_ep divides tp; the model's own tests have all, in one process."""
+"""(tp, moe_ep, pp): of {1, 2}^3, each where moe_ep divides tp once."""
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from tests.support.greedy_tokens import assert_tokens_twice, params_of, referenc
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
-DATA_PARALLEL = [(1, 2, 1, 1), (2, 2, 1, 2)]  # (tp, ep, moe_ep, pp)
-OTHERS = [(1, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 2)]
-CASES = [*(("mixtral", layout) for layout in (*DATA_PARALLEL, *OTHERS)), *(("qwen3_moe", layout) for layout in DATA_PARALLEL)]
+CASES = [  # (tp, ep, moe_ep, pp)
+    ("mixtral", (1, 1, 1, 1)), ("mixtral", (2, 2, 1, 2)), ("mixtral", (2, 1, 2, 2)), ("qwen3_moe", (1, 2, 1, 1)),
+]  # fmt: skip
 NEW_TOKENS, BLOCK, STEP_TOKENS, MAX_LENGTH = 12, 4, 32, 60
 TOKENS_IN_CACHE = 76  # on each data-parallel index: one request at its longest, and a half
 

@@ -46,8 +46,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LAYOUTS = {
     "next": [(1, 1, 1), (2, 2, 2)], "next-fp8": [(2, 1, 1)], "3.5": [(2, 1, 2)], "3.5-moe": [(2, 2, 1)], "3.5-tower": [(1, 1, 2)],
-    "granite": [(1, 1, 1), (2, 2, 2)], "granite-fp8": [(2, 1, 1)],
-    "nemotron": [(1, 1, 1), (2, 2, 2)], "nemotron-fp8": [(2, 1, 1)],
+    "granite": [(2, 2, 2)], "granite-fp8": [(2, 1, 1)], "nemotron": [(2, 2, 2)], "nemotron-fp8": [(2, 1, 1)],
 }  # fmt: skip
 """(tp, moe_ep, pp)"""
 SLOTS = 6

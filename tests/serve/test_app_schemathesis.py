@@ -39,6 +39,8 @@ def test_schemathesis(tmp_path, tiny_model):
         served.wait_ready()
         with served.openai() as client:  # it starts the compiler of structured output, which may take longer than a request should
             client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body={"guided_regex": "a"})
+        with served.http() as http:
+            operations = sum(map(len, http.get("/openapi.json").json()["paths"].values()))
         command = [
             str(Path(sys.executable).parent / "schemathesis"), "--config-file", str(tmp_path / "schemathesis.toml"), "run",
             f"{served.url}/openapi.json", "--phases", "examples,coverage,fuzzing,stateful", "--mode", "all", "--checks", "all",
@@ -47,7 +49,8 @@ def test_schemathesis(tmp_path, tiny_model):
         ]  # fmt: skip
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-        assert "Tested: 28" in done.stdout
+        assert operations >= 28
+        assert f"Tested: {operations}" in done.stdout
         for stem in ("num_requests_running", "num_requests_waiting", "num_requests_queued", "kv_cache_usage_perc"):
             until(lambda stem=stem: served.metric(stem) == 0)
         with served.openai() as client:
