@@ -448,7 +448,7 @@ def loading_queue(slots: int, blocks: int = 60, **options: Any) -> tuple[Schedul
         ranks.submit(step)
         for result in ranks.collect():
             scheduler.process_result(result)
-        return [names[tuple(each.token_ids)] for each in step.batches[0].admitted]
+        return [names[tuple(each.token_ids[: each.prompt_length])] for each in step.batches[0].admitted]
 
     for first in range(5):
         add(f"fill {first}", [(7 * number + first) % 97 for number in range(90)])
@@ -502,3 +502,33 @@ def test_who_passes_leaves_blocks_so_that_the_load_ends_in_its_steps(blocks: int
 def test_ranks_with_a_wrong_block_in_host_memory_are_seen_by_their_checker() -> None:
     with pytest.raises(StepDiverged, match="reads"):
         conversations(5, 100, corrupt=True)
+
+
+def test_who_passes_does_not_grow_into_the_blocks_of_the_load() -> None:
+    """Two that nobody knows the end of leave the load its blocks, and take them as they grow: the last that came is preempted, as
+    it would be if it had come behind the load; then it waits behind it."""
+    scheduler, add, step = loading_queue(4, 60)
+    add("loads", [(7 * number) % 97 for number in range(90)], 20)
+    for number in range(2):
+        add(f"grows {number}", [number + 10] * 36, 60)
+    admitted = [step() for _ in range(30)]
+    (begun,) = (number for number, names in enumerate(admitted) if "loads" in names)
+    assert begun <= 24, "a block in each step, and a step in which the other's last tokens are on their way"
+    assert admitted[0] == ["grows 0", "grows 1"]
+    assert scheduler.stats().preemptions == 1
+    assert [request.id for request in scheduler.running] == ["runs", "loads", "grows 0"]
+    assert [request.id for request in scheduler.waiting] == ["grows 1"]
+    while not scheduler.idle:
+        step()
+    assert scheduler.stats().preemptions == 1
+    scheduler.check()
+
+
+def test_who_is_preempted_waits_behind_a_load_that_came_before_it() -> None:
+    """The oldest takes the blocks: the load is not what it preempts, and who passed the load comes no sooner than it."""
+    scheduler, add, step = loading_queue(4, 50)
+    add("loads", [(7 * number) % 97 for number in range(90)])
+    add("grows", [10] * 40, 60)
+    assert step() == ["grows"]
+    scheduler.preempt(scheduler.running[-1])
+    assert [request.id for request in scheduler.waiting] == ["loads", "grows"]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.host_blocks import HostBlocks
 from phalanx.engine.limits import SchedulerOptions
+from phalanx.engine.messages import Stats
 from phalanx.engine.prefix import extend_keys, group_key, longest_hit
 from phalanx.engine.request import Request
 from phalanx.engine.state_snapshots import StateSnapshots
@@ -188,6 +189,16 @@ class RequestBlocks:
                 self.pool.release((request.blocks[index * self.groups + group],))
                 request.blocks[index * self.groups + group] = -1
             request.first_live[group] = max(request.first_live[group], live)
+
+    def write(self, stats: Stats) -> None:
+        """What is in host memory."""
+        self.pool.host.write(stats)
+        self.states.write(stats)
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Verify the accounting. running: all requests with blocks. Raises EngineError."""
+        self.pool.check(request.blocks for request in running)
+        self.states.check()
 
     def forget_prefixes(self) -> None:
         """See `StepScheduler`."""

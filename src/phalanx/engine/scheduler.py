@@ -20,7 +20,7 @@ import random
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 
 from phalanx.engine.adapters import Adapter, Adapters, Claims
 from phalanx.engine.grammar import OpenMatcher, TokenMatcher, no_grammars, request_matcher
@@ -71,6 +71,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         self.pool, self.parts = self.kv.pool, [self]
         self.running: list[Request] = []  # in order of arrival
         self._arrived = 0
+        self._loading: Request | None = None  # the last whose prefix came from host memory in parts
+        self._lacks = False  # that one, in the last step, of blocks
         # Whether constrained requests, which wait for the engine to know their tokens where those of others return on the device,
         # have a budget of their own. Not where a step may have fewer tokens than rows: the oldest must never be without one.
         self._parts_decodes = options.returns_tokens and options.chunked_prefill and options.max_rows < options.max_num_tokens
@@ -111,14 +113,12 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         stats = self.counters
         stats.running, stats.waiting = len(self.running), len(self.waiting)
         stats.blocks_referenced = self.pool.referenced
-        self.pool.host.write(stats)
-        self.kv.states.write(stats)
+        self.kv.write(stats)
         return stats
 
     def check(self) -> None:
         """As `StepScheduler`."""
-        self.pool.check(request.blocks for request in self.running)
-        self.kv.states.check()
+        self.kv.check(self.running)
         slots = sorted(self._slots + [request.slot for request in self.running])
         if slots != list(range(self.options.max_batch_size)):
             raise EngineError("the slot accounting is broken", held=f"free or in use: {slots}", next="report this with the log")
@@ -129,6 +129,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         """As `StepScheduler`."""
         if len(self._in_flight) >= self.options.depth or not self._requests:
             return None
+        self._stop_passer()
         draft, eligible = self._draft()
         if self.options.max_drafts:
             draft.take_drafts(self.options, eligible, self.choose_drafts, waiting=bool(self.waiting))
@@ -185,7 +186,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             rows = max(1, min(rows, long - (-ready // missing), long - (-total // stages)))
             prompts_wait = bool(self.waiting) or budget + constrained_budget < len(eligible)
             plain, constrained = DecodeCounts.of(self.running, eligible, apart=self._parts_decodes)
-            budget, constrained_budget = (self._decode_share(each, prompts_wait) for each in (plain, constrained))
+            budget, constrained_budget = (each.share(stages, prompts_wait=prompts_wait) for each in (plain, constrained))
             if constrained_budget:
                 # The token of a constrained request takes one step longer than those of others, which have filled the next step by
                 # then, each time: it has a place beside their share, and where a step holds no more rows, one of theirs. But not if
@@ -220,9 +221,6 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
                 else:
                     decodes += 1
         return eligible, decodes, apart
-
-    def _decode_share(self, decodes: DecodeCounts, prompts_wait: bool) -> int:
-        return decodes.share(self.options.pipeline_stages, prompts_wait=prompts_wait)
 
     def _arrivals(self, claims: Claims) -> list[Request]:
         """The waiting requests for which there are slots and blocks now (without what the prefix cache saves)."""
@@ -320,7 +318,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     def _admit_waiting(self, draft: StepDraft, now: int) -> None:
         """Give slots to waiting requests, in order, as long as there are tokens, slots and blocks, and ADMITTED_TOKENS are not
         reached. While the first has its prefix come from host memory in parts, others may pass it that need no such load, and leave
-        it its slot and blocks; the next load begins when it is admitted."""
+        it its slot and blocks, or are preempted (`_stop_passer`); the next load begins when it is admitted."""
         pool, loading = self.pool, False
         draft.prefill_budget += (draft.decode_budget + draft.constrained_budget) * (1 + draft.drafts)
         forecast = forecast_of(self.running, pool.available, self.options) if self.waiting and self._slots else None
@@ -340,22 +338,28 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             # One block of each group is kept for each running request, so that the new one does not preempt another at once.
             reserved = draft.reserved_blocks + len(self.running) * self.kv.groups
             shared = self.kv.positions_of(hit)
-            if self.running and self.kv.peak_new_blocks(request, shared) + cached + reserved > pool.available:
-                return
             left = len(request.tokens) - shared
             if (left > draft.prefill_budget and not self.kv.may_split(request)) or not draft.fitting(shared, left):
                 return
-            if forecast is not None and not forecast.add_if_fits(left, request.to_go, shared=cached, force=not self.running):
+            lacks = bool(self.running) and self.kv.peak_new_blocks(request, shared) + cached + reserved > pool.available
+            if lacks or not (forecast is None or forecast.add_if_fits(left, request.to_go, shared=cached, force=not self.running)):
+                self._lacks = request is self._loading
                 return
             if loads:
                 self.kv.load_part(request, hit)
-                request.loads, request.to_compute, loading = True, left, True
+                request.loads, request.to_compute, loading, self._loading = True, left, True, request
                 draft.reserved_blocks += self.kv.peak_new_blocks(request, shared) + cached
                 continue
             self._admit(draft, request, hit, now)
             admitted += len(request.tokens)
             count = self._chunk(draft, request, left, iter(())) or min(left, draft.prefill_budget, FIRST_CHUNK)
             self._add_chunk(draft, request, self._fitting_positions(request, count))
+
+    def _stop_passer(self) -> None:
+        """Preempt the last of those that have passed a request while its prefix came, where it lacks the blocks they have taken."""
+        lacks, self._lacks, passed = self._lacks, False, self._loading
+        if lacks and passed is not None and passed in self.waiting and self.running and self.running[-1].arrival > passed.arrival:
+            self.preempt(self.running[-1])
 
     def _admit(self, draft: StepDraft, request: Request, hit: list[int], now: int) -> None:
         self.waiting.remove(request)
@@ -569,10 +573,11 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         return fitting if fitting == count or self.kv.may_split(request) else 0
 
     def preempt(self, request: Request) -> None:
-        """Move the request that came last of the running ones back to the queue; it will compute its tokens again."""
+        """Move the request that came last of the running ones back to the queue, behind those that it has passed. It will compute
+        its tokens again."""
         self.running.pop()
         self._release(request)
-        self.waiting.appendleft(request)
+        self.waiting.insert(sum(1 for _ in takewhile(lambda each: each.arrival < request.arrival, self.waiting)), request)
         self.counters.preemptions += 1
 
     def _release(self, request: Request) -> None:
