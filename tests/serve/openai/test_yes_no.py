@@ -100,6 +100,22 @@ def test_an_instruction_takes_the_place_of_the_usual_one(served, reference):
     assert abs(reference(QUERY, DOCUMENTS[0], task) - reference(QUERY, DOCUMENTS[0])) > 1e-4
 
 
+def test_documents_are_cut_and_not_what_stands_around_them(served, model, reference):
+    """At tokens: a document of as many is left as it is."""
+    tokenizer = Tokenizer.load(model)
+    long = "The scheduler decides; äöü " * 200
+    tokens = tokenizer.encode(long, add_special_tokens=False)
+    for count in (1, 7, 40):
+        cut = tokenizer.decode(tokens[:count]).rstrip("\ufffd")
+        for padding in (0, 2**18):
+            answer = ask(served, "/v1/rerank", padding, query=QUERY, documents=[long, "x"], max_tokens_per_doc=count)
+            scores = {one["index"]: one["relevance_score"] for one in answer["results"]}
+            assert scores == {0: pytest.approx(reference(QUERY, cut), abs=2e-5), 1: pytest.approx(reference(QUERY, "x"), abs=2e-5)}
+    exact = DOCUMENTS[0]
+    (one,) = ask(served, "/rerank", query=QUERY, documents=[exact], max_tokens_per_doc=len(tokenizer.encode(exact)))["results"]
+    assert one["relevance_score"] == pytest.approx(reference(QUERY, exact), abs=2e-5)
+
+
 def test_scores_of_pairs(served, reference):
     one_with_many = ScoreList.model_validate(ask(served, "/v1/score", text_1=QUERY, text_2=DOCUMENTS))
     assert [one.index for one in one_with_many.data] == [0, 1, 2, 3]

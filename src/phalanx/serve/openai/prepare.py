@@ -23,6 +23,7 @@ from phalanx.serve.openai.prompts import (
     prompt_name,
     prompts_of,
     renders_quickly,
+    shortened,
 )
 from phalanx.serve.openai.request_params import StructuredOutputField, chat_params, completion_params, structured_output_of
 from phalanx.serve.openai.responses.conversation import Items, chat_request, input_items
@@ -73,28 +74,30 @@ class Prepared(Generic[Request]):
     def encoded(self, context: PromptContext) -> list[list[int]]:
         """The token ids of each prompt; of a chat with a prediction also those of the prediction. Raises ApiError or RequestError
         for a prompt that is empty or invalid for this model."""
-        if self.pairs:
-            assert isinstance(self.request, (RerankRequest, ScoreRequest))
-            return encode_pairs(self.pairs, context, self.request.instruction, self.name)
+        prompts = self.prompts
+        if isinstance(self.request, RerankRequest):
+            query, *documents = (text for text in prompts if isinstance(text, str))
+            prompts = [query, *(shortened(text, self.request.max_tokens_per_doc, context) for text in documents)]
+        if isinstance(self.request, (RerankRequest, ScoreRequest)) and self.params.pooling == "logits":
+            return encode_pairs(self._pairs(prompts), context, self.request.instruction, self.name)
         if isinstance(self.request, ChatRequest):
             prompt, prediction = encode_chat(self.request, context), self.request.prediction
             return [prompt] if prediction is None else [prompt, encode_prediction(prediction, context)]
-        return encode_prompts(self.prompts, context, self.request if isinstance(self.request, SampledRequest) else None)
+        return encode_prompts(prompts, context, self.request if isinstance(self.request, SampledRequest) else None)
 
-    @property
-    def pairs(self) -> list[tuple[str, str]]:
-        """The texts that are asked about together, each pair in one prompt of the model; empty where each text is a prompt."""
-        if self.params.pooling != "logits":
-            return []
-        texts = [text for text in self.prompts if isinstance(text, str)]
+    def _pairs(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[tuple[str, str]]:
+        """The texts that are asked about together, each pair in one prompt of the model."""
+        texts = [text for text in prompts if isinstance(text, str)]
         if isinstance(self.request, ScoreRequest):
             return list(zip(texts[::2], texts[1::2], strict=True))
-        return [(query, document) for query in texts[:1] for document in texts[1:]]
+        return [(texts[0], document) for document in texts[1:]]
 
     @property
     def count(self) -> int:
         """How many prompts the model gets."""
-        return len(self.pairs or self.prompts) if self.token_ids is None else len(self.token_ids)
+        if self.token_ids is not None:
+            return len(self.token_ids)
+        return len(self._pairs(self.prompts) if self.params.pooling == "logits" else self.prompts)
 
     def name(self, index: int) -> str | None:
         """What errors call the prompt of these token ids; None: the prompt. Of a pair it is the second text."""

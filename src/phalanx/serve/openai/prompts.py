@@ -91,6 +91,16 @@ def encode_pairs(
     return encoded
 
 
+def shortened(text: str, count: int | None, context: PromptContext) -> str:
+    """The beginning of a text that has so many tokens; None: the text. Not its token ids, since a tokenizer may add some behind
+    them."""
+    if count is None or len(text) <= count:
+        return text
+    text = text[: count * context.tokenizer.max_token_characters]
+    tokens = context.tokenizer.encode(text, add_special_tokens=False)
+    return text if len(tokens) <= count else context.tokenizer.decode(tokens[:count], skip_special_tokens=False).rstrip("\ufffd")
+
+
 def prompt_name(index: int, count: int) -> str | None:
     """What errors call one of so many prompts; None: the prompt."""
     return None if count <= 1 else f"prompt[{index}]"

@@ -48,6 +48,7 @@ class RerankRequest(Body):
     ]
     top_n: int | None = Field(None, ge=1, le=MAX_INPUTS)
     return_documents: bool | None = None
+    max_tokens_per_doc: int | None = Field(None, ge=1, le=MAX_TOKEN_COUNT)
     instruction: str | None = Field(None, min_length=1)
 
 

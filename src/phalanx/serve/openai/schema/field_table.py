@@ -548,6 +548,7 @@ FIELDS: Mapping[str, Mapping[str, Row]] = {
         "query": _honoured("a text"),
         "documents": _honoured("up to 2,047 texts, or objects with a `text`"),
         "top_n": _honoured("results at most"),
+        "max_tokens_per_doc": _honoured("documents are cut behind so many tokens; without it, one that is too long is a 400"),
         "return_documents": _honoured("true: results have the text of the document; off by default"),
         "instruction": _INSTRUCTION,
     },
@@ -595,6 +596,4 @@ def undeclared(kind: type, declared: Mapping[str, Any]) -> dict[str, Row]:
 
 def every_row() -> Iterator[tuple[str, str, Row]]:
     """All rows, with their body and field."""
-    for body, rows in FIELDS.items():
-        for name, row in rows.items():
-            yield body, name, row
+    yield from ((body, name, row) for body, rows in FIELDS.items() for name, row in rows.items())
