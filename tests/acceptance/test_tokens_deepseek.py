@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy tokens of DeepSeek-V2 and V3, GLM-4.7-Flash and Mistral Small 4 equal transformers': real rank processes, chunked
-prompts, a prefix cache that is hit, and preemptions, over tensor, expert and pipeline ranks; V3 in 16 bit and block-scaled FP8."""
+"""Greedy tokens of DeepSeek-V2, V3 and V3.2, GLM-4.7-Flash, GLM-5 and Mistral Small 4 equal transformers': real rank processes,
+chunked prompts, a prefix cache that is hit, and preemptions, over tensor, expert and pipeline ranks; V3 in 16 bit and block-scaled
+FP8."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ import pytest
 
 from phalanx import LLM, SamplingParams
 from phalanx.config.model import ModelShape
+from phalanx.layout import Layout
+from phalanx.layout.cache import token_bytes
+from phalanx.layout.memory import stage_caches
 from tests.support.greedy_tokens import (
     BLOCK,
     NEW_TOKENS,
@@ -30,11 +34,14 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("deepseek_v3", {}),
     "v3-fp8": ("deepseek_v3", {"hidden_size": 144, "moe_intermediate_size": 192, "kv_lora_rank": 136, "std": 0.1}),
     "glm-lite": ("glm4_moe_lite", {"v_head_dim": 24}),
+    "v32": ("deepseek_v32", {}),
+    "glm5-shared": ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]}),
     "mistral4": ("mistral4", {}),
 }
 LAYOUTS = {
     "v2": [(2, 2, 2)], "v2-lite": [(1, 1, 2)], "v3": [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2)],
     "v3-fp8": [(2, 2, 1)], "glm-lite": [(2, 2, 1)], "mistral4": [(2, 1, 2)],
+    "v32": [(1, 1, 1), (2, 1, 1), (1, 1, 2)], "glm5-shared": [(2, 2, 1)],
 }  # fmt: skip
 """(tp, moe_ep, pp): of {1, 2}^3, each where moe_ep divides tp once."""
 
@@ -52,6 +59,20 @@ def test_tokens_equal_transformers(references, name, layout):
     assert_layout_gives(expected, folder, layout, cache_bytes=cache_bytes)
 
 
+def test_tokens_of_sparse_attention_with_drafts_equal_transformers(references):
+    """Each draft chooses the keys of a position of its own."""
+    folder, expected = references["v32"]
+    prompts, params = prompts_of_all_lengths(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    with LLM(
+        folder, device="cpu", dtype="fp32", max_num_tokens=STEP_TOKENS, max_batch_size=3, max_seq_len=longest_request(prompts),
+        speculative_config=drafts,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats().draft_tokens > 0
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
 @pytest.mark.parametrize("name", ["v3", "glm-lite", "mistral4"])
 def test_tokens_over_data_parallel_indices_equal_transformers(references, name):
     """Two groups of ranks, each with a cache, attention and shared experts of its own; the routed experts are split over both."""
@@ -67,7 +88,7 @@ def test_tokens_over_data_parallel_indices_equal_transformers(references, name):
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("name", ["v2", "v2-lite", "v3", "glm-lite", "mistral4"])
+@pytest.mark.parametrize("name", ["v2", "v2-lite", "v3", "glm-lite", "v32", "glm5-shared", "mistral4"])
 def test_tokens_on_a_gpu_equal_transformers(references, name):
     """In fp32, by the kernels that a GPU runs: captured decode steps, latents, experts in groups."""
     folder, expected = references[name]
@@ -80,7 +101,6 @@ def test_tokens_on_a_gpu_equal_transformers(references, name):
 
 def _cache_bytes(folder: Path, pp: int, longest: int) -> int:
     """Room for one request at its largest and a half, on the rank with the most layers; each tensor-parallel rank has all of it."""
-    shape = ModelShape.from_folder(folder)
-    assert shape.latent is not None
-    block = shape.latent.cached * 4 * BLOCK * -(-shape.num_layers // pp)
+    stages = stage_caches(ModelShape.from_folder(folder), "fp32", "fp32", Layout(pp=pp))
+    block = BLOCK * max(map(token_bytes, stages))
     return block * (3 * longest // (2 * BLOCK) + 1)

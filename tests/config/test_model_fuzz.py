@@ -51,6 +51,8 @@ EIGHT_EXPERTS: dict[str, tuple[str, ...]] = {
     "DeepseekV2": ("n_routed_experts", "num_experts"),
     "DeepseekV3": ("n_routed_experts", "num_local_experts"),
     "Glm4Moe": ("n_routed_experts", "num_local_experts"),
+    "DeepseekV32": ("n_routed_experts", "num_local_experts"),
+    "GlmMoeDsa": ("n_routed_experts", "num_local_experts"),
     "Glm4MoeLite": ("n_routed_experts", "num_local_experts"),
     "Mistral4": ("n_routed_experts", "num_local_experts"),
     "GraniteMoeHybrid": ("num_local_experts",),
@@ -62,7 +64,15 @@ EIGHT_EXPERTS: dict[str, tuple[str, ...]] = {
     "Qwen3Next": ("num_experts",),
     "Qwen3_5Moe": ("num_experts",),
 }
-LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4")
+LATENT = ("DeepseekV2", "DeepseekV3", "DeepseekV32", "GlmMoeDsa", "Glm4MoeLite", "Mistral4")
+SPARSE: dict[str, tuple[Any, ...]] = {
+    "num_experts_per_tok": (2,), "first_k_dense_replace": (0, 1, 2), "n_group": (2,), "topk_group": (1, 2),
+    "n_shared_experts": (1, 2),
+    "routed_scaling_factor": (1.5,), "q_lora_rank": (16,), "norm_topk_prob": (True, False), "num_nextn_predict_layers": (0, 1),
+    "mlp_layer_types": (None, ["dense", "sparse", "sparse", "dense"]), "index_topk": (8,), "index_n_heads": (4,),
+    "index_head_dim": (64, 80), "rope_interleave": (True,), "indexer_rope_interleave": (None,),
+}  # fmt: skip
+"""Of models with sparse attention."""
 GATED_DELTA: dict[str, tuple[Any, ...]] = {
     "head_dim": (16, 32),
     "attention_bias": (True, False),
@@ -127,6 +137,11 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_experts_per_tok": (2,), "n_group": (2,), "topk_group": (1, 2), "first_k_dense_replace": (0, 1),
         "routed_scaling_factor": (2.5,), "q_lora_rank": (None, 16), "norm_topk_prob": (True, False),
         "rope_interleave": (True, False), "num_nextn_predict_layers": (0, 1),
+    },
+    "DeepseekV32": SPARSE,
+    "GlmMoeDsa": {
+        **SPARSE, "indexer_types": (["full", "shared", "full", "full"],), "index_topk_pattern": ("FSFS", ["full", "shared"] * 2),
+        "index_topk_freq": (2, 3), "index_skip_topk_offset": (1, 2),
     },
     "Glm4MoeLite": {
         "num_experts_per_tok": (2,), "n_group": (2,), "topk_group": (1, 2), "n_shared_experts": (1, 2), "q_lora_rank": (None, 16),
@@ -314,6 +329,9 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
         attention = getattr(modeling, f"{stem}Attention")(read, 0)
         facts["softmax_scale"] = attention.scaling
         facts["ranks"] = read.q_lora_rank, read.kv_lora_rank, read.qk_nope_head_dim, read.qk_rope_head_dim, read.v_head_dim
+        if hasattr(read, "index_topk"):
+            kinds = getattr(read, "indexer_types", ["full"] * layers)
+            facts["indexer"] = read.index_n_heads, read.index_head_dim, read.index_topk, [kind == "full" for kind in kinds]
     if hasattr(read, "n_shared_experts") and stem != "NemotronH":
         dense = range(getattr(read, "first_k_dense_replace", 0))
         facts["shared"] = read.n_shared_experts * read.moe_intermediate_size
@@ -450,6 +468,8 @@ def ours(stem: str, shape: ModelShape, stated: dict[str, Any], reference: dict[s
         latent = shape.latent
         facts["ranks"] = latent.q_rank, latent.kv_rank, latent.nope, latent.rope, latent.v
         facts["softmax_scale"] = latent.softmax_scale
+        if (indexer := latent.indexer) is not None:
+            facts["indexer"] = indexer.heads, indexer.head_dim, indexer.topk, list(indexer.computes)
     if shape.experts is not None:
         experts = shape.experts
         facts["experts"], facts["dense"] = (experts.count, experts.per_token), experts.dense_layers

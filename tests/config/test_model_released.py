@@ -24,7 +24,7 @@ from tests.support.checkpoints import write_tokenizer
 RELEASED = json.loads((Path(__file__).parent / "released.json").read_text(encoding="utf-8"))["models"]
 READ = {name: entry["config"] for name, entry in RELEASED.items() if "refused" not in entry}
 LAYERS = 4
-BY_LAYER = ("layer_types", "attn_type_list", "no_rope_layers")
+BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "attn_type_list", "no_rope_layers")
 """Fields with an entry for each layer."""
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.config import EngineOptions
 from phalanx.config.experts import Experts
-from phalanx.config.latent import Latent
+from phalanx.config.latent import Indexer, Latent
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
 from phalanx.config.resolve import compute_dtype, concrete_kv_cache_dtype, resolve
@@ -95,6 +95,10 @@ def test_the_tokens_of_latents_are_divided_over_tensor_parallel_ranks():
     latent = replace(SHAPE, latent=Latent(None, 64, 32, 16, 32, 1.0, False))
     with pytest.raises(LayoutError, match=r"^decode_context_parallel_size=3 does not divide tensor_parallel_size=4; .*1, 2, 4"):
         resolve(options(tensor_parallel_size=4, decode_context_parallel_size=3), latent, gpus=4)
+    indexer = Indexer(4, 32, 8, False, (True,))
+    sparse = replace(SHAPE, latent=replace(latent.latent, indexer=indexer))
+    with pytest.raises(LayoutError, match=r"^decode_context_parallel_size=2 does not work with sparse attention"):
+        resolve(options(tensor_parallel_size=4, decode_context_parallel_size=2), sparse, gpus=4)
     resolved = resolve(options(tensor_parallel_size=4, decode_context_parallel_size=2), latent, gpus=4).options
     assert (resolved.kv_block_size, resolved.block_size) == (16, 32)
 

@@ -292,3 +292,32 @@ def test_an_eager_step_waits_for_the_host():
 def test_committed_data_say_where_they_come_from(name):
     text = (coefficients._DATA.parent / f"{name}.json").read_text()
     assert "benchmarks/" in text
+
+
+def test_sparse_attention_reads_all_index_keys_and_no_more_latents_than_topk():
+    sparse, dense = costs("deepseek-v3.2", tp=8), costs("deepseek-v3", tp=8)
+
+    def seconds(each: Costs, context: int) -> float:
+        return sum(each.step_seconds(Work(8, 8, kv_tokens=8.0 * context, longest=float(context))))
+
+    def more(each: Costs, context: int) -> float:
+        return seconds(each, 2 * context) - seconds(each, context)
+
+    assert more(sparse, 50_000) < 0.5 * more(dense, 50_000)
+    latent = sparse.shape.latent
+    assert latent.indexer.topk == 2048
+    scored = 61 * 8 * 50_000 * 2 * 64 * 128 / (MACHINE.coefficients.e_latent_few * MACHINE.gpu.bf16_flops)
+    read = 61 * 8 * 50_000 * (128 + 4) / MACHINE.bandwidth
+    assert more(sparse, 50_000) == pytest.approx(max(scored, read), rel=1e-6)
+
+
+def test_a_prompts_tokens_attend_to_topk_keys_and_score_all():
+    sparse, dense = costs("deepseek-v3.2", tp=1), costs("deepseek-v3", tp=1)
+    near, far = (Work(4096, 1, pairs=4096.0 * context, eager=True) for context in (1024, 100_000))
+    own, other = (sum(each.step_seconds(far)) - sum(each.step_seconds(near)) for each in (sparse, dense))
+    assert 0.0 < own < 0.6 * other
+
+
+def test_caches_of_shared_indexers_are_smaller():
+    full, shared = (sum(costs(name, tp=8)._attention_seconds.scores) for name in ("glm-5", "glm-5.2"))
+    assert shared == pytest.approx(full * 21 / 78)

@@ -87,6 +87,9 @@ _LATENT: dict[str, Any] = {
     },
 }  # fmt: skip
 
+_INDEXER: dict[str, Any] = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
+"""So many heads that none of a key's scores is 0."""
+
 _FAMILIES |= {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3Moe", {
@@ -110,6 +113,14 @@ _FAMILIES |= {
 
 
 _FAMILIES |= {
+    "deepseek_v32": ("DeepseekV32", {
+        **_LATENT, **_INDEXER, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    }),
+    "glm_moe_dsa": ("GlmMoeDsa", {
+        **_LATENT, **_INDEXER, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5, "v_head_dim": 20, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    }),
     "glm4_moe_lite": ("Glm4MoeLite", {
         **_LATENT, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "routed_scaling_factor": 1.8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},

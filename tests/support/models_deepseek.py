@@ -27,6 +27,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-lite-stacked": ("glm4_moe_lite", {
         "stacked": True, "mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False, "tie_word_embeddings": True,
     }),
+    "v32": ("deepseek_v32", {}),
+    "glm5": ("glm_moe_dsa", {}),
+    "glm5-shared": ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"], "index_topk": 5}),
     "mistral4": ("mistral4", {}),
     "mistral4-dense-first": ("mistral4", {"first_k_dense_replace": 1, "norm_topk_prob": False, "q_lora_rank": None}),
 }  # fmt: skip

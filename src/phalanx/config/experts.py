@@ -213,6 +213,22 @@ def read_deepseek_v3(fields: JsonFields) -> Experts:
     return _deepseek(fields, _sigmoids(fields, 8, 4, 2.5), experts=256, width=2048, shared=1, dense=3, top_k=8)
 
 
+def read_deepseek_v32(fields: JsonFields) -> Experts:
+    """DeepSeek-V3.2's fields: those of V3; a layer is dense by mlp_layer_types where there is one."""
+    return _sparse_deepseek(fields, _sigmoids(fields, 8, 4, 2.5))
+
+
+def read_glm_moe_dsa(fields: JsonFields) -> Experts:
+    """GLM-5's fields: those of DeepSeek-V3.2, without groups by default."""
+    return _sparse_deepseek(fields, _sigmoids(fields, 1, 1, 2.5))
+
+
+def _sparse_deepseek(fields: JsonFields, scoring: Scoring) -> Experts:
+    stated = fields.value("mlp_layer_types") is not None
+    dense = _stated_dense(fields) if stated else 3
+    return _deepseek(fields, scoring, experts=256, width=2048, shared=1, dense=dense, top_k=8)
+
+
 def read_glm4_moe(fields: JsonFields) -> Experts:
     """GLM-4.5's fields: those of DeepSeek-V3, with other defaults."""
     return _deepseek(fields, _sigmoids(fields, 1, 1, 1.0), experts=128, width=1408, shared=1, dense=1, top_k=8)

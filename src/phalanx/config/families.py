@@ -16,9 +16,11 @@ from phalanx.config.experts import (
     Experts,
     read_deepseek_v2,
     read_deepseek_v3,
+    read_deepseek_v32,
     read_ernie_moe,
     read_glm4_moe,
     read_glm4_moe_lite,
+    read_glm_moe_dsa,
     read_gpt_oss,
     read_granite_hybrid,
     read_hy_v3,
@@ -33,7 +35,7 @@ from phalanx.config.experts import (
 )
 from phalanx.config.gated_delta import GatedDelta, read_gated_delta
 from phalanx.config.json_fields import JsonFields
-from phalanx.config.latent import Latent, LatentDefaults, read_latent
+from phalanx.config.latent import GLM5, Latent, LatentDefaults, read_latent, read_sparse_latent
 from phalanx.config.mamba import Block, Mamba2, read_blocks
 from phalanx.config.mamba import read_granite_hybrid as read_granite_mamba
 from phalanx.config.mamba import read_nemotron_h as read_nemotron_mamba
@@ -236,6 +238,9 @@ kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_inter
 norm_topk_prob routed_scaling_factor num_experts_per_tok moe_intermediate_size
 """
 _DEEPSEEK = f"{_LATENT_EXPERTS} n_group topk_group moe_layer_freq first_k_dense_replace num_nextn_predict_layers"
+_INDEXER = f"{_DEEPSEEK} mlp_layer_types num_local_experts index_n_heads index_head_dim index_topk indexer_rope_interleave"
+_SHARED_INDEXER = f"{_INDEXER} indexer_types index_topk_pattern index_topk_freq index_skip_topk_offset"
+_GLM5_LATENT = partial(read_sparse_latent, sizes=GLM5, heads=32, interleaved=True)
 _GLM_LATENT = partial(read_latent, sizes=LatentDefaults(768, nope=192, v=256))
 _MISTRAL4_LATENT = partial(read_latent, sizes=LatentDefaults(1024, 256, nope=64))
 _GEMMA = "head_dim attention_bias query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
@@ -312,6 +317,15 @@ FAMILIES = {
         4096, f"{_DEEPSEEK} num_local_experts num_mtp_layers", "head_dim qk_head_dim",
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}, model_types=("kimi_k2",),
         experts=read_deepseek_v3, latent=read_latent, mtp_layers=1,
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        163840, _INDEXER, "head_dim qk_head_dim layer_types", {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        experts=read_deepseek_v32, latent=read_sparse_latent, mtp_layers=1,
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        202752, _SHARED_INDEXER, "head_dim qk_head_dim layer_types index_share_for_mtp_iteration",
+        {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        experts=read_glm_moe_dsa, latent=_GLM5_LATENT, rms_norm_eps=1e-5, mtp_layers=1,
     ),
     "Glm4MoeLiteForCausalLM": Family(
         202752, f"{_LATENT_EXPERTS} n_group topk_group mlp_layer_types num_local_experts num_nextn_predict_layers num_mtp_layers",

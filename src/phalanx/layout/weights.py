@@ -111,10 +111,15 @@ def expert_bytes(shape: ModelShape, dtype: str) -> int:
 @cache
 def stage_layers(shape: ModelShape, dtype: str, pp: int) -> tuple[range, ...]:
     """The layers of each pipeline stage: the largest stage has as few bytes as possible. A tied head counts on the last stage, too,
-    as a stage without the embedding holds a copy."""
-    sizes = [layer_bytes(shape, layer, dtype, Layout()) for layer in kind_of(shape)]
+    as a stage without the embedding holds a copy. Layers that share what one of them chose are on one stage."""
+    layers, latent = range(shape.num_layers), shape.latent
+    begins = [layer for layer in layers if latent is None or latent.may_begin_stage(layer)]
+    runs = [range(begin, end) for begin, end in zip(begins, [*begins[1:], layers.stop], strict=True)]
+    kinds = kind_of(shape)
+    sizes = [sum(layer_bytes(shape, kinds[layer], dtype, Layout()) for layer in run) for run in runs]
     vocabulary, norm = (count * shape.hidden_size * itemsize(dtype) for count in (shape.vocab_size, 1))
-    return tuple(stages(sizes, pp, first_bytes=vocabulary, last_bytes=vocabulary + norm))
+    divided = stages(sizes, pp, first_bytes=vocabulary, last_bytes=vocabulary + norm)
+    return tuple(range(runs[part.start].start, runs[part.stop - 1].stop) for part in divided)
 
 
 def embedding_bytes(shape: ModelShape, dtype: str, layout: Layout) -> int:

@@ -97,7 +97,7 @@ class Llama(Decoder):
         if shape.mamba is not None and layer in shape.mamba.layers:
             return MambaMixer(f"{name.removesuffix('self_attn')}mamba", shape, context=self.context)
         if shape.latent is not None:
-            return LatentAttention(name, shape, shape.latent, context=self.context)
+            return LatentAttention(name, shape, shape.latent, layer, context=self.context)
         return GroupedQueryAttention(name, shape, layer, context=self.context)
 
     def feed_forward(self, prefix: str, layer: int) -> GatedMlp | SparseMoe:

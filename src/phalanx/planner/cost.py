@@ -7,6 +7,8 @@ Per stage, in seconds, for T tokens, of which R rows sample, that read K tokens 
                       + max(kv bytes / (e_a BW), ns(longest row))                              attention of decodes, where e_a
                                                                                                is less beyond FAR_ROW tokens
                       + 4 P heads head_dim / (e_p F16)                                         attention of prompts
+                      + (K / e_latent_few + P / e_p) 2 index heads index head_dim / F16        indexer of sparse attention, which
+                                                                                               bounds K and P of the attention
                       + T * activation bytes / BW                                              what is between GEMMs
                       + 2 all-reduces (measured curve; T hidden bytes) - their norms  +  c(T)   c: a layer's chain of kernels
                       + exchange of tokens (measured curve), there and back                     of layers with experts, for dp > 1
@@ -26,7 +28,7 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.config.experts import Experts
 from phalanx.config.model import ModelShape
@@ -147,6 +149,16 @@ _Read = tuple[int | None, int, float, float]
 """Layers of one window: the window, how many they are, and a layer's seconds for a cached token within FAR_ROW and beyond."""
 
 
+class _Attention(NamedTuple):
+    """Per stage: by window the layers that have it, and a layer's seconds for each cached token read; and seconds of all layers for
+    each pair of a prompt's token with a key, the same where the key is a latent, and of the indexers for such a pair."""
+
+    reads: tuple[tuple[_Read, ...], ...]
+    pairs: tuple[float, ...]
+    absorbed: tuple[float, ...]
+    scores: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Costs:
     """Prices steps of one replica: a model in a dtype, split over ranks of a machine. kv: the dtype of keys and values."""
@@ -182,20 +194,25 @@ class Costs:
         fixed = self._fixed.get(key)
         if fixed is None:
             fixed = self._fixed[key] = tuple(self._stage(stage, local, everywhere) for stage in range(self.layout.pp))
-        per_kv, per_pair, per_absorbed_pair = self._attention_seconds
+        per_kv, per_pair, per_absorbed_pair, per_scored_pair = self._attention_seconds
         if self.shape.latent is not None and not local.eager:
             per_pair = per_absorbed_pair
         rows, kv, longest = max(local.rows, 1), local.kv_tokens, local.longest
         stage_seconds = []
         more_calls = 1e-6 * (local.calls - 1) * self.machine.coefficients.c_call
-        for base, each, pair in zip(fixed, per_kv, per_pair, strict=True):
-            seconds = base + local.pairs * pair
+        pairs = local.pairs if self._topk is None else min(local.pairs, float(local.tokens * self._topk))
+        for base, each, pair, scored in zip(fixed, per_kv, per_pair, per_scored_pair, strict=True):
+            seconds = base + pairs * pair + local.pairs * scored
             for window, layers, read, read_far in each:
                 tokens, row = (kv, longest) if window is None else (min(kv, window * rows), min(longest, window))
                 far = max(tokens - FAR_ROW * rows, 0.0) if row > FAR_ROW else 0.0
                 seconds += layers * (max((tokens - far) * read + far * read_far, self._row_seconds(row)) + more_calls)
             stage_seconds.append(seconds)
         return tuple(stage_seconds)
+
+    @property
+    def _topk(self) -> int | None:
+        return _topk(self.shape)
 
     def _row_seconds(self, longest: float) -> float:
         """What one row's attention takes however few there are: split-kv gives a row only so many programs."""
@@ -251,7 +268,7 @@ class Costs:
         )
 
     @cached_property
-    def _attention_seconds(self) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...], tuple[float, ...]]:
+    def _attention_seconds(self) -> _Attention:
         return _attention_seconds(self.shape, self.dtype, self.kv, self.layout, self.machine, self.has_long_prompts)
 
     def _stage(self, stage: int, work: Work, everywhere: int) -> float:
@@ -492,9 +509,7 @@ def _head(shape: ModelShape) -> Any:
 @cache
 def _attention_seconds(
     shape: ModelShape, dtype: str, kv: str, layout: Layout, machine: MachineModel, long_prompts: bool
-) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...], tuple[float, ...]]:
-    """Per stage: by window the layers that have it, and a layer's seconds for each cached token read; and for each pair of a
-    prompt's token with a key, and the same where the key is a latent."""
+) -> _Attention:
     cs, gpu = machine.coefficients, machine.gpu
     one_byte = kv in ("fp8", "int8")
     near, far = (cs.e_kv_fp8, cs.e_far_fp8) if one_byte else (cs.e_kv, cs.e_far)
@@ -503,18 +518,37 @@ def _attention_seconds(
     dims = shape.latent.nope + shape.latent.rope + shape.latent.v if shape.latent else 2 * shape.mean_head_dim
     flops = 2.0 * shape.num_heads / layout.tp * dims
     reached = ((cs.e_long_prompt, cs.e_long_prompt_fp8) if long_prompts else (cs.e_prompt, cs.e_prompt_fp8))[one_byte]
-    reads, pairs, absorbed = [], [], []
+    index_flops, topk = _index_flops(shape), _topk(shape)
+    indexed = index_flops / (cs.e_latent_few * gpu.bf16_flops)
+    reads, pairs, absorbed, scores = [], [], [], []
     for caches in stage_caches(shape, kv, dtype, layout):
-        tokens = Counter((window_of(cache), token_bytes([cache])) for cache in caches if token_bytes([cache]))
+        attended = [tuple(tensor for tensor in cache if not tensor.name.startswith("index")) for cache in caches]
+        tokens = Counter((window_of(cache) or topk, token_bytes([cache]), computed) for cache in attended if token_bytes([cache]))
+        layers = tokens.total()
+        of_indexer = [token_bytes([cache]) - token_bytes([rest]) for cache, rest in zip(caches, attended, strict=True)]
+        tokens.update((None, nbytes, indexed) for nbytes in of_indexer if nbytes)
         each: list[_Read] = []
-        for (window, nbytes), count in tokens.items():
+        for (window, nbytes, least), count in tokens.items():
             nbytes_here = nbytes / layout.dcp
-            read, read_far = (max(nbytes_here / part / machine.bandwidth + scored, computed) for part in (near, far))
+            read, read_far = (max(nbytes_here / part / machine.bandwidth + scored, least) for part in (near, far))
             each.append((window, count, read, read_far))
         reads.append(tuple(each))
-        pairs.append(tokens.total() * flops / (reached * gpu.bf16_flops))
-        absorbed.append(tokens.total() * computed)
-    return tuple(reads), tuple(pairs), tuple(absorbed)
+        pairs.append(layers * flops / (reached * gpu.bf16_flops))
+        absorbed.append(layers * computed)
+        scores.append((tokens.total() - layers) * index_flops / (reached * gpu.bf16_flops))
+    return _Attention(tuple(reads), tuple(pairs), tuple(absorbed), tuple(scores))
+
+
+def _topk(shape: ModelShape) -> int | None:
+    """How many tokens a query attends to at most; None: all."""
+    return None if shape.latent is None or shape.latent.indexer is None else shape.latent.indexer.topk
+
+
+def _index_flops(shape: ModelShape) -> float:
+    """Operations of the score of one token by an indexer, which each rank has all of."""
+    if shape.latent is None or shape.latent.indexer is None:
+        return 0.0
+    return 2.0 * shape.latent.indexer.heads * shape.latent.indexer.head_dim
 
 
 def _latent_seconds(shape: ModelShape, layout: Layout, machine: MachineModel) -> float:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437): multi-head latent attention, routed and shared experts after dense layers.
+"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437): multi-head latent attention, routed and shared experts after dense layers;
+and V3.2 (arXiv 2512.02556), which chooses keys by an indexer.
 Multi-token prediction layers are not part of them: see `layout.mtp`."""
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import phalanx.layout.families.dense as dense
+from phalanx.config.latent import Indexer
 from phalanx.config.model import ModelShape
 from phalanx.layout.cache import CacheTensor
 from phalanx.layout.families.declare import Fused, WeightTensor
@@ -16,7 +18,7 @@ from phalanx.layout.families.declare import Fused, WeightTensor
 def layer(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
     """The tensors of one decoder layer, by the names that checkpoints have on disk."""
     prefix = f"model.layers.{index}"
-    yield from _attention(shape, f"{prefix}.self_attn")
+    yield from _attention(shape, f"{prefix}.self_attn", index)
     yield from dense.norms(shape, prefix)
     yield from feed_forward(shape, prefix, index)
 
@@ -71,14 +73,22 @@ def feed_forward(
 
 
 def cache(shape: ModelShape, index: int, dtype: str) -> Iterator[CacheTensor]:
-    """A token's normed latent, then the rotated key that all heads share. A rank that has the token holds all of it."""
+    """A token's normed latent, then the rotated key that all heads share. A rank that has the token holds all of it; and its key of
+    the indexer, in FP8 with a scale."""
     assert shape.latent is not None
+    indexer = shape.latent.indexer
     yield CacheTensor("latent", (1, shape.latent.cached), dtype, window=shape.windows[index], divided=True)
+    if indexer is None or not indexer.computes[index]:
+        return
+    yield CacheTensor("index_key", (1, indexer.head_dim), dtype)
+    if dtype == "fp8":
+        yield CacheTensor("index_scale", (1, 1), "fp32")
 
 
-def _attention(shape: ModelShape, name: str) -> Iterator[WeightTensor]:
+def _attention(shape: ModelShape, name: str, index: int) -> Iterator[WeightTensor]:
     """Down-projections are replicated over tensor-parallel ranks, up-projections are split by heads. What reads the layer's input
-    is one GEMM. kv_b_proj is multiplied by parts of each head, and so it is dequantized."""
+    is one GEMM. kv_b_proj is multiplied by parts of each head, and so it is dequantized. The indexer is replicated: split by heads,
+    its scores of all tokens before a query would have to be summed over ranks."""
     latent, hidden, heads = shape.latent, shape.hidden_size, shape.num_heads
     assert latent is not None
     query = heads * (latent.nope + latent.rope)
@@ -88,9 +98,23 @@ def _attention(shape: ModelShape, name: str) -> Iterator[WeightTensor]:
         yield WeightTensor(f"{name}.q_a_proj.weight", (latent.q_rank, hidden), "replicated", "attention", "qkv_a")
         yield WeightTensor(f"{name}.q_a_layernorm.weight", (latent.q_rank,), "replicated", "norm")
         yield WeightTensor(f"{name}.q_b_proj.weight", (query, latent.q_rank), "heads", "attention", "q_b", heads=heads)
+    if latent.indexer is not None and latent.indexer.computes[index]:
+        assert latent.q_rank is not None
+        yield from _indexer(latent.indexer, f"{name}.indexer", hidden, latent.q_rank)
     compressed = latent.kv_rank + latent.rope
     yield WeightTensor(f"{name}.kv_a_proj_with_mqa.weight", (compressed, hidden), "replicated", "attention", "qkv_a")
     yield WeightTensor(f"{name}.kv_a_layernorm.weight", (latent.kv_rank,), "replicated", "norm")
     up = heads * (latent.nope + latent.v)
     yield WeightTensor(f"{name}.kv_b_proj.weight", (up, latent.kv_rank), "heads", "attention", "kv_b", heads=heads, kept="16 bit")
     yield WeightTensor(f"{name}.o_proj.weight", (hidden, heads * latent.v), "row", "attention", "o")
+
+
+def _indexer(indexer: Indexer, name: str, hidden: int, q_rank: int) -> Iterator[WeightTensor]:
+    """Its queries and its key are in the GEMMs of those that they share an input with."""
+    yield WeightTensor(f"{name}.wq_b.weight", (indexer.heads * indexer.head_dim, q_rank), "replicated", "attention", "q_b")
+    yield WeightTensor(f"{name}.wk.weight", (indexer.head_dim, hidden), "replicated", "attention", "qkv_a")
+    for part in ("weight", "bias"):
+        yield WeightTensor(f"{name}.k_norm.{part}", (indexer.head_dim,), "replicated", "norm")
+    yield WeightTensor(
+        f"{name}.weights_proj.weight", (indexer.heads, hidden), "replicated", "attention", "index_weights", kept="fp32"
+    )

@@ -50,6 +50,8 @@ DECLARATIONS = {
     "Phi3ForCausalLM": LayerDeclaration(dense.fused_layer),
     "DeepseekV2ForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
     "DeepseekV3ForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
+    "DeepseekV32ForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
+    "GlmMoeDsaForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
     "Glm4MoeLiteForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
     "Mistral4ForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
     "Glm4MoeForCausalLM": LayerDeclaration(deepseek.glm4_moe),

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from phalanx.kernels.attention.indexer import IndexQuery
 from phalanx.models.batch import Batch
 from phalanx.models.cache import LayerCache
 
@@ -38,8 +39,11 @@ class LatentAttentionPlan(Protocol):
 
     kv_slots: Tensor
 
-    def forward(self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float) -> Tensor:
-        """As `AttentionPlan`, where a head's keys and values are up[head] times the cached latents.
+    def forward(
+        self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float, index: IndexQuery | None = None
+    ) -> Tensor:  # fmt: skip
+        """As `AttentionPlan`, where a head's keys and values are up[head] times the cached latents. With sparse attention a query
+        attends to the tokens that `index` chooses, by keys that are in the cache already; None: to those chosen last.
 
         query [T, heads, nope + rope], its last `rope` elements rotated; up [heads, nope + v, rank], rows of keys first. Returns
         [T, heads, v] in query's dtype.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.kernels.attention.indexer import IndexQuery
 from phalanx.models.batch import Batch
 from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention.context_parallel import ContextParallel
@@ -90,20 +91,27 @@ class PlainPlan(_Rows):
 
 
 class PlainLatentPlan(_Rows):
-    """As LatentAttentionPlan: keys and values of all heads are computed. context: where tokens are divided over ranks."""
+    """As LatentAttentionPlan: keys and values of all heads are computed, and of sparse attention scores of all keys. context: where
+    tokens are divided over ranks. topk: see `Indexer`."""
 
-    def __init__(self, batch: Batch, context: ContextParallel | None = None) -> None:
+    def __init__(self, batch: Batch, context: ContextParallel | None = None, topk: int = 0) -> None:
         super().__init__(batch)
-        self._context = context
+        self._context, self._topk = context, topk
+        self._unchosen: list[Tensor] | None = None  # of each row the keys that each token does not attend to, [Q, N]
         self.kv_slots = batch.kv_slots if context is None else context.kv_slots(batch.kv_slots)
 
-    def forward(self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float) -> Tensor:
+    def forward(
+        self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float, index: IndexQuery | None = None
+    ) -> Tensor:  # fmt: skip
         """As LatentAttentionPlan."""
+        if index is not None:
+            self._unchosen = [self._not_chosen(row, index, cache) for row in self.rows(cache["latent"].shape[1], None, cache.group)]
         latent, rank, context = cache["latent"], up.shape[2], self._context
         block_size = latent.shape[1] if context is None else latent.shape[1] * context.size
         nope = query.shape[2] - (latent.shape[3] - rank)
         out = query.new_zeros(len(query), up.shape[0], up.shape[1] - nope)
-        for row in self.rows(block_size, None, cache.group):
+        for number, row in enumerate(self.rows(block_size, None, cache.group)):
+            hidden = row.hidden if self._unchosen is None else row.hidden | self._unchosen[number]
             if context is None:
                 latents = row.gather(latent)[:, 0]
             else:
@@ -113,9 +121,18 @@ class PlainLatentPlan(_Rows):
             expanded = torch.einsum("nr,hdr->nhd", latents[:, :rank], up.float())
             rotated = latents[:, None, rank:].expand(-1, up.shape[0], -1)
             key = torch.cat((expanded[..., :nope], rotated), dim=-1)
-            output = _attend(query[row.tokens].float(), key, expanded[..., nope:], row.hidden, scale)
+            output = _attend(query[row.tokens].float(), key, expanded[..., nope:], hidden, scale)
             out[row.tokens] = output.to(out.dtype)
         return out
+
+    def _not_chosen(self, row: _Row, index: IndexQuery, cache: LayerCache) -> Tensor:
+        keys = row.gather(cache["index_key"])[:, 0]
+        if "index_scale" in cache.tensors:
+            keys = keys * row.gather(cache["index_scale"])[:, 0]
+        scores = torch.einsum("qhd,nd->qhn", index.query[row.tokens].float(), keys).relu()
+        total = torch.einsum("qhn,qh->qn", scores, index.weights[row.tokens]).masked_fill(row.hidden, -torch.inf)
+        best = total.sort(dim=-1, descending=True, stable=True).indices[:, : self._topk]
+        return torch.ones_like(row.hidden).scatter(1, best, False)
 
 
 class PlainBackend:
@@ -124,9 +141,9 @@ class PlainBackend:
     name = "plain"
     graphs = None  # it reads lengths on the host
 
-    def __init__(self, *, latent: bool, context: ContextParallel | None = None) -> None:
-        """context: as of `PlainLatentPlan`."""
-        self._latent, self._context = latent, context
+    def __init__(self, *, latent: bool, context: ContextParallel | None = None, topk: int = 0) -> None:
+        """context, topk: as of `PlainLatentPlan`."""
+        self._latent, self._context, self._topk = latent, context, topk
 
     def plan(self, batch: Batch) -> PlainPlan | PlainLatentPlan:
-        return PlainLatentPlan(batch, self._context) if self._latent else PlainPlan(batch)
+        return PlainLatentPlan(batch, self._context, self._topk) if self._latent else PlainPlan(batch)

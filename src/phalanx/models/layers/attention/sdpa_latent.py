@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import LOWEST_SCORE
+from phalanx.kernels.attention.indexer import IndexQuery
 from phalanx.models.batch import Batch
 from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention.context_parallel import ContextParallel
@@ -47,7 +48,7 @@ def attend_absorbed(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor
 
 def attend_divided(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor, scale: float, context: ContextParallel) -> Tensor:
     """As `attend_absorbed`, where this rank has a part of the tokens: it attends to them for the heads of all ranks."""
-    rank, stored = up.shape[2], _slots_of(cache["latent"])
+    rank, stored = up.shape[2], slots_of(cache["latent"])
     nope = query.shape[2] - (stored.shape[1] - rank)
     own = query.index_select(0, bundle.tokens)
     queries = context.all_heads(torch.cat((absorbed_query(own, up, nope), own[..., nope:]), dim=-1))
@@ -61,7 +62,7 @@ def attend_divided(bundle: Bundle, query: Tensor, cache: LayerCache, up: Tensor,
     return absorbed_output(context.merge(torch.bmm(weights, latents[..., :rank]), lse), up, nope)
 
 
-def _slots_of(cache: Tensor) -> Tensor:
+def slots_of(cache: Tensor) -> Tensor:
     """[blocks, block_size, 1, width] -> [slots, width], as bytes where it is in e4m3: torch gathers these on every device."""
     stored = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
     return stored.view(-1, cache.shape[3])
@@ -77,7 +78,7 @@ def attend_expanded(
     if context is None:
         latents = bundle.gather(cache["latent"], scratch.key).to(query.dtype)
     else:
-        gathered = context.gather(_slots_of(cache["latent"]), bundle.slots.view(bundle.rows, -1))
+        gathered = context.gather(slots_of(cache["latent"]), bundle.slots.view(bundle.rows, -1))
         latents = gathered.view(cache["latent"].dtype).to(query.dtype).unsqueeze(1)
     keys = latents.shape[2]
     scores = 4 * bundle.queries if query.is_cuda else 0  # of a key, which a masked call may hold in fp32
@@ -103,9 +104,11 @@ class LatentPlan(BundledPlan):
         self._context = context
         self.kv_slots = batch.kv_slots if context is None else context.kv_slots(batch.kv_slots)
 
-    def forward(self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float) -> Tensor:
-        """As LatentAttentionPlan."""
-
+    def forward(
+        self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float, index: IndexQuery | None = None
+    ) -> Tensor:  # fmt: skip
+        """As LatentAttentionPlan, of all keys."""
+        assert index is None, "see `sparse_latent`"
         context, block_size = self._context, cache["latent"].shape[1]
 
         def attend(bundle: Bundle) -> Tensor:

@@ -70,15 +70,19 @@ def _batch_invariant(device: torch.device, dtype: torch.dtype, head_dim: int, *,
 def _latent_backend(device: torch.device, dtype: torch.dtype, latent: Latent, most_tokens: int, dcp: Group) -> AttentionBackend:
     from phalanx.models.layers.attention.context_parallel import ContextParallel
     from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
-
-    context = ContextParallel(dcp) if dcp.size > 1 else None
-    if not kernels.supports_latent(device, dtype, latent):
-        return SdpaLatentBackend(context)
     from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
 
-    head_dim = latent.nope + latent.rope
-    own_prefill = latent.v <= head_dim and kernels.supports_prefill(device, dtype, head_dim)
-    return TritonLatentBackend(device, own_prefill=own_prefill, most_tokens=most_tokens, context=context)
+    context = ContextParallel(dcp) if dcp.size > 1 else None
+    backend: SdpaLatentBackend | TritonLatentBackend = SdpaLatentBackend(context)
+    if kernels.supports_latent(device, dtype, latent):
+        head_dim = latent.nope + latent.rope
+        own_prefill = latent.v <= head_dim and kernels.supports_prefill(device, dtype, head_dim)
+        backend = TritonLatentBackend(device, own_prefill=own_prefill, most_tokens=most_tokens, context=context)
+    if latent.indexer is None:
+        return backend
+    from phalanx.models.layers.attention.sparse_latent import SparseLatentBackend
+
+    return SparseLatentBackend(backend, latent.indexer.topk)
 
 
 def _fallback(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:

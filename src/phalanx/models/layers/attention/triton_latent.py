@@ -20,6 +20,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention import dispatch as kernels
 from phalanx.kernels.attention.heuristics import SplitKvWorkspace, count_prefill_tiles
+from phalanx.kernels.attention.indexer import IndexQuery
 from phalanx.layout.graphs import max_absorbed_pairs
 from phalanx.models.batch import Batch, count_leading_decodes, without_rows
 from phalanx.models.cache import LayerCache
@@ -200,8 +201,11 @@ class TritonLatentPlan:
         self._prefill: LatentPlan | None = None
         self._pages: ExpandedPages | None = None
 
-    def forward(self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float) -> Tensor:
-        """As LatentAttentionPlan."""
+    def forward(
+        self, query: Tensor, cache: LayerCache, *, up: Tensor, scale: float, index: IndexQuery | None = None
+    ) -> Tensor:  # fmt: skip
+        """As LatentAttentionPlan, of all keys."""
+        assert index is None, "see `sparse_latent`"
         batch, count, backend = self._batch, self._decodes, self._backend
         nope = query.shape[2] - (cache["latent"].shape[3] - up.shape[2])
         out = query.new_empty(query.shape[0], query.shape[1], up.shape[1] - nope)
