@@ -69,6 +69,7 @@ def tokenizer(tmp_path):
             "deepseek_v3",
             "deepseek_v31",
         ),
+        (TOOLS + THINK + "{{ '<|tool_calls_section_begin|><|tool_call_begin|>' }}", (), "qwen3", "kimi_k2"),
         (TOOLS + THINK + "{{ '<\uff5cAssistant\uff5c>" + deepseek.CALL_BEGIN + "```json' }}", (), "deepseek_r1", "deepseek_v3"),
         (THINK + "{{ '<\uff5cAssistant\uff5c>' + '" + deepseek.CALL_BEGIN + "' }}", (), "deepseek_r1", None),
         (TOOLS, harmony.MARKERS, "gpt_oss", "gpt_oss"),

@@ -73,6 +73,12 @@ WRITTEN = {
         "\n",
         DS.CALLS_END,
     ),
+    "kimi_k2": (
+        DS.KIMI_MARKERS[0],
+        DS.KIMI_MARKERS[2] + "functions.{}:0" + DS.KIMI_MARKERS[4] + "{}" + DS.KIMI_MARKERS[3],
+        "",
+        DS.KIMI_MARKERS[1],
+    ),
     "deepseek_v31": (DS.CALLS_BEGIN, DS.CALL_BEGIN + "{}" + DS.SEPARATOR + "{}" + DS.CALL_END, "", DS.CALLS_END),
 }
 PARAMETERS = {
@@ -93,7 +99,7 @@ def tokenizer_of(template=None) -> Tokenizer:
     """Markers of gpt-oss, Mistral and Hy3 are special tokens; those of the others are plain ones, or none."""
     backend = byte_level()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", *deepseek.MARKERS]
+    plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", *deepseek.MARKERS, *deepseek.KIMI_MARKERS]
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer.load(write(Path(folder), backend))

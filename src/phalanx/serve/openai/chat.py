@@ -218,12 +218,12 @@ class MessageWriter:
     def _delta(self, event: Event) -> dict[str, Any] | None:
         """The delta of an event; None if the client does not get it."""
         match event:
-            case CallBegin(index, name):
+            case CallBegin(index, name, written):
                 if self._one_call and index > 0:
                     return None
                 self._called, self._arguments = True, []
                 prefix, length = self._id_form
-                call = {"index": index, "id": prefix + uuid.uuid4().hex[:length], "type": "function"}
+                call = {"index": index, "id": written or prefix + uuid.uuid4().hex[:length], "type": "function"}
                 return {"tool_calls": [{**call, "function": {"name": name, "arguments": ""}}]}
             case CallArguments(index, text):
                 if self._one_call and index > 0:

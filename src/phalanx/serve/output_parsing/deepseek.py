@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls of DeepSeek. Text may stand before the first.
+"""Tool calls of DeepSeek and Kimi-K2, in a section of their own. Text may stand before the first.
 
 V3 and R1: `<｜tool▁calls▁begin｜>`, then for each call `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, the arguments as a
 fenced block of JSON and `<｜tool▁call▁end｜>`, then `<｜tool▁calls▁end｜>`.
 V3.1: each call is `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
+Kimi-K2: `<|tool_calls_section_begin|>`, then for each call `<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>`,
+the arguments and `<|tool_call_end|>`, then `<|tool_calls_section_end|>`. What stands before the arguments is the call's id, which
+the template writes back.
 """
 
 from __future__ import annotations
@@ -18,6 +21,10 @@ CALLS_BEGIN, CALLS_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctoo
 CALL_BEGIN, CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+KIMI_MARKERS = (
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
+)  # fmt: skip
 MAX_HEAD = 160
 """Characters of a call before its arguments: the type, the name and the beginning of the fence."""
 
@@ -25,15 +32,17 @@ MAX_TAIL = 64
 """Characters between the arguments and the end of a call: the end of the fence."""
 
 
-class DeepSeekParser(CallParser):
-    """The parser of both forms."""
+class SectionParser(CallParser):
+    """The parser of these calls.
 
-    def __init__(self, functions: Functions, markers: Markers) -> None:
+    tags: of all calls, of one, and the separator before the arguments. head: a pattern for what stands before the arguments of a
+    call, with SEPARATOR; of its groups "name" and "bare" one is the function, "id" is the call's.
+    """
+
+    def __init__(self, functions: Functions, markers: Markers, tags: tuple[str, ...], head: str) -> None:
         super().__init__(functions)
-        self._begin_all, self._end_all, self._begin_one, self._end_one, separator = map(markers.encode, MARKERS)
-        self._head = re.compile(
-            rf"\s*(?:function{re.escape(separator)}\s*([\w.-]+)\s*(?:```(?:json)?\s*)?|([\w.-]+)\s*{re.escape(separator)}\s*)(?=\{{|null)"
-        )
+        self._begin_all, self._end_all, self._begin_one, self._end_one, separator = map(markers.encode, tags)
+        self._head = re.compile(rf"\s*(?:{head.replace('SEPARATOR', re.escape(separator))})(?=\{{|null)")
         self._state = self._content_before
         self._object = ArgumentsObject()
         self._skipped = ""  # markers that are content if no call follows
@@ -68,11 +77,12 @@ class DeepSeekParser(CallParser):
 
     def _in_head(self, *, final: bool) -> Events:
         head = self._head.match(self._text)
-        name = head and (head[1] or head[2])
+        groups = {} if head is None else head.groupdict()
+        name = groups.get("name") or groups.get("bare")
         if head is not None and name in self._functions and head.end() <= MAX_HEAD:
             self._text = self._text[head.end() :]
             self._object, self._skipped, self._state = ArgumentsObject(), "", self._in_arguments
-            yield self._begin(str(name))
+            yield self._begin(str(name), groups.get("id"))
             if self._text.startswith(NO_ARGUMENTS):
                 self._text, self._state = self._text[len(NO_ARGUMENTS) :], self._after_arguments
                 yield self._arguments("{}")
@@ -105,3 +115,18 @@ class DeepSeekParser(CallParser):
         self._text, self._state = self._text.lstrip(" \t\r\n`"), self._content_before
         yield from ()
         return True
+
+
+class DeepSeekParser(SectionParser):
+    """The parser of both forms of DeepSeek."""
+
+    def __init__(self, functions: Functions, markers: Markers) -> None:
+        fenced, bare = r"functionSEPARATOR\s*(?P<name>[\w.-]+)\s*(?:```(?:json)?\s*)?", r"(?P<bare>[\w.-]+)\s*SEPARATOR\s*"
+        super().__init__(functions, markers, MARKERS, f"{fenced}|{bare}")
+
+
+class KimiParser(SectionParser):
+    """The parser of Kimi-K2."""
+
+    def __init__(self, functions: Functions, markers: Markers) -> None:
+        super().__init__(functions, markers, KIMI_MARKERS, r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*SEPARATOR\s*")

@@ -30,10 +30,11 @@ class ContentText:
 
 @dataclass(frozen=True)
 class CallBegin:
-    """A call begins. index: 0 for the first call of the completion."""
+    """A call begins. index: 0 for the first call of the completion. id: the one that the model wrote, if it writes any."""
 
     index: int
     name: str
+    id: str | None = None
 
 
 @dataclass(frozen=True)

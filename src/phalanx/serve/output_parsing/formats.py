@@ -27,8 +27,8 @@ from phalanx.serve.structured_output.parameters import QWEN_PARAMETER
 from phalanx.serve.tokenizer import Tokenizer
 
 ToolName = Literal[
-    "gpt_oss", "deepseek_v3", "deepseek_v31", "hy_v3", "glm45", "glm47", "minimax_m2", "seed_oss", "qwen3_coder", "hermes",
-    "phi4_mini_json", "granite", "cohere_command3", "command_r", "mistral", "olmo3", "pythonic", "llama3_json",
+    "gpt_oss", "deepseek_v3", "deepseek_v31", "kimi_k2", "hy_v3", "glm45", "glm47", "minimax_m2", "seed_oss", "qwen3_coder",
+    "hermes", "phi4_mini_json", "granite", "cohere_command3", "command_r", "mistral", "olmo3", "pythonic", "llama3_json",
 ]  # fmt: skip
 ReasoningName = Literal[
     "gpt_oss", "deepseek_v3", "deepseek_r1", "seed_oss", "hy_v3", "cohere_command3", "granite", "ernie45", "qwen3", "mistral"
@@ -119,6 +119,13 @@ CALLS: dict[ToolName, CallFormat] = {
             deepseek.CALLS_END,
         ),
         _without_syntax(deepseek.DeepSeekParser), deepseek.MARKERS, source=_DEEPSEEK_CALL,
+    ),
+    "kimi_k2": CallFormat(
+        CallSyntax(
+            "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>", "<|tool_call_end|>",
+            "<|tool_calls_section_begin|>", "", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+        ),
+        _without_syntax(deepseek.KimiParser), deepseek.KIMI_MARKERS, source=r"<\|tool_calls_section_begin\|>",
     ),
     "hy_v3": CallFormat(
         _hy(""), TaggedParser, prompt=r"<tool_sep(?::\w+)?>", variants=((_is_token("<tool_sep:opensource>"), _hy(":opensource")),),

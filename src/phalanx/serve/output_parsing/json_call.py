@@ -237,10 +237,10 @@ class CallParser(BufferedParser):
         self._text = self._text[at:]
         return tag
 
-    def _begin(self, name: str) -> CallBegin:
+    def _begin(self, name: str, call_id: str | None = None) -> CallBegin:
         self._calls += 1
         self._blank = ""
-        return CallBegin(self._calls - 1, name)
+        return CallBegin(self._calls - 1, name, call_id)
 
     def _arguments(self, text: str) -> CallArguments:
         return CallArguments(self._calls - 1, text)
