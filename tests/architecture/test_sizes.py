@@ -20,8 +20,9 @@ LONG_FUNCTIONS: dict[str, str] = {
     "phalanx.kernels.gemm.int4_skinny._int4_skinny": "a pipeline: one function has its buffers and barriers",
 }
 LARGE_PACKAGES: dict[str, str] = {
-    "phalanx.config": "27 files, of which config.json has nine: one for each of its objects, and their tables",
+    "phalanx.config": "28 files, of which config.json has ten: one for each of its objects, and their tables",
     "phalanx.engine": "24 files, of which five make steps: one scheduler, that of several indices, what both are, drafts of steps",
+    "phalanx.serve": "21 files, of which three read tokenizers: what they give, transformers' files, and the ranks of tiktoken",
     "phalanx.serve.openai": "24 files, of which eight have the routes: what they share stands beside them",
 }
 

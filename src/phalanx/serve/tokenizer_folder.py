@@ -24,6 +24,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from phalanx.config.json_fields import FieldTable
 from phalanx.errors import ModelError, ModelNotFound
 from phalanx.log import get_logger
+from phalanx.serve.tiktoken_ranks import PATTERNS, RANKS, read_ranks
 
 log = get_logger(__name__)
 
@@ -81,7 +82,12 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
     backend = None
     if file is not None and name is not None:
         backend = file[0] if rebuilt is None else _rebuild(file[0], rebuilt, config)
-    if file is None or backend is None:
+    pattern = PATTERNS.get(str(config.get("tokenizer_class")))
+    if file is None and pattern is not None and (folder / RANKS).is_file():
+        listed = {int(token_id): _token(token) for token_id, token in (config.get("added_tokens_decoder") or {}).items()}
+        backend = read_ranks(folder / RANKS, pattern, listed)
+        special = {name: _token(config[name]).content for name in NAMED if config.get(name) is not None}
+    elif file is None or backend is None:
         backend, special = _read_by_transformers(folder)
     else:
         special = _add_tokens(backend, file[0], folder, config, rebuilt or _Rebuilt())
