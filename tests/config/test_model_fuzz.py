@@ -198,6 +198,10 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "attention_bias": (True, False), "logit_scale": (0.25,), "layer_norm_eps": (1e-6,), "sliding_window": (8,),
         "sliding_window_pattern": (2, 3), "layer_types": (None, ["full_attention", "sliding_attention"] * 2),
     },
+    "Exaone4": {
+        "head_dim": (16, 32), "sliding_window": (None, 8), "sliding_window_pattern": (2, 3),
+        "layer_types": (None, ["full_attention", "sliding_attention"] * 2),
+    },
     "Ernie4_5": {"head_dim": (None, 16, 32), "use_bias": (True, False)},
     "Ernie4_5_Moe": {
         "num_key_value_heads": (2, 4), "head_dim": (None, 16), "moe_k": (2, 3), "moe_num_shared_experts": (0, 1),
@@ -304,7 +308,7 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
         raise KeyError("its attention cannot take what its RoPE gives")
     layers = read.num_hidden_layers
     windows: tuple[int | None, ...] = (None,) * layers
-    if stem in ("Qwen2", "Qwen3", "GptOss", "Olmo3", "Gemma2", "Gemma3", "Gemma4", "Cohere2"):
+    if stem in ("Qwen2", "Qwen3", "GptOss", "Olmo3", "Gemma2", "Gemma3", "Gemma4", "Cohere2", "Exaone4"):
         windows = tuple(read.sliding_window if kind == "sliding_attention" else None for kind in read.layer_types)
     elif stem == "SmolLM3":
         windows = tuple(
@@ -383,6 +387,8 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
         facts["chunks"] = tuple(read.attention_chunk_size if kind == "chunked_attention" else None for kind in read.layer_types)
         tuned = read.attn_temperature_tuning and 0 in read.no_rope_layers
         facts["temperature"] = (read.attn_scale, read.floor_scale, 1) if tuned else None
+    if stem == "Exaone4":
+        facts["nope_layers"] = tuple(i for i in range(layers) if windows[i] is None) if read.sliding_window is not None else ()
     if stem in ("SmolLM3", "Llama4"):
         facts["nope_layers"] = tuple(layer for layer in range(layers) if not read.no_rope_layers[layer])
     if stem == "Gemma4":

@@ -93,6 +93,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 8, "tie_word_embeddings": True,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     }),
+    "exaone4": ("exaone4", {
+        "num_attention_heads": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+    "exaone4-no-window-tied": ("exaone4", {
+        "num_attention_heads": 12, "num_key_value_heads": 3, "sliding_window": None, "layer_types": ["full_attention"] * 3,
+        "tie_word_embeddings": True,
+    }),
     "ernie4-5": ("ernie4_5", {"num_attention_heads": 12, "num_key_value_heads": 3, "use_bias": True}),
     "ernie4-5-moe": ("ernie4_5_moe", {"num_attention_heads": 12, "num_key_value_heads": 3, "tie_word_embeddings": True}),
     "ernie4-5-moe-stacked": ("ernie4_5_moe", {"stacked": True, "moe_layer_start_index": 0, "moe_layer_end_index": 1}),

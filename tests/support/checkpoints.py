@@ -170,6 +170,7 @@ _FAMILIES |= {
     }),
     "phi3": ("Phi3", {"sliding_window": None}),
     "olmo2": ("Olmo2", {}),
+    "exaone4": ("Exaone4", {"head_dim": 16, "sliding_window": 6}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
     "ernie4_5_moe": ("Ernie4_5_Moe", {
         "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,

@@ -168,7 +168,8 @@ class Family:
     yarn: the rope_parameters of a file that has none. temperature: they have the temperature of queries, too.
     rotary_portion: where partial_rotary_factor is read, its default. window_theta: where layers with a window have a RoPE of their
     own, the default of its theta; full_rope: the object of the others in a file that has none. nope_full: layers without a window
-    have no RoPE. nope_interval: where no_rope_layers is read, its default: the last of each so many layers has no RoPE.
+    have no RoPE; or ("with size") unless sliding_window is null. nope_interval: where no_rope_layers is read, its default: the
+    last of each so many layers has no RoPE.
     mtp_layers: multi-token prediction layers behind the last one, by default.
     """
 
@@ -218,7 +219,7 @@ class Family:
     window_theta: float | None = None
     full_rope: Mapping[str, Any] | None = None
     rotary_portion: float | None = None
-    nope_full: bool = False
+    nope_full: bool | Literal["with size"] = False
     nope_interval: int | None = None
     mtp_layers: int = 0
     tied: bool = False
@@ -399,6 +400,11 @@ FAMILIES = {
     "Olmo3ForCausalLM": Family(
         2048, "head_dim attention_bias sliding_window layer_types", qk_norm=True, qk_norm_whole=True, norms="behind",
         window="pattern", window_pattern=4, rms_norm_eps=1e-5, rope_theta=500_000.0, window_theta=500_000.0,
+    ),
+    "Exaone4ForCausalLM": Family(
+        2048, "head_dim sliding_window sliding_window_pattern layer_types", model_type="exaone4", input_bias=None,
+        output_bias=None, mlp_bias=None, qk_norm=True, norms="behind", window="pattern", window_pattern=4, rms_norm_eps=1e-5,
+        nope_full="with size",
     ),
     "Ernie4_5ForCausalLM": Family(
         131072, "head_dim use_bias", kv_heads=2, head_dim=128, input_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias",

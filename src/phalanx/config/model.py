@@ -417,10 +417,9 @@ def _chunks(fields: JsonFields, num_layers: int, nope_layers: tuple[int, ...]) -
 
 def _layer_types(fields: JsonFields, family: Family, num_layers: int) -> list[str] | None:
     """Each layer's type, by layer_types or by the family's pattern; None where neither says."""
-    pattern = family.window_pattern
-    if fields.reads("sliding_window_pattern"):
+    pattern, kinds = family.window_pattern, fields.by_layer("layer_types", (SLIDING, FULL))
+    if kinds is None and fields.reads("sliding_window_pattern"):
         pattern = fields.count("sliding_window_pattern", pattern)
-    kinds = fields.by_layer("layer_types", (SLIDING, FULL))
     if kinds is None and pattern:
         kinds = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
     return [*kinds[:-1], FULL] if kinds and family.full_last else kinds
@@ -446,7 +445,8 @@ def _ropes(
     )  # fmt: skip
     neighbours = family.latent is None and fields.reads("rope_interleave") and fields.flag("rope_interleave", False)
     rope = replace(read_rope(fields, max_positions, defaults, head_dim), interleaved=family.interleaved or neighbours)
-    if family.nope_full or not _has_rope(fields):
+    has_size = fields.values.get("sliding_window", family.window_size) is not None
+    if family.nope_full is True or (family.nope_full == "with size" and has_size) or not _has_rope(fields):
         nope_layers = tuple(layer for layer, window in enumerate(windows) if window is None)
     nope = NOPE
     if fields.reads("attn_temperature_tuning") and fields.value("attn_temperature_tuning") not in (False, 0):

@@ -30,7 +30,7 @@ transformers_version auto_map custom_pipelines name_or_path transformers.js_conf
 attn_implementation experts_implementation output_attentions output_hidden_states output_past return_dict return_dict_in_generate
 use_return_dict use_cache cache_implementation chunk_size_feed_forward id2label label2id num_labels problem_type finetuning_task
 task_specific_params tokenizer_class prefix bos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id mask_token_id
-is_decoder use_flash_attn use_flash_attention flash_attention rope_ratio license model_max_length tf_legacy_loss
+internal_version is_decoder use_flash_attn use_flash_attention flash_attention rope_ratio license model_max_length tf_legacy_loss
 """
 _NO: tuple[Any, ...] = (False,)
 _ONE: tuple[Any, ...] = (1,)
