@@ -21,7 +21,17 @@ from tests.support.models_logits import LENGTHS, STEPS
 pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values")  # of transformers, in the vision tower of Llama-4
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2)]
-WRAPPED = ["mistral3", "llama4_vl", "ministral3_vl", "mistral4_vl", "qwen2_5_vl", "qwen3_vl", "gemma3_vl", "kimi_k25"]
+WRAPPED = [
+    "mistral3",
+    "llama4_vl",
+    "ministral3_vl",
+    "mistral4_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "gemma3_vl",
+    "kimi_k25",
+]
 
 
 @pytest.fixture(scope="module", params=[(name, own) for name in WRAPPED for own in (False, True)], ids=str)

@@ -253,6 +253,10 @@ _WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "head_dim": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
     }, {**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", {
+        **_FAMILIES["qwen3_moe"][1], "norm_topk_prob": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    }, {**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
     "gemma3_vl": ("Gemma3", {**_FAMILIES["gemma3"][1], "model_type": "gemma3_text"}, {
         **_SMALL_TOWER, "model_type": "siglip_vision_model", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
         "image_size": 16,

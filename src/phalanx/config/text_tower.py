@@ -23,11 +23,13 @@ class TextTower(NamedTuple):
     text: model_type of text_config -> the architecture that computes the same for text. The first is the default.
     towers: the beginnings of the names of tensors that are not loaded, "model." before them or not.
     defaults: of text_config, where they are not those of the text architecture.
+    experts_transposed: a layer's experts are one tensor [experts, inputs, outputs] for gate and up, and one for down.
     """
 
     text: Mapping[str, str]
     towers: tuple[str, ...]
     defaults: Mapping[str, Any] = {}
+    experts_transposed: bool = False
 
 
 _KIMI = TextTower({"kimi_k2": "DeepseekV3ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}, ("vision_tower.", "mm_projector."))
@@ -46,6 +48,12 @@ WRAPPERS = {
     ),
     "Qwen3VLForConditionalGeneration": TextTower(
         {"qwen3_vl_text": "Qwen3ForCausalLM"}, ("visual.",), {"rope_theta": 500_000.0, "max_position_embeddings": 128000}
+    ),
+    "Qwen3VLMoeForConditionalGeneration": TextTower(
+        {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"}, ("visual.",), {
+            "rope_theta": 500_000.0, "max_position_embeddings": 128000, "num_key_value_heads": 16, "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4, "norm_topk_prob": True,
+        }, experts_transposed=True,
     ),
     "Gemma3ForConditionalGeneration": TextTower(
         {"gemma3_text": "Gemma3ForCausalLM"}, ("vision_tower.", "multi_modal_projector."),

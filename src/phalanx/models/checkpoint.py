@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,6 +220,8 @@ def read(reader: Any, part: Slice, place: StoredTensor, stacked: Stacked | None 
     expected, (file, name) = part.shape if stacked is None else stacked.shape, place
     stored = reader.get_slice(name)
     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if stacked is not None and stacked.transposed and shape != expected and shape == (expected[0], *expected[:0:-1]):
+        stacked, expected = replace(stacked, transposed=False), shape
     if shape != expected:
         raise WeightError(
             f"{name} in {file} has shape {list(shape)}", held=f"config.json implies {list(expected)}",

@@ -21,7 +21,8 @@ class Fused(NamedTuple):
     """Another place of a tensor on disk: in `name`, which has `rows` rows, from row `row` on.
 
     Of a tensor of each expert, transformers 5 writes all experts into one, [experts, rows, columns]. Phi-3 has the projections of
-    one input in one tensor. A tensor that is alone there has another name only. transposed: [experts, columns, rows] (Llama-4)."""
+    one input in one tensor. A tensor that is alone there has another name only. transposed: [experts, columns, rows] (Llama-4), or
+    as without it, where the shape says so: transformers 5 may write it so."""
 
     name: str
     rows: int

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from phalanx.config.families import HeadSizes, Norms
 from phalanx.config.model import ModelShape
+from phalanx.config.text_tower import WRAPPERS
 from phalanx.layout.cache import CacheTensor
 from phalanx.layout.families.declare import Fused, Part, Split, WeightTensor
 
@@ -133,6 +134,7 @@ def sparse_moe(
     assert experts is not None
     name, inner = f"{prefix}.{block}", experts.intermediate
     router, fused = (experts.count, hidden), f"{prefix}.mlp.experts"
+    transposed = shape.wrapper is not None and WRAPPERS[shape.wrapper].experts_transposed
     yield WeightTensor(
         f"{name}.gate.weight", router, "replicated", "router", "router", fused=Fused(f"{prefix}.mlp.gate.weight", experts.count)
     )
@@ -142,11 +144,11 @@ def sparse_moe(
     for number, projection in enumerate(names[:2]):
         yield WeightTensor(
             f"{name}.experts.{{expert}}.{projection}.weight", (inner, hidden), "column", "experts", "experts_gate_up",
-            experts.count, fused=Fused(f"{fused}.gate_up_proj", 2 * inner, number * inner),
+            experts.count, fused=Fused(f"{fused}.gate_up_proj", 2 * inner, number * inner, transposed),
         )  # fmt: skip
     yield WeightTensor(
         f"{name}.experts.{{expert}}.{names[2]}.weight", (hidden, inner), "row", "experts", "experts_down", experts.count,
-        fused=Fused(f"{fused}.down_proj", hidden),
+        fused=Fused(f"{fused}.down_proj", hidden, transposed=transposed),
     )  # fmt: skip
 
 
