@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -39,6 +40,18 @@ class Slow(worker.Worker):
         super()._load(model, folder, report)
 
 worker.Worker = Slow
+worker.main()
+"""
+
+UNPINNED_RANK = """
+from phalanx.worker import host_blocks, worker
+
+have = host_blocks.host_memory
+
+def refused(size, rank, register, node=None):
+    return have(size, rank, (lambda address, size: 2) if rank == 1 else register, node)
+
+host_blocks.host_memory = refused
 worker.main()
 """
 
@@ -127,6 +140,21 @@ def test_a_start_that_wants_more_host_memory_than_there_is_leaves_no_process(tmp
     folder = write_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=1)
     executor = RankExecutor(options(folder, kv_host_memory=1 << 50))
     with pytest.raises(CapacityError, match="does not fit the memory of node 0"):
+        executor.start()
+    assert all_gone(pids(executor))
+
+
+def test_a_rank_whose_memory_cannot_be_pinned_ends_the_start_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    (tmp_path / "unpinned_rank.py").write_text(UNPINNED_RANK)
+    (tmp_path / "unpinned_launcher.py").write_text(SLOW_LAUNCHER.replace("slow_rank", "unpinned_rank"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    folder = write_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=1)
+    sizes = {"kv_host_memory": 1 << 20, "kv_cache_bytes": 1 << 20, "tensor_parallel_size": 2}
+    executor = RankExecutor(options(folder, launcher="unpinned_launcher:SlowLauncher", **sizes))
+    with pytest.raises(CapacityError, match=r"rank 1 cannot have .* bytes of host memory.*CUDA cannot pin it \(error 2\)"):
         executor.start()
     assert all_gone(pids(executor))
 
