@@ -33,11 +33,9 @@ QUERY = "What is a rank?"
 DOCUMENTS = ["A rank is one process with one device.", "", "The scheduler decides; " * 4, "Yes, no, <b>&amp;</b> {{ x }}"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny Qwen3 in a folder of the reranker's name, whose tokenizer has the tokens of its prompt."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "Qwen3-Reranker-Tiny"
-    write_checkpoint(folder, "qwen3", vocab_size=400, max_position_embeddings=2048, tie_word_embeddings=True)
+def write_model(folder, **sizes):
+    """A tiny Qwen3 whose tokenizer has the tokens of the prompt."""
+    write_checkpoint(folder, "qwen3", vocab_size=400, max_position_embeddings=2048, tie_word_embeddings=True, **sizes)
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", "<|im_end|>")])
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("yes", "no", "<think>", "</think>")])
@@ -47,10 +45,15 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference(model):
+def model(tmp_path_factory):
+    """In a folder of the reranker's name."""
+    return write_model(tmp_path_factory.mktemp("checkpoint") / "Qwen3-Reranker-Tiny")
+
+
+def reference_of(folder):
     """The score of a query, a document and a task: `compute_logits` of the model card."""
-    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     no, yes = (tokenizer.convert_tokens_to_ids(text) for text in ("no", "yes"))
 
     def score(query, document, task=TASK):
@@ -61,6 +64,11 @@ def reference(model):
         return torch.stack([logits[no], logits[yes]]).log_softmax(0)[1].exp().item()
 
     return score
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return reference_of(model)
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +218,12 @@ def test_a_template_of_the_operator_is_used_where_it_has_the_roles_of_pairs(mode
 
 
 @pytest.mark.gpu1
-def test_scores_of_a_gpu_with_graphs(tmp_path, model, reference):
-    with rank_server(tmp_path, model, "--device", "cuda", "--dtype", "float32", "--max_num_tokens", "256") as running:
+def test_scores_of_a_gpu_with_graphs(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    folder = write_model(tmp_path / "Qwen3-Reranker-Tiny", dtype=torch.bfloat16, std=0.05, **sizes)
+    score = reference_of(folder)
+    with rank_server(tmp_path, folder, "--device", "cuda", "--max_num_tokens", "64") as running:
         running.wait_ready(300)
-        for _ in range(2):
-            for one in ask(running, "/v1/rerank", query=QUERY, documents=DOCUMENTS)["results"]:
-                assert one["relevance_score"] == pytest.approx(reference(QUERY, DOCUMENTS[one["index"]]), abs=2e-3)
+        for documents in (DOCUMENTS, DOCUMENTS[:1], DOCUMENTS):  # of one token alone: a decode graph would leave no hidden states
+            for one in ask(running, "/v1/rerank", query=QUERY, documents=documents)["results"]:
+                assert one["relevance_score"] == pytest.approx(score(QUERY, documents[one["index"]]), abs=0.03)
