@@ -30,11 +30,11 @@ MAMBA = ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "input_l
 DELTA = ("in_proj_qkvz", "in_proj_ba", "out_proj", *SEVEN)
 FAMILIES = {
     "llama": SEVEN, "qwen2": SEVEN, "qwen3": SEVEN, "granite": SEVEN, "cohere": SEVEN, "olmo2": SEVEN, "phi3": PHI3,
-    "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"), "deepseek_v3": LATENT, "qwen3_next": DELTA,
+    "gemma4": SEVEN, "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"), "deepseek_v3": LATENT, "qwen3_next": DELTA,
     "granite_hybrid": MAMBA,
 }  # fmt: skip
 """Each with what layers of the others do not have: biases, norms of heads and behind blocks, multipliers, parallel blocks, rows in
-another order, fused tensors, experts beside shared ones, latents, gates."""
+another order, fused tensors, experts beside shared ones, latents, gates, keys for values."""
 
 
 class Adapting(Formation):

@@ -18,7 +18,7 @@ from phalanx.config.model import ModelShape
 from phalanx.layout.families import layer_tensors
 from phalanx.models.cache import LayerCache
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.support.models_formation import Formation, assert_every_weight_matters, run_steps
+from tests.support.models_formation import Formation, assert_catalog_is_read, assert_every_weight_matters, run_steps
 from tests.support.models_logits import LENGTHS, STEPS
 
 LLAMA3 = {
@@ -199,6 +199,11 @@ def test_every_weight_changes_the_outcome(case: str, root: Path) -> None:
     """The checkpoints of these tests leave no part of the arithmetic neutral: but what multiplies the input of the last norm."""
     folder, ids, _ = _case_files(case, root)
     assert_every_weight_matters(Formation(folder), ids[1], least=1e-2, neutral="registered.2.layer_scalar.weight")
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gemma4-values-biases", "exaone4"])
+def test_what_is_declared_is_read(case: str, root: Path) -> None:
+    assert_catalog_is_read(_case_files(case, root)[0])
 
 
 def test_bf16_stays_near_fp32(root: Path) -> None:

@@ -115,8 +115,9 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, name: str, shape: ModelShape, layer: int, *, context: LayerContext) -> None:
         super().__init__()
-        _, head_dim, keys_are_values = shape.heads_in(layer)
-        query, key, value = (context.parts(f"{name}.{part}_proj") for part in ("qkk" if keys_are_values else "qkv"))
+        _, head_dim, self.keys_are_values = shape.heads_in(layer)
+        query, key = (context.parts(f"{name}.{part}_proj") for part in "qk")
+        value = [] if self.keys_are_values else context.parts(f"{name}.v_proj")
         gates = [] if shape.gated_delta is None else query[len(query) // 2 :]
         parts, bias = [*query[: len(query) - len(gates)], *key, *value, *gates], f"{name}.q_proj.bias" in context.declared
         self.qkv_proj = ColumnParallelLinear(parts, bias=bias, context=context)
@@ -198,6 +199,8 @@ class GroupedQueryAttention(nn.Module):
         if self.has_gates:
             heads, gates = heads.split([(self.q_heads + 2 * self.kv_heads) * self.head_dim, self.q_heads * self.head_dim], dim=1)
         heads = heads.view(x.shape[0], -1, self.head_dim)
+        if self.keys_are_values:
+            heads = torch.cat([heads, heads[:, self.q_heads :]], dim=1)
         if self.value_eps is not None:
             values = heads[:, self.q_heads + self.kv_heads :]
             values.copy_(F.rms_norm(values.float(), values.shape[-1:], eps=self.value_eps))
