@@ -12,6 +12,7 @@ from phalanx.tune import plots, records
 from tests.support.tune_benchmarks import bench
 
 NORM = "RESIDUAL_RMS_NORM"
+DRAWN = (plots.visualize_2d_heatmap, plots.visualize_strategy_difference_heatmaps, plots.visualize_2d_best_strategy)
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +110,24 @@ def test_a_frame_of_two_operations(frame):
         plots.visualize_2d_heatmap(small.assign(op="all_gather"))
 
 
-def test_missing_cells_stay_empty(frame):
+def test_missing_cells_stay_empty_and_grey_is_explained(frame):
     gone = frame[~((frame["strategy"] == "ONESHOT") & (frame["num_tokens"] == 16384))]
     assert len(texts(panels(plots.visualize_2d_heatmap(gone))[1])) == 98
+    grey = {draw: draw(gone).get_suptitle().endswith("grey: not measured") for draw in DRAWN}
+    assert list(grey.values()) == [True, True, False], "of each cell another strategy was measured"
+    assert not any("grey" in draw(frame).get_suptitle() for draw in DRAWN)
+
+
+def test_a_title_names_gpu_driver_and_date(tmp_path):
+    """And the unit, or it stands at the scale."""
+    measured = bench()
+    measured.facts |= {"gpu": "NVIDIA H200", "driver": "580.1", "date": "2026-11-26 16:39 UTC"}
+    frame = plots.read_frame(records.write(measured, tmp_path))
+    for draw in DRAWN:
+        assert draw(frame, NORM).get_suptitle().splitlines()[1] == "NVIDIA H200, driver 580.1, 2026-11-26 16:39 UTC"
+    bare = frame.copy()
+    bare.attrs.clear()
+    assert plots.visualize_2d_heatmap(bare, NORM).get_suptitle().count("\n") == 0
 
 
 def test_refusals(frame, tmp_path):

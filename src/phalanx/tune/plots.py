@@ -32,6 +32,8 @@ _UNMEASURED = "#eceff1"
 _INK = "#1f2933"
 _SLOWEST_SHOWN = 100.0  # percent at which the red of the difference plot is full
 
+_MEASURED = "measured"
+"""The attribute of a frame that tells GPU, driver and date, for the title."""
 _NEEDED = ("num_tokens", "hidden_size", "strategy", "fusion", "time (us)")
 
 
@@ -116,7 +118,9 @@ def visualize_strategy_difference_heatmaps(
     frame, title = _prepare(df, fusion_op, op)
     concrete = frame[~frame["strategy"].isin(_AUTO)]
     best = (frame if concrete.empty else concrete).groupby(["num_tokens", "hidden_size"])["time (us)"].min().rename("best")
+    attributes = frame.attrs
     frame = frame.join(best, on=["num_tokens", "hidden_size"])
+    frame.attrs.update(attributes)
     # Noise may make AUTO faster than the fastest of the others: it counts as optimal.
     frame["slower"] = ((frame["time (us)"] / frame["best"] - 1) * 100).clip(lower=0)
     fades = ["#ffffff", "#fcd5ce", "#f28482", "#c1121f", "#7f0d15"]
@@ -149,7 +153,11 @@ def read_frame(path: Path) -> DataFrame:
         )
         for task, us in bench.times.items()
     ]  # fmt: skip
-    return pandas.DataFrame(rows, columns=list(records.COLUMNS))
+    frame = pandas.DataFrame(rows, columns=list(records.COLUMNS))
+    facts = bench.facts
+    driver = f"driver {facts['driver']}" if "driver" in facts else ""
+    frame.attrs[_MEASURED] = ", ".join(filter(None, (facts.get("gpu") or facts.get("cpu"), driver, facts.get("date"))))
+    return frame
 
 
 def _prepare(df: DataFrame, fusion_op: str, op: str) -> tuple[DataFrame, str]:
@@ -217,7 +225,10 @@ def _panels(frame: DataFrame, count: int, title: str) -> tuple[Figure, list[Axes
         axes.tick_params(which="both", length=0, labelsize=9)
         axes.set_xlabel("tokens")
         axes.set_ylabel("hidden size")
-    figure.suptitle(title, fontsize=13, color=_INK)
+    cells = frame[["strategy", "num_tokens", "hidden_size"] if count > 1 else ["num_tokens", "hidden_size"]].drop_duplicates()
+    grey = "grey: not measured" if len(cells) < count * len(hidden) * len(tokens) else ""
+    below = "; ".join(filter(None, (frame.attrs.get(_MEASURED), grey)))
+    figure.suptitle(f"{title}\n{below}" if below else title, fontsize=13, color=_INK)
     return figure, panels[:count]
 
 
