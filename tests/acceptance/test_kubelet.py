@@ -39,7 +39,7 @@ pytestmark = [
 TOKEN = "the token of the pods of one group"
 LATE_SECONDS = 2.0
 START_SECONDS = 150
-CLIENTS, TOKENS, LONG_TOKENS = 4, 40, 200
+CLIENTS, TOKENS, LONG_TOKENS = 2, 40, 200
 
 
 def workload() -> dict[str, Any]:
