@@ -29,6 +29,7 @@ WRAPPED = [
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "exaone4_5",
     "gemma3_vl",
     "kimi_k25",
 ]

@@ -257,6 +257,9 @@ _WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         **_FAMILIES["qwen3_moe"][1], "norm_topk_prob": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
     }, {**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+    "exaone4_5": ("Exaone4_5_", {**_FAMILIES["exaone4"][1], "model_type": "exaone4_5_text"}, {
+        **_QWEN_TOWER, "num_key_value_heads": 2, "fullatt_block_indexes": [0],
+    }),
     "gemma3_vl": ("Gemma3", {**_FAMILIES["gemma3"][1], "model_type": "gemma3_text"}, {
         **_SMALL_TOWER, "model_type": "siglip_vision_model", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
         "image_size": 16,

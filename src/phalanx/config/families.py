@@ -402,7 +402,8 @@ FAMILIES = {
         window="pattern", window_pattern=4, rms_norm_eps=1e-5, rope_theta=500_000.0, window_theta=500_000.0,
     ),
     "Exaone4ForCausalLM": Family(
-        2048, "head_dim sliding_window sliding_window_pattern layer_types", model_type="exaone4", input_bias=None,
+        2048, "head_dim sliding_window sliding_window_pattern layer_types",
+        "num_nextn_predict_layers mtp_loss_scaling_factor mtp_share_layers", model_type="exaone4", input_bias=None,
         output_bias=None, mlp_bias=None, qk_norm=True, norms="behind", window="pattern", window_pattern=4, rms_norm_eps=1e-5,
         nope_full="with size",
     ),

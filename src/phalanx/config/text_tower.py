@@ -7,6 +7,7 @@ Phalanx serves text alone. The other towers are not loaded, which vLLM calls lan
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from phalanx.config.json_fields import FieldTable, JsonFields
@@ -66,6 +67,9 @@ WRAPPERS = {
         {"gemma4_unified_text": "Gemma4ForCausalLM"}, ("vision_embedder.", "embed_vision.", "embed_audio."),
         {"hidden_size_per_layer_input": 0},
     ),
+    "Exaone4_5_ForConditionalGeneration": TextTower(
+        {"exaone4_5_text": "Exaone4ForCausalLM", "exaone4": "Exaone4ForCausalLM"}, ("visual.", "mtp.")
+    ),
     "Qwen3_5ForConditionalGeneration": TextTower({"qwen3_5_text": "Qwen3_5ForCausalLM"}, ("visual.", "mtp.")),
     "Qwen3_5MoeForConditionalGeneration": TextTower({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, ("visual.", "mtp.")),
     "KimiK25ForConditionalGeneration": _KIMI,  # released files
@@ -98,8 +102,9 @@ TABLE = FieldTable.of(f"architectures model_type generation_config {TEXT} {_EITH
 def text_config(fields: JsonFields, architecture: str) -> dict[str, Any]:
     """The config.json that the text model alone would have. fields: of a file of a multimodal architecture.
 
-    A file without text_config (Qwen2.5-VL as released) has the text model's fields beside those of the other towers. Raises
-    UnsupportedArchitecture for another text model, and ModelError where one field has two values.
+    Fields beside text_config that it has, too, with the same values, say nothing more. A file without text_config (Qwen2.5-VL as
+    released) has the text model's fields beside those of the other towers. Raises UnsupportedArchitecture for another text model,
+    and ModelError where one field has two values.
     """
     wrapper = WRAPPERS[architecture]
     stated = fields.optional_mapping(TEXT)
@@ -107,7 +112,10 @@ def text_config(fields: JsonFields, architecture: str) -> dict[str, Any]:
         stated = {name: value for name, value in fields.values.items() if name not in (*_OF_OTHER_TOWERS.split(), "architectures")}
         stated["model_type"] = next(iter(wrapper.text))
     else:
-        fields = fields.sorted_by(TABLE)
+        repeated = [name for name in TABLE.unknown(fields.values) if name in stated and stated[name] == fields.values[name]]
+        fields = replace(fields, values={name: each for name, each in fields.values.items() if name not in repeated}).sorted_by(
+            TABLE
+        )
     kind = stated.get("model_type") or next(iter(wrapper.text))
     if kind not in wrapper.text:
         raise UnsupportedArchitecture(
