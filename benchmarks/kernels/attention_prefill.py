@@ -39,8 +39,12 @@ PREFILL = {
     ],
 }  # fmt: skip
 """(rows, keys, warps, stages, registers)."""
+WAVES = (1, 4, 6)
+"""Of programs that share keys, at most; beside none."""
 LAUNCHES = 4
 """Launches of one graph."""
+VERIFIED, VERIFIED_KEYS = 48, 2_000_000
+"""Tokens that are compared with the reference, at most, and the keys that these see together: the reference repeats keys."""
 
 
 def prefill(arguments: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
@@ -55,6 +59,9 @@ def prefill(arguments: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None
                 name = f"{kv} {q_heads}/{kv_heads} {rows}x{tokens}" + (f"+{prior}" if prior else "")
                 figures[name] = result = measure_prefill(job, tilings[kv], arguments.peers)
                 print(f"{name:28} {line(result, 'TFLOP/s')}", flush=True)
+                print(
+                    "    " + ", ".join(f"{label} {row[0]} us" for label, row in result.items() if isinstance(row, list)), flush=True
+                )
             harness.write("kernels_attention_prefill", figures, arguments.out)
     print("\nbest variants (rows, keys, warps, stages, registers), beside the chosen:")
     tell_best(figures)
@@ -99,13 +106,15 @@ def prefills(pairs: list[tuple[int, ...]], tilings: dict[str, list[tuple[int, ..
             for tiling in [select_prefill(HEAD_DIM, 2), *starmap(PrefillTiling, each)]:
                 yield partial(prefill_attention, job.query, *job.cache, *job[2:6], **job.options, tiling=tiling)
             yield partial(_warp_specialized, job, 1, job.query)
+            yield partial(_warp_specialized, job, 1, job.query, SplitKvWorkspace(job.query.device), waves=WAVES[0])
 
 
 def measure_prefill(job: PrefillJob, tilings: list[tuple[int, ...]], peers: str) -> dict[str, Any]:
     """Of each candidate: microseconds and TFLOP/s; or what is wrong with it."""
     tokens, q_heads, _ = job.query.shape
     rows, kv_heads = len(job.lengths), job.cache[0].shape[2]
-    at = torch.unique(torch.linspace(0, tokens - 1, 48, device="cuda").long())
+    verified = min(VERIFIED, max(VERIFIED_KEYS // int(job.lengths.max()), 4))
+    at = torch.unique(torch.linspace(0, tokens - 1, verified, device="cuda").long())
     row = at // (tokens // rows)
     visible = job.lengths[row] - job.starts[row + 1] + at.int() + 1
     wanted = reference.decode_attention(job.query[at], *job.cache, job.tables, job.slots[row], visible, **job.options).float()
@@ -116,9 +125,15 @@ def measure_prefill(job: PrefillJob, tilings: list[tuple[int, ...]], peers: str)
         label: partial(_prefilled, job, tiling, tiles) for label, tiling in choices.items()
     }
     workspace = SplitKvWorkspace(job.query.device)
-    candidates["split-KV"] = partial(_prefilled, job, choices["chosen"], tiles, workspace=workspace)
+    for waves in WAVES:
+        tiling = choices["chosen"]._replace(waves=waves)
+        candidates[f"{waves} waves"] = partial(_prefilled, job, tiling, tiles, workspace=workspace)
     if has_gluon() and sm_arch(job.query.device) == 90:
         candidates["warp-specialized"] = partial(_warp_specialized, job, tiles)
+        for waves in WAVES:
+            candidates[f"warp-specialized, {waves} waves"] = partial(
+                _warp_specialized, job, tiles, workspace=workspace, waves=waves
+            )  # fmt: skip
     result: dict[str, Any] = {}
     if peers == "flashinfer":
         try:
@@ -150,10 +165,15 @@ def _prefilled(
     return prefill_attention(job.query, *job.cache, *job[2:6], **options, out=out)
 
 
-def _warp_specialized(job: PrefillJob, tiles: int, out: Tensor) -> Tensor:
+def _warp_specialized(
+    job: PrefillJob, tiles: int, out: Tensor, workspace: SplitKvWorkspace | None = None, waves: int = 0
+) -> Tensor:  # fmt: skip
     from phalanx.kernels.attention.prefill_hopper import prefill_attention as warp_specialized
 
-    return warp_specialized(job.query, *job.cache, *job[2:6], scale=HEAD_DIM**-0.5, kv_scales=job.scales, tiles=tiles, out=out)
+    return warp_specialized(
+        job.query, *job.cache, *job[2:6], scale=HEAD_DIM**-0.5, kv_scales=job.scales, tiles=tiles, out=out, workspace=workspace,
+        waves=waves,
+    )  # fmt: skip
 
 
 def flashinfers_prefill(job: PrefillJob) -> Callable[[Tensor], Tensor]:

@@ -107,6 +107,6 @@ SIGNATURE = {
     "table_rows": "*i64", "token_scales": "*i32", **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
     **dict.fromkeys(("split_max", "totals", "outs"), "*fp32"), "arrivals": "*i32",
     **dict.fromkeys(("score_scale", "value_scale"), "fp32"),
-    **dict.fromkeys(("table_stride", "rows", "window", "slots", "early"), "i32"),
+    **dict.fromkeys(("table_stride", "rows", "window", "programs", "waves", "early"), "i32"),
 }  # fmt: skip
 """How Triton names the arguments."""

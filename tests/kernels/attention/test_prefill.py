@@ -87,7 +87,7 @@ def check_programs_that_share_a_tile() -> None:
     workspace = SplitKvWorkspace(torch.device("cpu"))
     shapes = [([(7, 150)], 1, 4), ([(3, 200), (40, 45), (0, 9), (33, 170), (1, 1)], 2, 4), ([(90, 100), (2, 260)], 1, 20)]
     kinds: list[dict[str, Any]] = [{}, {"fp8": True}, {"int8": True}, {"sinks": 3.0}, {"block_size": 5, "indirect": False}]
-    shared, tiling = 0, PrefillTiling(64, 32, 4, 2, split_keys=32, splits_per_sm=1)
+    shared, once = 0, PrefillTiling(64, 32, 4, 2, split_keys=32, split_cost=8, splits_per_sm=1)
     for (rows, kv_heads, group), kind in itertools.product(shapes, kinds):
         case = Case(rows, kv_heads, group, 16, **kind)
         inputs = inputs_of(case)
@@ -95,11 +95,11 @@ def check_programs_that_share_a_tile() -> None:
         def output(attention: Any, inputs: Any = inputs, case: Case = case, **more: Any) -> torch.Tensor:
             return attention(*inputs.operands, **options(case, inputs), out=torch.full_like(inputs.query, KEPT), **more)
 
-        wanted, plain = output(reference.prefill_attention), output(prefill_attention, tiling=tiling)
+        wanted, plain = output(reference.prefill_attention), output(prefill_attention, tiling=once)
         # What a cache holds does not change how tiles are divided.
-        for slots in (40,) if kind else (2, 5, 16, 40):
+        for slots, waves in ((40, 1),) if kind else ((2, 1), (5, 1), (5, 4), (16, 1), (40, 1)):
             workspace.num_sms = slots * kv_heads
-            out = output(prefill_attention, tiling=tiling, workspace=workspace)
+            out = output(prefill_attention, tiling=once._replace(waves=waves), workspace=workspace)
             assert_near(case, out, wanted)
             shared += int(not torch.equal(out, plain))
             assert not any(counts.any() for *_, counts in workspace._buffers)
@@ -223,6 +223,7 @@ def compiled_kernel(tiling: PrefillTiling, dtype: str, *, kv: str, head_dim: int
         "TOKENS": tile_tokens(8), "ROWS": tiling.rows, "KEYS": tiling.keys, "STAGES": tiling.stages, "MOST": 32, "INDIRECT": True,
         "WINDOWED": window, "EARLY": kv != "model", "SM": arch, **({} if head_dim == 64 else {"sinks": None}),
         "COPIES": max(32 * tiling.warps // tiling.keys, 1), "ANCHORED": False, "SPLIT": 0 if window else tiling.split_keys,
+        "COST": tiling.split_cost,
         **({} if kv == "int8" else {"token_scales": None}),
     }  # fmt: skip
     kinds = {}

@@ -4,6 +4,7 @@ generations."""
 
 from __future__ import annotations
 
+import heapq
 import random
 
 import pytest
@@ -11,11 +12,33 @@ import torch
 
 from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, ROW_CLASSES, DecodeTiling, row_class
 from tests.support.kernels_compiled import by_generation, compiled_as
-from tests.support.kernels_interpreted import interpreted
+from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402 (where there is a Triton)
+
+from phalanx.kernels.attention.split_kv import prefill_place, prefill_span  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("forked_python")
+
+
+@triton.jit
+def spans_of(
+    items, longest, pairs, spans, programs, waves, KV_HEADS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    all_items, keys, all_pairs = tl.load(items + at), tl.load(longest + at), tl.load(pairs + at)
+    tl.store(spans + at, prefill_span(all_items, keys, all_pairs, programs, waves, KV_HEADS, KEYS, LEAST, OVERHEAD))
+
+
+@triton.jit
+def places_of(fields, first, items, splits):
+    place = tl.program_id(0)
+    own, split, result = prefill_place(first + place, place, items, splits)
+    tl.store(fields + 3 * place, own)
+    tl.store(fields + 3 * place + 1, split)
+    tl.store(fields + 3 * place + 2, result)
 
 
 def wanted(
@@ -89,7 +112,70 @@ def check_the_longest_rows_have_the_extra_splits() -> None:
     assert programs([0, 1, 0], 3) == [1, 1, 1]
 
 
-CHECKS = [check_rows_of_any_lengths, check_the_longest_rows_have_the_extra_splits]
+KEYS, LEAST, COST = 128, 512, 384
+
+
+def prefill_spans(batches: list[list[tuple[int, int]]], programs: int, waves: int, kv_heads: int) -> list[int]:
+    """Of batches of rows of (items, keys)."""
+    items = torch.tensor([sum(each for each, _ in rows) for rows in batches], dtype=torch.int32)
+    longest = torch.tensor([max(keys for _, keys in rows) for rows in batches], dtype=torch.int32)
+    pairs = torch.tensor([float(sum(each * keys for each, keys in rows)) for rows in batches])
+    spans = torch.empty_like(items)
+    spans_of[(len(batches),)](
+        items, longest, pairs, spans, programs, waves, KV_HEADS=kv_heads, KEYS=KEYS, LEAST=LEAST, OVERHEAD=COST
+    )  # fmt: skip
+    return spans.tolist()
+
+
+def split_by(keys: int, least: int) -> tuple[int, int]:
+    """As `prefill_splits`."""
+    splits = max(-(-keys // least), 1)
+    return splits, -(-keys // splits // KEYS) * KEYS
+
+
+def seconds(rows: list[tuple[int, int]], least: int, programs: int, kv_heads: int) -> int:
+    """When the last program ends, in keys, where each begins as soon as there is a multiprocessor for it."""
+    busy = [0] * programs
+    for items, keys in rows:
+        splits, each = split_by(keys, least)
+        for split in range(splits):
+            for _ in range(items * kv_heads):
+                heapq.heapreplace(busy, busy[0] + COST + max(min(keys - split * each, each), 0))
+    return max(busy)
+
+
+def check_prompts_take_what_their_pairs_do() -> None:
+    """No other division with as many splits, or fewer, ends much sooner; and there is room for the results of all."""
+    rng = random.Random(0)
+    for programs, kv_heads, waves in ((132, 4, 6), (132, 8, 4), (132, 1, 1), (60, 2, 3)):
+        batches = [[(items, 100_000)] for items in range(1, 2 * programs // kv_heads)]
+        batches += [
+            [(rng.choice((1, 2, 9)), rng.choice((0, 500, 2000, 100_000))) for _ in range(rng.randint(1, 4))] for _ in range(60)
+        ]
+        for rows, span in zip(batches, prefill_spans(batches, programs, waves, kv_heads), strict=True):
+            longest, slots = max(keys for _, keys in rows), waves * programs // kv_heads
+            count = sum(items for items, _ in rows)
+            if count < slots:
+                assert sum(items * split_by(keys, span)[0] for items, keys in rows) <= slots
+            others = [max(longest // splits + KEYS, LEAST) for splits in range(1, 40)]
+            fit = [each for each in others if sum(items * split_by(keys, each)[0] for items, keys in rows) <= max(slots, count)]
+            best = min(seconds(rows, each, programs, kv_heads) for each in fit)
+            assert seconds(rows, span, programs, kv_heads) <= 1.25 * best + waves * COST, (rows, span, best)
+    assert prefill_spans([[(1, 100_000)], [(40, 100)]], 132, 0, 8) == [100_000 + KEYS, 100 + KEYS], "nothing is split in no wave"
+
+
+def check_programs_of_a_split_begin_together() -> None:
+    """Each has an item and a split of its own; the results of an item lie side by side."""
+    for items, splits in ((1, 5), (7, 1), (3, 4)):
+        fields = torch.empty(items * splits, 3, dtype=torch.int32)
+        places_of[(items * splits,)](fields, 11, items, splits)
+        assert fields.tolist() == [[item, split, 11 + item * splits + split] for split in range(splits) for item in range(items)]
+
+
+CHECKS = [
+    check_rows_of_any_lengths, check_the_longest_rows_have_the_extra_splits, check_prompts_take_what_their_pairs_do,
+    check_programs_of_a_split_begin_together,
+]  # fmt: skip
 
 
 def test_in_the_interpreter() -> None:
@@ -118,6 +204,7 @@ def test_compiles(rows: int, arch: int) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    let_loops_begin_anywhere()
     for each in CHECKS:
         each()
         print(each.__name__)

@@ -15,14 +15,12 @@ from phalanx.kernels.attention.heuristics import (
     LATENT_RANK,
     LATENT_ROPE,
     LATENT_TILE,
-    LONG_KV,
-    LONG_TOKENS,
-    MAX_LONG_ROWS,
     ROW_CLASSES,
     SHORT_KV,
     DecodeTiling,
     LatentTiling,
     SplitKvWorkspace,
+    is_long_prefill,
     select_decode,
     select_latent_bands,
     select_latent_decode,
@@ -244,12 +242,10 @@ def prefill_attention(
     workspace: of this stream, kept over calls: with one, programs may share the keys of a tile where tiles are few."""
     arguments = query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths
     options: dict[str, Any] = {
-        "scale": scale, "kv_scales": kv_scales, "tiles": tiles, "early_lengths": early_lengths, "out": out,
+        "scale": scale, "kv_scales": kv_scales, "tiles": tiles, "early_lengths": early_lengths, "out": out, "workspace": workspace,
     }  # fmt: skip
-    long = len(query) >= LONG_TOKENS if mean_length is None else mean_length >= LONG_KV
-    if workspace is not None and tiles is not None:
-        long &= 2 * tiles * key_cache.shape[2] > workspace.num_sms
-    long &= len(kv_lengths) <= MAX_LONG_ROWS
+    num_sms = None if workspace is None else workspace.num_sms
+    long = is_long_prefill(len(query), len(kv_lengths), key_cache.shape[2], tiles, mean_length, num_sms)
     if long and not batch_invariant and window is None and sinks is None and _is_warp_specialized(query, key_cache):
         from phalanx.kernels.attention.prefill_hopper import prefill_attention as warp_specialized
 
@@ -259,7 +255,7 @@ def prefill_attention(
     tiling = select_prefill(query.shape[2], query.element_size())
     return kernel(
         *arguments, **options, window=window, tiling=tiling, sinks=sinks, token_scales=token_scales, least_rows=least_rows,
-        batch_invariant=batch_invariant, workspace=workspace,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
 
 

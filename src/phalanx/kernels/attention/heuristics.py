@@ -277,7 +277,7 @@ class PrefillTiling(NamedTuple):
     """rows: (token, head) pairs that a program has, TILE_ROWS or a half of it. keys: that it computes at a time, a power of two.
     stages: as Triton's num_stages. registers: of a thread, at most, where the compiler is not to choose, so that as many programs
     fit on a multiprocessor as it allows. split_keys: of programs that share the keys of a tile each has so many, at least.
-    splits_per_sm: such programs for each multiprocessor, at most."""
+    split_cost, waves: see `split_kv.prefill_span`. splits_per_sm: programs that a multiprocessor runs at once."""
 
     rows: int
     keys: int
@@ -285,7 +285,9 @@ class PrefillTiling(NamedTuple):
     stages: int
     registers: int | None = None
     split_keys: int = 512
+    split_cost: int = 192
     splits_per_sm: int = 2
+    waves: int = 1
 
 
 def tile_tokens(group: int) -> int:
@@ -314,13 +316,30 @@ def select_prefill(head_dim: int, itemsize: int) -> PrefillTiling:
     return PrefillTiling(64, 64, warps=4, stages=3)
 
 
+LONG_WAVES, LONG_SPLIT, LONG_SPLIT_COST = 0, 512, 384
+"""Split-KV of the warp-specialized kernel for prefill rows, see `split_kv.prefill_span`: waves of programs that may share keys, 0
+for none; keys of a split, at least; and for how many keys a program computes as long as it takes to begin, to end and to be merged.
+With more waves the time of a launch follows its pairs of tokens and keys more closely, but more programs that find nothing to do
+begin and end behind the others."""
+
 LONG_KV, LONG_TOKENS = 512, 256
-"""KV tokens of a row, on average, from which the warp-specialized kernel for prefill rows is the faster one on an H200, where its
-programs occupy more than half of the multiprocessors; and tokens of a launch from which it is used whatever the lengths, which a
-captured launch does not know: at 400 KV tokens it takes 1 us less or more there, and at 100,000 half as long."""
+"""KV tokens of a row, on average, from which that kernel is the faster one on an H200, where its programs occupy more than half of
+the multiprocessors or share keys; and tokens of a launch from which it is used whatever the lengths, which a captured launch does
+not know: at 400 KV tokens it takes 1 us less or more there, and at 100,000 half as long."""
 
 MAX_LONG_ROWS = 512
 """Prefill rows of a launch of that kernel, at most, so that one variant of it serves all."""
+
+
+def is_long_prefill(tokens: int, rows: int, kv_heads: int, tiles: int | None, mean_length: int | None, num_sms: int | None) -> bool:
+    """Whether that kernel is the faster one for so many rows of so many tokens together, where it can compute them. tiles,
+    mean_length: see `dispatch.prefill_attention`; num_sms: of the GPU, where the other kernel's programs may share keys."""
+    if rows > MAX_LONG_ROWS:
+        return False
+    if mean_length is None:
+        return tokens >= LONG_TOKENS
+    few = tiles is not None and num_sms is not None and not LONG_WAVES and 2 * tiles * kv_heads <= num_sms
+    return mean_length >= LONG_KV and not few
 
 
 def warmup_token_counts(max_tokens: int) -> list[int]:

@@ -33,7 +33,8 @@ from phalanx.kernels.attention.heuristics import (
     max_prefill_tiles,
     tile_tokens,
 )
-from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, merge_splits, with_sinks
+from phalanx.kernels.attention.split_kv import prefill_place, prefill_span, prefill_splits
+from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, leave_split, merge_splits, with_sinks
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
@@ -41,14 +42,14 @@ from phalanx.kernels.vectors import nearest
 
 @triton.jit
 def _tile(
-    starts, lengths, table_rows, rows, back, slots, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, MOST: tl.constexpr, INDIRECT: tl.constexpr, SPLIT: tl.constexpr,
+    starts, lengths, table_rows, rows, back, programs, waves, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr, INDIRECT: tl.constexpr, SPLIT: tl.constexpr, COST: tl.constexpr,
 ):  # fmt: skip
     """The split of a part of a tile that is `back` before the last -> (the tile's first token among its row's, less than 0 if there
     is no such split; the part's first (token, head) among the tile's; of the row: the first token, the number of tokens, the KV
-    length, the block table; the split's index among its part's, and among all; keys of a split). MOST: a power of two that is at
-    least `rows`. SPLIT: keys of a split, at least, where a row has several, which are so many that those of all rows are at most
-    `slots`; 0: each part is one."""
+    length, the block table; the split's index among its part's; where its results are; keys of a split). MOST: a power of two that
+    is at least `rows`. SPLIT: keys of a split, at least, where a row has several; 0: each part is one. programs, waves, COST: see
+    `prefill_span`."""
     each = tl.arange(0, MOST)
     begin = tl.load(starts + each, each < rows, 0, cache_modifier=".cg")
     count = tl.load(starts + each + 1, each < rows, 0, cache_modifier=".cg") - begin
@@ -58,28 +59,21 @@ def _tile(
     parts = (tl.minimum(count, TOKENS) * GROUP + ROWS - 1) // ROWS  # of each tile of the row; its last one may have fewer
     items, span, splits = (count + TOKENS - 1) // TOKENS * parts, 0, 1
     if SPLIT > 0:
-        all_items = tl.maximum(tl.sum(items, 0), 1)
         longest = tl.max(tl.where(count > 0, length, 0), 0)
-        # Either bound leaves no more splits than slots: as many for each part, or each part less than one more than its share.
-        share = (longest // tl.maximum(slots // all_items, 1)).to(tl.float32)
-        if slots > all_items:
-            share = tl.minimum(share, tl.sum(items.to(tl.float32) * length, 0) / (slots - all_items))
-        least = tl.maximum((share * 1.0001).to(tl.int32) + KEYS, SPLIT)
-        splits = tl.maximum(tl.where(all_items < slots, (length + least - 1) // least, 1), 1)
-        span = ((length + splits - 1) // splits + KEYS - 1) // KEYS * KEYS
-        items *= splits
-    ends = tl.cumsum(items, 0)
+        pairs = tl.sum(items.to(tl.float32) * length, 0)
+        span = prefill_span(tl.sum(items, 0), longest, pairs, programs, waves, KV_HEADS, KEYS, SPLIT, COST)
+        splits, _ = prefill_splits(length, span, KEYS)
+    ends = tl.cumsum(items * splits, 0)
     item = tl.max(ends, 0) - 1 - back
-    here = (item < ends) & (item >= ends - items)
-    place, its_parts = tl.sum(tl.where(here, item - ends + items, 0), 0), tl.maximum(tl.sum(tl.where(here, parts, 0), 0), 1)
-    split = 0
+    here = (item < ends) & (item >= ends - items * splits)
+    place, its_parts = tl.sum(tl.where(here, item - ends + items * splits, 0), 0), tl.sum(tl.where(here, parts, 0), 0)
+    its_length, its_parts, split = tl.sum(tl.where(here, length, 0), 0), tl.maximum(its_parts, 1), 0
     if SPLIT > 0:
-        its_splits = tl.maximum(tl.sum(tl.where(here, splits, 0), 0), 1)
-        place, split, span = place // its_splits, place % its_splits, tl.sum(tl.where(here, span, 0), 0)
+        its_splits, span = prefill_splits(its_length, span, KEYS)
+        place, split, item = prefill_place(item, place, tl.sum(tl.where(here, items, 0), 0), its_splits)
     return (
         tl.where(item < 0, -1, place // its_parts * TOKENS), place % its_parts * ROWS, tl.sum(tl.where(here, begin, 0), 0),
-        tl.sum(tl.where(here, count, 0), 0), tl.sum(tl.where(here, length, 0), 0), tl.sum(tl.where(here, table, 0), 0),
-        split, item, span,
+        tl.sum(tl.where(here, count, 0), 0), its_length, tl.sum(tl.where(here, table, 0), 0), split, item, span,
     )  # fmt: skip
 
 
@@ -93,14 +87,8 @@ def _finish(
     if SPLIT > 0 and pieces > 1:
         ROWS: tl.constexpr = mixed.shape[0]
         WIDTH: tl.constexpr = mixed.shape[1]
-        row, dim, group = tl.arange(0, ROWS), tl.arange(0, WIDTH), kv_head * slots + item - split
-        left = (group + split) * ROWS + row
-        tl.store(split_max + left, top)
-        tl.store(totals + left, total)
-        tl.store(outs + left[:, None] * WIDTH + dim[None, :], mixed)
-        tl.debug_barrier()  # all warps have stored before one of them releases what they stored
-        if tl.atomic_add(arrivals + group, 1, sem="acq_rel") == pieces - 1:
-            tl.store(arrivals + group, 0)
+        group = kv_head * slots + item - split
+        if leave_split(split_max, totals, outs, arrivals, group, split, pieces, group, top, total, mixed, None):
             top, total, mixed = merge_splits(split_max, totals, outs, group, pieces, WIDTH, ROWS, ROWS, 1, False)
             _store(out, sinks, place, valid, head, member, top, total, mixed, like, value_scale, SM)
     else:
@@ -171,19 +159,20 @@ def _attended(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "rows", "window", "slots"],
+    do_not_specialize=["table_stride", "rows", "window", "programs", "waves"],
     do_not_specialize_on_alignment=["tables", "table_rows", "starts", "lengths"],
 )
 def _prefill(
     query, key_cache, value_cache, token_scales, tables, table_rows, starts, lengths, sinks, out, split_max, totals, outs, arrivals,
-    table_stride, rows, window, slots, score_scale, value_scale,
+    table_stride, rows, window, programs, waves, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, MOST: tl.constexpr,
     INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr, COPIES: tl.constexpr, ANCHORED: tl.constexpr,
-    SPLIT: tl.constexpr, SM: tl.constexpr,
+    SPLIT: tl.constexpr, COST: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Programs count splits of parts of tiles from the last, and KV heads. EARLY: see early_lengths; COPIES:
-    see `decode._token_scales`; ANCHORED: see batch_invariant; SPLIT: see `_tile`."""
+    see `decode._token_scales`; ANCHORED: see batch_invariant; SPLIT, COST: see
+    `_tile`."""
     if SM >= 90:
         gdc_launch_dependents()
         if not EARLY:
@@ -191,7 +180,7 @@ def _prefill(
     QUANTIZED: tl.constexpr = key_cache.dtype.element_ty == tl.uint8 or key_cache.dtype.element_ty == tl.int8
     kv_head, back = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     first, lead, row_begin, count, length, table_row, split, item, span = _tile(
-        starts, lengths, table_rows, rows, back, slots, GROUP, TOKENS, ROWS, KEYS, MOST, INDIRECT, SPLIT
+        starts, lengths, table_rows, rows, back, programs, waves, GROUP, KV_HEADS, TOKENS, ROWS, KEYS, MOST, INDIRECT, SPLIT, COST
     )  # fmt: skip
     if SM >= 90 and EARLY:
         gdc_wait()  # also where there is nothing to do: so a kernel that waits for this one has waited for those before it
@@ -229,7 +218,7 @@ def _prefill(
     )  # fmt: skip
     _finish(
         out, sinks, split_max, totals, outs, arrivals, place, valid, kv_head * GROUP + member % GROUP, member < TOKENS * GROUP,
-        top, total, mixed, own, split, pieces, item, kv_head, slots, value_scale, SPLIT, SM,
+        top, total, mixed, own, split, pieces, item, kv_head, waves * programs // KV_HEADS, value_scale, SPLIT, SM,
     )  # fmt: skip
 
 
@@ -255,18 +244,19 @@ def prefill_attention(
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
     words = None if token_scales is None else token_scales.view(torch.int32)
     parts, width = triton.cdiv(each * group, tiling.rows), max(16, triton.next_power_of_2(head_dim))
-    slots, partial = 0, (None, None, None, None)
+    programs, slots, partial = 0, 0, (None, None, None, None)
     if workspace is not None and window is None and not batch_invariant:
-        slots = tiling.splits_per_sm * workspace.num_sms // kv_heads
+        programs = tiling.splits_per_sm * workspace.num_sms
+        slots = tiling.waves * programs // kv_heads
         partial = workspace.take(kv_heads * slots, kv_heads * slots, tiling.rows, width)
     _prefill[(max(tiles * parts, slots) * kv_heads,)](
         query, *caches, words, block_tables, kv_lengths if table_rows is None else table_rows, query_starts, kv_lengths, sinks, out,
-        *partial, block_tables.stride(0), rows, window or 0, slots, scale * key_scale * LOG2_E, value_scale,
+        *partial, block_tables.stride(0), rows, window or 0, programs, tiling.waves, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, BLOCK_SIZE=block_size,
         TOKENS=each, ROWS=tiling.rows, KEYS=tiling.keys, STAGES=tiling.stages, MOST=_padded_rows(max(rows, least_rows)),
         INDIRECT=table_rows is not None, WINDOWED=window is not None, EARLY=early_lengths,
         COPIES=max(32 * tiling.warps // tiling.keys, 1), ANCHORED=batch_invariant,
-        SPLIT=tiling.split_keys if slots else 0, SM=sm, num_warps=tiling.warps,
+        SPLIT=tiling.split_keys if slots else 0, COST=tiling.split_cost, SM=sm, num_warps=tiling.warps,
         maxnreg=tiling.registers, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

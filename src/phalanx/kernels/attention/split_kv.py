@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""Split-KV planning on the device: which programs of decode attention share which row, for lengths that only the device knows.
+"""Split-KV planning on the device: which programs share which keys, for lengths that only the device knows.
 
-There are as many programs beyond one per row as the GPU runs at once (`DecodeTiling.extra_splits`). They go to the longest rows:
-all rows are divided into splits of about as many tokens, so that one long row among short ones does not delay the batch. A plan
-serves all layers of a forward that have the same window."""
+Decode attention has as many programs beyond one per row as the GPU runs at once (`DecodeTiling.extra_splits`). They go to the
+longest rows: all rows are divided into splits of about as many tokens, so that one long row among short ones does not delay the
+batch. A plan serves all layers of a forward that have the same window.
+
+Prefill attention plans in each program (`prefill_span`, `prefill_splits`, `prefill_place`), as its kernels may have no launch
+before them that reads the begins of rows."""
 
 from __future__ import annotations
 
@@ -94,6 +97,50 @@ def _plan(
     if table_rows is not None:
         table_row = tl.load(table_rows + item_row, valid, -1).to(tl.int32)
     tl.store(place + 6, tl.where(valid, table_row, -1), inside)
+
+
+@triton.jit
+def prefill_span(
+    items, longest, pairs, programs, waves, KV_HEADS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+):  # fmt: skip
+    """Keys of a split, at least, where `items` programs for each KV head would have all keys of their queries: so many that the
+    splits of all rows are at most waves * programs // KV_HEADS, and that they end soon. longest: keys of the longest row; pairs,
+    fp32: sum over the items of their rows' keys; programs: that the GPU runs at once; waves: so many times that many splits, at
+    most; 0: nothing is split. A split has LEAST keys or more where its row has several. OVERHEAD: keys for which a program computes
+    as long as it takes to begin, to end, and to be merged.
+
+    With w waves of programs each item may have w * programs // (items * KV_HEADS) splits, and ends after w of them: 100 items of
+    132 programs take 1 as long as one item in 1 wave, and 4/5 in 4."""
+    span = longest + KEYS
+    cost = tl.cdiv(items * KV_HEADS, programs).to(tl.float32) * (longest + OVERHEAD)
+    for wave in range(1, waves + 1):
+        slots = wave * programs // KV_HEADS
+        if slots > items:
+            # Either bound leaves no more splits than slots: as many for each item, or each item less than one more than its share.
+            share = tl.minimum((longest // (slots // tl.maximum(items, 1))).to(tl.float32), pairs / (slots - items))
+            least = tl.maximum((share * 1.0001).to(tl.int32) + KEYS, LEAST)
+            estimate = wave * (least + OVERHEAD).to(tl.float32)
+            span = tl.where(estimate < cost, least, span)
+            cost = tl.minimum(estimate, cost)
+    return span
+
+
+@triton.jit
+def prefill_splits(length, least, KEYS: tl.constexpr):
+    """Of rows of so many keys -> (number of splits, keys of each but the last: a multiple of KEYS). least: see `prefill_span`."""
+    splits = tl.maximum((length + least - 1) // least, 1)
+    return splits, ((length + splits - 1) // splits + KEYS - 1) // KEYS * KEYS
+
+
+@triton.jit
+def prefill_place(item, place, items, splits):
+    """Program `place` of a row, which is program `item` of all -> (the program's item among the row's `items`, its split, where the
+    results of that split are). Programs of one split begin one after the other, so that the items read the same keys at about the
+    same time; results of an item lie side by side."""
+    items = tl.maximum(items, 1)
+    own, split = place % items, place // items
+    return own, split, item - place + own * splits + split
 
 
 def plan(kv_lengths: Tensor, table_rows: Tensor | None, tiling: DecodeTiling, *, window: int | None, block_size: int) -> Tensor:

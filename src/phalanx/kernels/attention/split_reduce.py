@@ -46,23 +46,33 @@ def split_reduce(
     if count == 1:
         _store(out, sinks, lse, row, first_head, members, top, total, mixed, like, value_scale, q_heads, DIM, SM)
     else:
-        lane, dim = tl.arange(0, HEADS), tl.arange(0, WIDTH)
-        group = tl.program_id(0) * tl.num_programs(1) + first
-        left = (group + item - first) * HEADS + lane
-        tl.store(split_max + left, top)
-        tl.store(totals + left, total)
-        tl.store(outs + left[:, None] * WIDTH + dim[None, :], mixed, (lane < members)[:, None])
-        if arrivals is not None:
-            counted = row * tl.num_programs(0) + tl.program_id(0)
-            tl.debug_barrier()  # all warps have stored before one of them releases what they stored
-            if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1:
-                tl.store(arrivals + counted, 0)
-                highest, merged_total, merged = merge_splits(
-                    split_max, totals, outs, group, count, WIDTH, HEADS, LANES, AT_ONCE, BLOCK
-                )  # fmt: skip
-                _store(
-                    out, sinks, lse, row, first_head, members, highest, merged_total, merged, like, value_scale, q_heads, DIM, SM
-                )  # fmt: skip
+        group, counted = tl.program_id(0) * tl.num_programs(1) + first, row * tl.num_programs(0) + tl.program_id(0)
+        there = (tl.arange(0, HEADS) < members)[:, None]
+        if leave_split(split_max, totals, outs, arrivals, group, item - first, count, counted, top, total, mixed, there):
+            highest, merged_total, merged = merge_splits(
+                split_max, totals, outs, group, count, WIDTH, HEADS, LANES, AT_ONCE, BLOCK
+            )  # fmt: skip
+            _store(out, sinks, lse, row, first_head, members, highest, merged_total, merged, like, value_scale, q_heads, DIM, SM)
+
+
+@triton.jit
+def leave_split(split_max, totals, outs, arrivals, group, split, count, counted, top, total, mixed, there):
+    """Leave (maximum [HEADS], sum [HEADS], output [HEADS, WIDTH]) of one of `count` splits in the workspace, whose results from
+    `group` on are those of these splits. there: where the output counts, or None for everywhere. Returns whether this is the last
+    of them to arrive, by count number `counted`, which is 0 again then; where arrivals is None nobody merges here."""
+    HEADS: tl.constexpr = mixed.shape[0]
+    WIDTH: tl.constexpr = mixed.shape[1]
+    left = (group + split) * HEADS + tl.arange(0, HEADS)
+    tl.store(split_max + left, top)
+    tl.store(totals + left, total)
+    tl.store(outs + left[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mixed, there)
+    last = False
+    if arrivals is not None:
+        tl.debug_barrier()  # all warps have stored before one of them releases what they stored
+        last = tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1
+        if last:
+            tl.store(arrivals + counted, 0)
+    return last
 
 
 @triton.jit(do_not_specialize=["items"])
