@@ -41,15 +41,15 @@ def test_the_load_of_a_step_is_that_of_the_fullest_index() -> None:
     assert StepLoad.of(Step(1, [StepBatch(rows=[decode, chunk])])) == StepLoad(21, 100, 20 * 10 + 210, keys=30)
     assert StepLoad.of(Step(1, [StepBatch(rows=[verifies])])) == StepLoad(3, 159, 0)
     assert StepLoad.of(Step(1, [StepBatch(rows=[decode]), StepBatch(rows=[chunk])])) == StepLoad(20, 100, 410, keys=30)
-    assert StepLoad.of(Step(1, [StepBatch(rows=[decode, chunk])]), 32).pairs == 32 * (10 + (20 + 1) / 2)
+    assert StepLoad.of(Step(1, [StepBatch(rows=[decode, chunk])]), (4, 8)).pairs == 32 * (10 + (20 + 1) / 2)
 
 
 def test_pairs_of_prompts_are_counted_in_whole_waves():
-    taken = {1: 2, 255: 510, 256: 512, 257: 512, 512: 512, 513: 1024, 1025: 1536}
+    taken = {1: 16, 16: 16, 176: 176, 177: 264, 256: 264, 257: 528, 264: 528, 528: 528, 529: 1056, 1057: 1584}
     for count, tokens in taken.items():
-        assert prompt_pairs(1000, count, 512) == tokens * (2 * 1000 + count + 1) // 2
-        assert prompt_pairs(1000, count, 0) == sum(range(1001, 1001 + count))
-    assert prompt_pairs(0, 0, 512) == 0
+        assert prompt_pairs(1000, count, (33, 16)) == tokens * (2 * 1000 + count + 1) // 2
+        assert prompt_pairs(1000, count, (0, 0)) == sum(range(1001, 1001 + count))
+    assert prompt_pairs(0, 0, (33, 16)) == 0
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])

@@ -210,7 +210,7 @@ class RankFacts(msgspec.Struct, array_like=True):
     moe_layers: list[int] = []  # the layers with experts whose tokens it counts; others may count for it
     self_check: str = ""  # what the self check found, on a rank that compares
     host_blocks: int = 0  # KV blocks that its part of host memory holds
-    prompt_wave: int = 0  # tokens of a prompt for which attention has as many programs as the GPU runs at once; 0 where unknown
+    prompt_wave: tuple[int, int] = (0, 0)  # tiles of a prompt whose attention the GPU computes at once, and their tokens
     host_states: int = 0  # states of prefixes that it holds
 
 

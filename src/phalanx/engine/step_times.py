@@ -43,12 +43,14 @@ RUN_STEPS = 16
 would."""
 
 
-def prompt_pairs(start: int, count: int, wave: int) -> int:
-    """Pairs of `count` tokens of a prompt, from `start` on, with the keys that each sees. wave: `RankFacts.prompt_wave`; above 0,
-    as many as attention takes the time for: tokens that begin a wave of programs take as long as all of it; and up to half of one,
-    which several programs share, each takes twice its part."""
-    if wave and count:
-        taken = min(2 * count, wave) if count <= wave else -(-count // wave) * wave
+def prompt_pairs(start: int, count: int, wave: tuple[int, int]) -> int:
+    """Pairs of `count` tokens of a prompt, from `start` on, with the keys that each sees. wave: `RankFacts.prompt_wave`; where it
+    is there, as many as attention takes the time for: a tile that begins another wave of programs takes as long as all of it, and
+    the keys of fewer tiles are divided by how many times they fit into one."""
+    at_once, tile = wave
+    if at_once and count:
+        tiles = -(-count // tile)
+        taken = at_once * tile // (at_once // tiles) if tiles <= at_once else -(-tiles // at_once) * at_once * tile
         return taken * (2 * start + count + 1) // 2
     return count * (2 * start + count + 1) // 2
 
@@ -66,14 +68,14 @@ class StepLoad(NamedTuple):
     keys: int = 0
 
     @classmethod
-    def of(cls, step: Step, wave: int = 0) -> StepLoad:
+    def of(cls, step: Step, wave: tuple[int, int] = (0, 0)) -> StepLoad:
         """Each field is that of the index that has the most of it. wave: as of `prompt_pairs`."""
         if len(step.batches) == 1:
             return cls._of_batch(step.batches[0], wave)
         return cls(*map(max, zip(*(cls._of_batch(batch, wave) for batch in step.batches), strict=True)))
 
     @classmethod
-    def _of_batch(cls, batch: StepBatch, wave: int) -> StepLoad:
+    def _of_batch(cls, batch: StepBatch, wave: tuple[int, int]) -> StepLoad:
         rows = batch.rows
         tokens = sum([row.count for row in rows])
         if tokens == len(rows):  # decode rows without drafts: by far the most steps
@@ -115,7 +117,7 @@ class _Run:
 class StepTimes:
     """Of one engine. step_timeout: the limit of a step whose time is unknown, and the most of any. prompt_wave: see `RankFacts`."""
 
-    def __init__(self, step_timeout: float = math.inf, prompt_wave: int = 0) -> None:
+    def __init__(self, step_timeout: float = math.inf, prompt_wave: tuple[int, int] = (0, 0)) -> None:
         self._step_timeout, self.prompt_wave = step_timeout, prompt_wave
         self.steps = 0
         """That have ended."""

@@ -418,7 +418,7 @@ class Worker:
             allreduce=getattr(self._groups.tp, "digest", ""), expert_bytes=0 if self._mover is None else self._mover.expert_bytes,
             moe_layers=list(model.moe_layers) if self._reports_experts else [],
             host_blocks=self._on_host.host_blocks, host_states=self._on_host.host_states,
-            prompt_wave=0 if attention.graphs is None else attention.graphs.prompt_wave(),
+            prompt_wave=(0, 0) if attention.graphs is None else attention.graphs.prompt_wave(),
         )  # fmt: skip
 
     def _size_caches(self, measured: int, block: int, state: int) -> Allocate:

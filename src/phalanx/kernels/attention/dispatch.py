@@ -47,9 +47,9 @@ class HeadLayout(NamedTuple):
         group, fp32 = query.shape[1] // kv_heads, query.dtype == torch.float32
         return cls(kv_heads, group, query.shape[2], key_cache.element_size(), fp32)
 
-    def prompt_wave(self, num_sms: int) -> int:
-        """Tokens of a prompt whose tiles of `prefill_attention` run at once, on so many multiprocessors."""
-        return num_sms // self.kv_heads * tile_tokens(self.group)
+    def prompt_wave(self, num_sms: int) -> tuple[int, int]:
+        """How many tiles of a prompt `prefill_attention` computes at once, on so many multiprocessors, and the tokens of each."""
+        return num_sms // self.kv_heads, tile_tokens(self.group)
 
     def tiling(self, rows: int, num_sms: int, *, short: bool, shared_memory: int) -> DecodeTiling:
         """See `select_decode`."""

@@ -316,13 +316,14 @@ def select_prefill(head_dim: int, itemsize: int) -> PrefillTiling:
     return PrefillTiling(64, 64, warps=4, stages=3)
 
 
-LONG_WAVES, LONG_SPLIT, LONG_SPLIT_COST = 0, 512, 384
+LONG_WAVES, LONG_SPLIT, LONG_SPLIT_COST = 1, 512, 384
 """Split-KV of the warp-specialized kernel for prefill rows, see `split_kv.prefill_span`: waves of programs that may share keys, 0
 for none; keys of a split, at least; and for how many keys a program computes as long as it takes to begin, to end and to be merged.
 With more waves the time of a launch follows its pairs of tokens and keys more closely, but more programs that find nothing to do
-begin and end behind the others."""
+begin and end behind the others: four take 6 to 10 us more at short contexts on an H200, where a launch takes 16 to 40 us, and one
+takes 1 us."""
 
-LONG_KV, LONG_TOKENS = 512, 256
+LONG_KV, LONG_TOKENS = 512, 64
 """KV tokens of a row, on average, from which that kernel is the faster one on an H200, where its programs occupy more than half of
 the multiprocessors or share keys; and tokens of a launch from which it is used whatever the lengths, which a captured launch does
 not know: at 400 KV tokens it takes 1 us less or more there, and at 100,000 half as long."""

@@ -61,9 +61,9 @@ class GraphSupport(Protocol):
         """Up to how many (token, KV token) pairs, of all prefill rows of a batch together, a replay is faster than a plan of that
         batch alone; infinity where it is for any. As `short_kv_limit`, ask after a forward of the model."""
 
-    def prompt_wave(self) -> int:
-        """Tokens of one prompt for which its attention has as many programs as the GPU runs at once: some more take up to twice as
-        long. 0 where that is not known. As `short_kv_limit`, ask after a forward of the model."""
+    def prompt_wave(self) -> tuple[int, int]:
+        """How many tiles of a prompt the GPU computes at once, so that one more takes twice as long, and the tokens of each;
+        0 and 0 where that is not known. As `short_kv_limit`, ask after a forward of the model."""
 
     def short_kv_limit(self, rows: int) -> int:
         """The KV length up to which a fixed batch of so many rows is better planned as `Batch.short`; 0 where that makes no

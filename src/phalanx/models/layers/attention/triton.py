@@ -55,10 +55,10 @@ class TritonBackend:
         """As GraphSupport: one kernel takes them, captured or not."""
         return math.inf
 
-    def prompt_wave(self) -> int:
+    def prompt_wave(self) -> tuple[int, int]:
         """As GraphSupport: of the layers without a window, which are those that long prompts wait for."""
         waves = (spec.heads.prompt_wave(self.workspace.num_sms) for spec in self.layer_specs if spec.window is None)
-        return max(waves, default=0)
+        return max(waves, default=(0, 0))
 
     def short_kv_limit(self, rows: int) -> int:
         """As GraphSupport."""

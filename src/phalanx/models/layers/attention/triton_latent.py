@@ -137,9 +137,9 @@ class TritonLatentBackend:
         """For one forward; of a fixed batch, before the first kernel of that forward."""
         return TritonLatentPlan(self, batch)
 
-    def prompt_wave(self) -> int:
+    def prompt_wave(self) -> tuple[int, int]:
         """As GraphSupport: heads are expanded as many at a time as there is room for."""
-        return 0
+        return 0, 0
 
     def max_prefill_pairs(self) -> float:
         """As GraphSupport."""
