@@ -180,6 +180,7 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
     given_options = EngineOptions.of(**config["options"])
     with phases.phase("read the model's shape"):
         shape, options, reasons = _resolve(given_options, config)
+        sampling_defaults = require_possible(dict(shape.sampling_defaults) if options.generation_config == "auto" else {})
     grammars = grammars_of(config, options, shape, vocabulary or Future())
     with phases.phase("start the ranks"):
         executor = load_executor(config.get("executor", RANK_EXECUTOR), options, shape, config.get("fake", {}))
@@ -219,7 +220,7 @@ def start(config: dict[str, Any], vocabulary: Future[Vocabulary] | None = None) 
         block_size=options.block_size, num_blocks=num_blocks * indices,
         kv_tokens=tokens_kept(windows, num_blocks, options.block_size, max_seq_len) * indices, vocab_size=shape.vocab_size,
         eos_token_ids=list(shape.eos_token_ids), ranks=ranks, phases=phases.seconds, reasons=reasons, length_hint=length_hint,
-        sampling_defaults=require_possible(dict(shape.sampling_defaults) if options.generation_config == "auto" else {}),
+        sampling_defaults=sampling_defaults,
         max_prediction=0 if options.speculation is None else options.speculation.max_prediction(max_seq_len),
     )  # fmt: skip
     for name, why in reasons.items():

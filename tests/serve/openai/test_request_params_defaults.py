@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import msgspec
 import pytest
 
 from tests.support.serve_http_app import MODEL, Scripted, live
+from tests.support.serve_processes import fake_server
 
 DEFAULTS = {"temperature": 0.5, "top_k": 20, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.05, "max_tokens": 30}
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -54,6 +57,15 @@ def test_what_is_stated_wins_and_null_states_nothing(served, path, body):
 
 def test_the_model_card_shows_them(served):
     assert served[1].get("/v1/models").json()["data"][0]["default_sampling_params"] == DEFAULTS
+
+
+def test_impossible_defaults_end_a_start_before_weights_are_read(tmp_path, tiny_model, forked_python):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}', encoding="utf-8")
+    with fake_server(tmp_path, folder) as running:
+        assert running.process.wait(60) != 0
+    assert "temperature='hot' is not valid" in running.log
+    assert "start the ranks" not in running.log
 
 
 def test_without_defaults(served):
