@@ -80,8 +80,19 @@ def test_models_with_a_state_of_each_request(monkeypatch, tmp_path):
     monkeypatch.setitem(registry.DECLARATIONS, "LlamaForCausalLM", declaration)
     _, chosen = resolve_options(options.model_copy(update={"kv_host_memory": 99}))
     assert (chosen.options.kv_host_memory, chosen.options.state_snapshots) == (99, 5)
-    with pytest.raises(OptionError, match="kv_host_memory=99 does nothing; state_snapshots is 0"):
+    with pytest.raises(
+        OptionError, match=r"kv_host_memory=99 does nothing; enable_prefix_caching is False: .* state_snapshots is 0"
+    ):
         resolve_options(options.model_copy(update={"kv_host_memory": 99, "state_snapshots": 0}))
+    uncut = {"enable_chunked_prefill": False, "max_num_tokens": 4096}
+    _, chosen = resolve_options(options.model_copy(update=uncut))
+    assert (chosen.options.enable_prefix_caching, chosen.options.state_snapshots) == (False, 0)
+    with pytest.raises(
+        OptionError, match=r"kv_host_memory=99 does nothing; enable_prefix_caching is False: .* prompts are not cut"
+    ):
+        resolve_options(options.model_copy(update={**uncut, "kv_host_memory": 99}))
+    with pytest.raises(OptionError, match="state_snapshots=3 does nothing; enable_chunked_prefill is off"):
+        resolve_options(options.model_copy(update={**uncut, "state_snapshots": 3}))
     _, chosen = resolve_options(options)
     assert (chosen.options.enable_prefix_caching, chosen.options.state_snapshots) == (True, 5)
     assert chosen.reasons["state_snapshots"] == "5: half of max_batch_size"
@@ -110,6 +121,6 @@ def test_models_with_a_state_of_each_request(monkeypatch, tmp_path):
 
 def test_host_memory_without_a_prefix_cache():
     options = EngineOptions.of(model="demo", device="cpu", kv_host_memory="auto", enable_prefix_caching=False)
-    with pytest.raises(OptionError, match="kv_host_memory=auto does nothing; enable_prefix_caching is off"):
+    with pytest.raises(OptionError, match="kv_host_memory=auto does nothing; enable_prefix_caching is False; no block"):
         resolve_options(options)
     assert resolve_options(EngineOptions.of(model="demo", device="cpu", kv_host_memory=5))[1].options.kv_host_memory == 5

@@ -37,7 +37,7 @@ def resolve_options(options: EngineOptions) -> tuple[ModelShape, ResolvedOptions
     if options.kv_host_memory and not resolved.options.enable_prefix_caching:
         raise OptionError(
             f"kv_host_memory={options.kv_host_memory} does nothing",
-            held="state_snapshots is 0" if options.enable_prefix_caching else "enable_prefix_caching is off",
+            held=f"enable_prefix_caching is {resolved.reasons.get('enable_prefix_caching', 'False')}",
             why="no block is found again", next="leave one of them out",
         )  # fmt: skip
     return shape, resolved
@@ -52,8 +52,16 @@ def _with_snapshots(resolved: ResolvedOptions, shape: ModelShape, *, keeps_state
             f"state_snapshots={number} does nothing with this model", held=f"it is a {shape.architecture}",
             why="no layer keeps a state of each request", next="leave it out",
         )  # fmt: skip
+    if keeps_state and number and not options.enable_chunked_prefill:
+        raise OptionError(
+            f"state_snapshots={number} does nothing", held="enable_chunked_prefill is off",
+            why="a prompt that is not cut ends no step where its state could be kept", next="leave one of them out",
+        )  # fmt: skip
     if not keeps_state or not options.enable_prefix_caching:
         changed = {"state_snapshots": 0}
+    elif not options.enable_chunked_prefill:
+        changed = {"state_snapshots": 0, "enable_prefix_caching": False}
+        reasons["enable_prefix_caching"] = "False: some layers keep a state of each request, and prompts are not cut to keep it"
     elif number == 0:
         changed = {"enable_prefix_caching": False}
         reasons["enable_prefix_caching"] = "False: some layers keep a state of each request, and state_snapshots is 0"
