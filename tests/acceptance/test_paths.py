@@ -47,7 +47,7 @@ class Setting:
 
 @pytest.fixture(scope="module")
 def setting() -> Setting:
-    texts = Texts.of("demo", short=0, long=8, cuts=0, answers=16)
+    texts = Texts.of("demo", short=0, long=4, cuts=0, answers=16)
     truth = path_comparison.truth_of(JOB, locate("demo"), texts.rows)
     request = torch.cat([torch.full((len(row),), number) for number, row in enumerate(texts.rows)])
     at = torch.arange(len(request))
