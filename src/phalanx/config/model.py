@@ -282,11 +282,15 @@ def _architecture(fields: JsonFields) -> str:
     for name in names:
         if name in FAMILIES or name in WRAPPERS:
             return name
+    failure = f"{fields.file} has architectures={names}, none of which is supported"
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        raise UnsupportedArchitecture(
+            failure, why="heads that classify are not computed",
+            next="use the checkpoint that it was made from; Qwen/Qwen3-Reranker, which answers yes or no, has the same scores",
+        )  # fmt: skip
     raise UnsupportedArchitecture(
-        f"{fields.file} has architectures={names}, none of which is supported",
-        held=f"supported are: {', '.join([*FAMILIES, *WRAPPERS])}",
-        next="use a checkpoint of one of these families",
-    )  # fmt: skip
+        failure, held=f"supported are: {', '.join([*FAMILIES, *WRAPPERS])}", next="use a checkpoint of one of these families"
+    )
 
 
 def _check_model_type(fields: JsonFields, architecture: str) -> None:

@@ -86,3 +86,5 @@ def test_short_names_and_unknown_ones():
     assert registry.known("nobody/nothing") is None
     with pytest.raises(UnsupportedArchitecture, match="none of which is supported"):
         ModelShape.from_config({"architectures": ["MambaForCausalLM"]})
+    with pytest.raises(UnsupportedArchitecture, match=r"heads that classify are not computed; use the checkpoint that it was made"):
+        ModelShape.from_config({"architectures": ["Qwen3ForSequenceClassification"]})
