@@ -22,9 +22,9 @@ ReasoningParserName = Literal[
     "ernie45",
 ]  # fmt: skip
 ToolCallParserName = Literal[
-    "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v31", "gpt_oss",
-    "kimi_k2", "glm45", "glm47", "minimax_m2", "seed_oss", "hy_v3", "granite", "phi4_mini_json", "cohere_command3", "command_r",
-    "olmo3",
+    "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v31", "deepseek_v32",
+    "gpt_oss", "kimi_k2", "glm45", "glm47", "minimax_m2", "seed_oss", "hy_v3", "granite", "phi4_mini_json", "cohere_command3",
+    "command_r", "olmo3",
 ]  # fmt: skip
 
 QUEUED_BATCHES = 8

@@ -56,6 +56,7 @@ CLASS_OF_MODEL = {
     "qwen3_moe": "Qwen2Tokenizer", "gpt_oss": None, "deepseek_v2": None, "deepseek_v3": None,
 }  # fmt: skip
 """`model_type` of config.json -> the tokenizer class that transformers registers for it."""
+_OWN_TEMPLATES = {"deepseek_v32": Path(__file__).parent / "data" / "deepseek_v32.jinja"}
 OVERRULED = ("qwen2",)
 """Model types whose registered class replaces the one that the folder names."""
 _ADDITIONAL, _EXTRA = "additional_special_tokens", "extra_special_tokens"
@@ -312,13 +313,15 @@ def _warn_of_fields(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Name -> source. Files replace all templates of the config."""
+    """Name -> source. Files replace all templates of the config. Of a model that is released without any, our own."""
     paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         paths["default"] = folder / "chat_template.jinja"
     if paths:
         return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
     source = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if source is None and (own := _OWN_TEMPLATES.get(_read_json(folder / "config.json").get("model_type", ""))) is not None:
+        source = own.read_text(encoding="utf-8")
     if isinstance(source, list):
         return {entry["name"]: entry["template"] for entry in source}
     return source if isinstance(source, dict) else {"default": source} if isinstance(source, str) else {}

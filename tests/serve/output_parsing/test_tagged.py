@@ -95,6 +95,17 @@ def test_keys_and_values_follow_the_schema(text, arguments):
 
 
 WEATHER = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F", None]}}}
+DSML_CALLS = """<|function_calls>
+<|invoke name="weather">
+<|parameter name="city" string="true">New
+York </|parameter>
+<|parameter name="days" string="false">3</|parameter>
+<|parameter name="unit" string="false">null</|parameter>
+</|invoke>
+<|invoke name="noon">
+
+</|invoke>
+</|function_calls>""".replace("|", "\uff5cDSML\uff5c")
 RECORDED = {
     "seed_oss": "<seed:tool_call>\n<function=weather>\n<parameter=city>New\nYork </parameter>\n<parameter=days>3</parameter>\n"
     "<parameter=unit>null</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=noon>\n</function>\n"
@@ -102,6 +113,7 @@ RECORDED = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">New\nYork </parameter>\n'
     '<parameter name="days">3</parameter>\n<parameter name="unit">null</parameter>\n</invoke>\n<invoke name="noon">\n</invoke>\n'
     "</minimax:tool_call>",
+    "deepseek_v32": DSML_CALLS,
     "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>New\nYork </arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>3</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>null</arg_value>\n</tool_call>\n<tool_call>noon\n</tool_call>",
     "glm47": "<tool_call>weather<arg_key>city</arg_key><arg_value>New\nYork </arg_value><arg_key>days</arg_key>"

@@ -27,8 +27,9 @@ from phalanx.serve.structured_output.parameters import QWEN_PARAMETER
 from phalanx.serve.tokenizer import Tokenizer
 
 ToolName = Literal[
-    "gpt_oss", "deepseek_v3", "deepseek_v31", "kimi_k2", "hy_v3", "glm45", "glm47", "minimax_m2", "seed_oss", "qwen3_coder",
-    "hermes", "phi4_mini_json", "granite", "cohere_command3", "command_r", "mistral", "olmo3", "pythonic", "llama3_json",
+    "gpt_oss", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "hy_v3", "glm45", "glm47", "minimax_m2", "seed_oss",
+    "qwen3_coder", "hermes", "phi4_mini_json", "granite", "cohere_command3", "command_r", "mistral", "olmo3", "pythonic",
+    "llama3_json",
 ]  # fmt: skip
 ReasoningName = Literal[
     "gpt_oss", "deepseek_v3", "deepseek_r1", "seed_oss", "hy_v3", "cohere_command3", "granite", "ernie45", "qwen3", "mistral"
@@ -96,6 +97,7 @@ def _hy(suffix: str) -> CallSyntax:
 
 _LLAMA = CallSyntax('{"name": "NAME", "parameters": ', "}", '{"name":', "; ")
 _OBJECT = ('{"name": "NAME", "arguments": ', "}")
+_DSML = "\uff5cDSML\uff5c"
 _DEEPSEEK_CALL = "tool\u2581calls?\u2581begin"
 
 CALLS: dict[ToolName, CallFormat] = {
@@ -126,6 +128,13 @@ CALLS: dict[ToolName, CallFormat] = {
             "<|tool_calls_section_begin|>", "", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
         ),
         _without_syntax(deepseek.KimiParser), deepseek.KIMI_MARKERS, source=r"<\|tool_calls_section_begin\|>",
+    ),
+    "deepseek_v32": CallFormat(
+        CallSyntax(
+            f'<{_DSML}invoke name="NAME">\n', f"</{_DSML}invoke>\n", f"<{_DSML}function_calls>", "", f"<{_DSML}function_calls>\n",
+            f"</{_DSML}function_calls>", f'<{_DSML}parameter name="KEY" string="KIND">VALUE</{_DSML}parameter>\n',
+        ),
+        TaggedParser, (_DSML,), prompt=f"<{_DSML}function_calls>",
     ),
     "hy_v3": CallFormat(
         _hy(""), TaggedParser, prompt=r"<tool_sep(?::\w+)?>", variants=((_is_token("<tool_sep:opensource>"), _hy(":opensource")),),

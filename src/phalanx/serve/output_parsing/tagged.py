@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.serve.output_parsing.events import BLANK, Events, Functions, first_of, overlap
@@ -38,15 +38,14 @@ class TaggedParser(CallParser):
         before_name, after_name = syntax.begin.split("NAME")
         *self._outer, self._call = map(encode, f"{syntax.before}{before_name}".split("\n"))
         self._end, *self._closing = map(encode, f"{syntax.end}\n{syntax.after}".split())
-        self._open_key, self._end_key, self._open_value, self._end_value = map(
-            encode, (parts.open_key, parts.end_key, parts.open_value, parts.end_value)
-        )
+        self._open_key, self._open_value, self._end_value = map(encode, (parts.open_key, parts.open_value, parts.end_value))
+        self._end_keys = {encode(end): kind for end, kind in parts.end_keys.items()}
         self._wrap = parts.wrap
         self._name_ends = (encode(after_name.strip()),) if after_name.strip() else ("\n", self._open_key, self._end)
         self._begins = [*self._outer, self._call]
         self._structure = [self._end_value, self._open_key, self._end, *self._closing, *self._begins]
         self._ends = re.compile("|".join(map(re.escape, (self._end_value, self._open_key, self._end))))
-        self._other_key = re.compile(rf"[^{re.escape(self._end_key[0])}\n]{{0,128}}")
+        self._other_key = re.compile(rf"[^{re.escape(next(iter(self._end_keys))[0])}\n]{{0,128}}")
         # Where the tags around calls are special tokens, the same call in plain letters is text.
         self._may_be_bare = all(len(tag) > 1 for tag in self._outer)
         self._state = self._before_call
@@ -121,22 +120,24 @@ class TaggedParser(CallParser):
     def _read_key(self, start: int, *, final: bool) -> bool:
         """Read KEY and the tag behind it. A known name is matched first, longest first: it may hold what other keys cannot."""
         rest = self._text[start:]
-        known = [name + self._end_key for name in self._names]
+        known = [name + end for name in self._names for end in self._end_keys]
         if not final and any(len(rest) < len(text) and text.startswith(rest) for text in known):
             return False
         text = next((text for text in known if rest.startswith(text)), None)
         if text is None:
             other = self._other_key.match(rest)
             assert other is not None
-            if not final and self._end_key.startswith(rest[other.end() :]):
+            if not final and any(end.startswith(rest[other.end() :]) for end in self._end_keys):
                 return False
-            if not other[0] or not rest.startswith(self._end_key, other.end()):
+            end = next((end for end in self._end_keys if rest.startswith(end, other.end())), None)
+            if not other[0] or end is None:
                 self._text = rest
                 return True
-            text = other[0] + self._end_key
-        self._key, self._text = text.removesuffix(self._end_key), rest[len(text) :]
+            text = other[0] + end
+        end = next(end for end in self._end_keys if text.endswith(end))
+        self._key, self._text = text.removesuffix(end), rest[len(text) :]
         self._unread.discard(self._key)
-        self._schema = property_schema(self._functions[self._name], self._key)
+        self._schema = _stated(self._end_keys[end], property_schema(self._functions[self._name], self._key))
         self._state = self._before_value
         return True
 
@@ -189,7 +190,7 @@ class TaggedParser(CallParser):
         if len(tag) == 1:  # a special token is no text
             return True
         if tag == self._open_key:
-            return _begins(rest, [name + self._end_key for name in self._unread], final=final)
+            return _begins(rest, [name + end for name in self._unread for end in self._end_keys], final=final)
         rest = rest.lstrip(BLANK)
         if tag == self._end_value:
             return final or None if not rest else _begins(rest, self._structure, final=final)
@@ -203,6 +204,14 @@ class TaggedParser(CallParser):
         if again is not False:
             return None if again is None else False
         return (closed and bool(self._closing)) or _begins(rest, self._begins, final=final)
+
+
+def _stated(string: bool | None, schema: Any) -> Any:
+    """The schema of a value of which the model says whether it is a string. It counts where the schema says nothing else."""
+    if string:
+        return {"type": "string"}
+    of_any_type = is_text(schema) and not (isinstance(schema, Mapping) and "type" in schema)
+    return {"type": ["integer", "number", "boolean", "null", "array", "object"]} if string is False and of_any_type else schema
 
 
 def _begins(text: str, tags: Sequence[str], *, final: bool) -> bool | None:

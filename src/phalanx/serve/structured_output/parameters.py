@@ -31,7 +31,8 @@ class ParameterParts:
     """How one argument is written between tags: `of` takes an example with "KEY" and "VALUE".
 
     `<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n` is open_key, KEY, end_key, gap, open_value, wrap, VALUE, wrap,
-    end_value, separator. open_value is "" where no tag is before the value. Raises OptionError for another example."""
+    end_value, separator. open_value is "" where no tag is before the value. Where end_key has "KIND", it says whether the value is
+    a string: "true" or "false". Raises OptionError for another example."""
 
     open_key: str
     end_key: str
@@ -56,9 +57,17 @@ class ParameterParts:
         return cls(**match.groupdict())
 
     @property
-    def middle(self) -> str:
-        """All between KEY and VALUE."""
-        return self.end_key + self.gap + self.open_value + self.wrap
+    def end_keys(self) -> dict[str, bool | None]:
+        """How end_key may be written -> whether it says that the value is a string; None: it does not say. Models forget it."""
+        before, kind, after = self.end_key.partition("KIND")
+        if not kind:
+            return {self.end_key: None}
+        return {f"{before}true{after}": True, f"{before}false{after}": False, before.split()[0] + after.lstrip(before[-1]): None}
+
+    def middle(self, *, string: bool) -> str:
+        """All between KEY and VALUE, a string or not."""
+        end_key = self.end_key.replace("KIND", "true" if string else "false")
+        return end_key + self.gap + self.open_value + self.wrap
 
 
 class ParameterWriter:
@@ -85,15 +94,31 @@ class ParameterWriter:
         parts = self.parts
         if not properties and node.get("additionalProperties", True) is not False:
             key = f"/[^{parts.end_key[0]}<>\\n]{{1,128}}/"
-            return f"({self.text(parts.open_key)} {key} {self.text(parts.middle)} {self.value({})})*"
+            return f"({self.text(parts.open_key)} {key} {self.middle('', {})} {self.value({})})*"
         required = set(node.get("required", ()))
         if not required <= properties.keys():
             raise self.refused("a required property that it does not describe")
         rest = '""'
         for name, child in reversed(properties.items()):
-            one = f"{self.text(parts.open_key + name + parts.middle)} {self.value(child)} {rest}"
+            one = f"{self.middle(parts.open_key + name, child)} {self.value(child)} {rest}"
             rest = self.rule(one if name in required else f"{one} | {rest}")
         return rest
+
+    def middle(self, before: str, schema: Any) -> str:
+        """The expression of a text and what is between it and a value."""
+        kinds = {kind for each in self.alternatives(schema) for kind in self.kinds(each)}
+        texts = {before + self.parts.middle(string=kind) for kind in sorted(kinds, reverse=True)}
+        expressions = [self.text(text) for text in sorted(texts)]
+        return expressions[0] if len(expressions) == 1 else f"({' | '.join(expressions)})"
+
+    def kinds(self, node: Any) -> set[bool]:
+        """Whether values of an alternative are strings; both where its values may be either."""
+        choices = self.choices(node)
+        if choices is not None:
+            return {isinstance(each, str) for each in choices}
+        if isinstance(node, dict) and "type" in node:
+            return {node["type"] == "string"}
+        return {True, False} if self.is_free_text(node) else {False}
 
     def value(self, schema: Any) -> str:
         """The expression of a value and the end of its parameter."""
