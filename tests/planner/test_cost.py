@@ -318,6 +318,13 @@ def test_a_prompts_tokens_attend_to_topk_keys_and_score_all():
     assert 0.0 < own < 0.6 * other
 
 
+def test_no_step_of_sparse_attention_is_replayed():
+    sparse, dense = costs("deepseek-v3.2", tp=8), costs("deepseek-v3", tp=8)
+    one = Work(1, 1, kv_tokens=100.0, longest=100.0)
+    launches = 1e-6 * (3 * MACHINE.coefficients.c_eager + 58 * MACHINE.coefficients.c_eager_experts)
+    assert sum(sparse.step_seconds(one)) >= launches > sum(dense.step_seconds(one))
+
+
 def test_caches_of_shared_indexers_are_smaller():
     full, shared = (sum(costs(name, tp=8)._attention_seconds.scores) for name in ("glm-5", "glm-5.2"))
     assert shared == pytest.approx(full * 21 / 78)

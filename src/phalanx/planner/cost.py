@@ -189,13 +189,15 @@ class Costs:
     def step_seconds(self, work: Work) -> tuple[float, ...]:
         """Seconds that each stage is busy with a step, the hop to the next one included."""
         local = self._share(work)
+        if self._topk is not None:  # see `SparseLatentBackend.graphs`
+            local = replace(local, eager=True)
         everywhere = max(work.tokens, 1)
         key = (everywhere, local.rows, local.eager)
         fixed = self._fixed.get(key)
         if fixed is None:
             fixed = self._fixed[key] = tuple(self._stage(stage, local, everywhere) for stage in range(self.layout.pp))
         per_kv, per_pair, per_absorbed_pair, per_scored_pair = self._attention_seconds
-        if self.shape.latent is not None and not local.eager:
+        if self.shape.latent is not None and (not local.eager or self._topk is not None):
             per_pair = per_absorbed_pair
         rows, kv, longest = max(local.rows, 1), local.kv_tokens, local.longest
         stage_seconds = []
