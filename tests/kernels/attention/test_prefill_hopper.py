@@ -32,8 +32,9 @@ def test_compiles(dtype: str, kv: str, head_dim: int, block_size: int, shared: b
     """A consumer has both GEMMs under way while it takes exponentials, and nothing spills."""
     compiled = compiled_kernel(dtype, kv, head_dim, block_size, shared)
     steps = ordered(compiled.asm["ptx"])
-    # 3.7 keeps two registers of a thread in memory where keys of 128 numbers are FP8.
-    assert spilled(compiled) <= (8 if kv == "fp8e4nv" and head_dim == 128 and not has_gluon() else 0)
+    # 3.7 keeps two registers of a thread in memory, or ten, where keys of 128 numbers are FP8.
+    more = 0 if has_gluon() or (kv, head_dim) != ("fp8e4nv", 128) else 40 if shared else 8
+    assert spilled(compiled) <= more
     assert compiled.metadata.shared <= 227 << 10
     gemms = "W" * (head_dim // 16) + "?" + "W" * 8 + "1a"  # scores, the values' barrier, output; then only scores are awaited
     assert steps.count(gemms) == steps.count("e0a") == 2, steps  # output is awaited behind the exponentials

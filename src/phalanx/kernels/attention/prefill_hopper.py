@@ -46,6 +46,7 @@ from phalanx.kernels.attention.heuristics import (
 )
 from phalanx.kernels.attention.split_kv import prefill_place, prefill_span, prefill_splits
 from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST
+from phalanx.kernels.gluon_names import thread_barrier
 
 ROWS = gl.constexpr(128)
 """(token, head) pairs of a program: two warpgroups' of 64."""
@@ -151,7 +152,7 @@ def _clean(values, stage, at, end):
                 value = place.load(LAYOUT)
                 place.store(gl.where(token[:, None] < end, value, gl.zeros_like(value)))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -187,7 +188,7 @@ def _widen(copied, lines, stage, at, end):
                 value = gl.where(token[:, None] < end, value, gl.zeros_like(value))
             lines.index(stage * LINES + line).slice(part * PART, PART, 0).store(value)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -251,7 +252,7 @@ def _store(own, query, LAYOUT: gl.constexpr):
         own.store(query)
         powers = gl.full([ROWS // 2], 1.0, gl.float32, LAYOUT)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     return powers
 
 
@@ -271,7 +272,7 @@ def _merged(splits, PART: gl.constexpr, top, total, mixed):
         gl.store(split_max + left, top)
         gl.store(totals + left, total)
         gl.store(outs + left[:, None] * DIM + dim[None, :], mixed)
-        gl.thread_barrier()  # all warps have stored before one of them releases what they stored
+        thread_barrier()  # all warps have stored before one of them releases what they stored
         counted = arrivals + (result - split) * 2 + PART
         last = gl.atomic_add(counted, 1, sem="acq_rel") == count - 1
         if last:
@@ -344,7 +345,7 @@ def _consume(shared, PART: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.const
     if last_split:
         staged = own._reinterpret(query.dtype.element_ty, own.shape, own.layout)
         staged.store((mixed * gl.where(total > 0, value_scale / total, 0.0)[:, None]).to(query.dtype.element_ty))
-        gl.thread_barrier()
+        thread_barrier()
         target, there = _places(lead, first, row_begin, count, head, GROUP, KV_HEADS, TOKENS, DIM, LOAD)
         gl.store(out + target, staged.load(LOAD), there)
 
@@ -395,7 +396,7 @@ def _prefill_long_rows(
         barriers = (_barriers(1), _barriers(1), _barriers(2), _barriers(2))
         copied = (_barriers(1), _barriers(1), _barriers(1), _barriers(1))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         RING: gl.constexpr = [STAGES * DIM // LINE, KEYS, LINE]
         rings = (keys._reinterpret(OPERAND, RING, SWIZZLED), values._reinterpret(OPERAND, RING, SWIZZLED))
         descriptors = (key_desc, value_desc)
