@@ -8,6 +8,7 @@ The interpreter is chosen when a kernel is defined, so what runs in it runs in a
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,6 +65,13 @@ def check_steps_of_a_fixed_batch() -> None:
     run_steps(torch.float32, padding=5, absent=(2, 1))
 
 
+def check_states_in_several_tiles() -> None:
+    from phalanx.kernels.gated_delta import recurrent
+
+    with mock.patch.object(recurrent, "TILING", recurrent.TILING._replace(values=8)):
+        run_steps(torch.float32)
+
+
 def check_padded_decode_rows_change_no_state() -> None:
     torch.manual_seed(1)
     requests, _ = both(torch.float32)
@@ -102,8 +110,8 @@ def check_gated_outputs() -> None:
 
 
 CHECKS = [
-    check_steps, check_steps_of_a_fixed_batch, check_padded_decode_rows_change_no_state, check_equal_keys_do_not_cancel,
-    check_gated_outputs,
+    check_steps, check_steps_of_a_fixed_batch, check_states_in_several_tiles, check_padded_decode_rows_change_no_state,
+    check_equal_keys_do_not_cancel, check_gated_outputs,
 ]  # fmt: skip
 
 
@@ -116,7 +124,7 @@ ROWS = {"slots": "*i64", "starts": "*i32", "lengths": "*i32", "kv_slots": "*i64"
 _SIZES = {
     "HEADS": REAL.value_heads, "RATIO": REAL.ratio, "KEYS": 128, "VALUES": 128, "WIDE_KEYS": 128, "WIDE_VALUES": 128, "EPS": 1e-6,
     "CHUNK": CHUNK, "NEAR": 16, "MOST": max_chunk_rows(1), "SCANNED": 32, "TAPS": TAPS, "BLOCK": 256, "TOKENS": 16, "ONE": False,
-    "MOST_HEADS": REAL.value_heads, "BIAS": True,
+    "MOST_HEADS": REAL.value_heads, "BIAS": True, "TILE": 64, "STAGES": 2,
 }  # fmt: skip
 FP32 = {"tails", "state", "a_log", "dt_bias", "decays"}
 KERNELS = {

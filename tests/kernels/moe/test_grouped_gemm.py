@@ -113,14 +113,14 @@ def check_pairs_of_other_ranks_are_behind() -> None:
     assert (scales[len(local) :] == FILLED).all()
 
 
-def check_many_pairs_are_sorted_by_segments() -> None:
-    """The same lists as from one kernel: of thousands of pairs, and of a few that are cut as many would be."""
+def check_pairs_are_sorted_alike() -> None:
+    """The same lists from all kernels: of thousands of pairs, and of a few that are cut as many would be, or compared."""
     from phalanx.kernels.moe import sort_by_expert as module
 
     torch.manual_seed(9)
-    few = {"ONE_KERNEL_PAIRS": 16, "MAX_CHUNK": 32, "MAX_SEGMENTS": 4}
+    few, compared = {"ONE_KERNEL_PAIRS": 16, "MAX_CHUNK": 32, "MAX_SEGMENTS": 4}, {"MANY_EXPERTS": 0, "CHUNK": 32}
     as_ever = {name: getattr(module, name) for name in few}
-    for tokens, limits in ((3000, as_ever), (100, few), (9, few)):
+    for tokens, limits in ((3000, as_ever), (100, few), (9, few), (100, compared), (9, compared)):
         ids = torch.randint(-1, 6, (tokens, 3), dtype=torch.int32)
         for first, count in ((0, 6), (2, 3)):
             loads = [torch.arange(count), torch.arange(count)]
@@ -301,7 +301,7 @@ def check_drawn() -> None:
 
 CHECKS = [
     check_experts, check_experts_without_a_gate, check_other_ranks_add_the_rest, check_pairs_of_other_ranks_are_behind,
-    check_many_pairs_are_sorted_by_segments, check_split_columns,
+    check_pairs_are_sorted_alike, check_split_columns,
     check_tiles_with_more_than_they_hold, check_topk, check_topk_in_groups, check_one_token_needs_no_sort,
     check_padding_and_copies, check_drawn,
 ]  # fmt: skip
@@ -387,7 +387,7 @@ def test_choice_and_sort_compile(arch: int, alone: bool, experts: int, top_k: in
     """As they are launched: the choice of one token, which makes the tiles itself, and of many, in one warp; the sort, of many
     pairs by two kernels; and the sum."""
     from phalanx.kernels.moe.combine import _combine
-    from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, _count_segments, _sort_by_expert, _sort_segments
+    from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, _count_segments, _sort_by_expert, _sort_by_pairs, _sort_segments
     from phalanx.kernels.moe.topk_softmax import _topk_softmax
 
     lists = {"pairs": "*i32", "tiles": "*i32", "counts": "*i32", "load": "*i64"}
@@ -408,13 +408,15 @@ def test_choice_and_sort_compile(arch: int, alone: bool, experts: int, top_k: in
         kinds = {**lists, "ids": "*i32", "table": "*i32", **dict.fromkeys(("count", "segments", "first", "experts"), "i32")}
         for kernel, constants in (
             (_sort_by_expert, counted | cut), (_count_segments, counted | {"CHUNKS": 1}),
+            (_sort_by_pairs, cut | {"HIGH": 32, "LOW": 16, "CHUNK": 256, "OWN": 16, "SM": arch}),
             (_sort_segments, counted | cut | {"SEGMENTS": 16, "CHUNKS": 1}),
         ):  # fmt: skip
             assert spilled(compiled_as(kernel, kinds, constants, arch, num_warps=8)) <= 8  # on Blackwell, a call of its own
         for many in (False, True):
             kinds = {"values": "*fp32" if many else "*bf16", "weights": "*fp32", "ids": "*i32", "out": "*bf16"}
             kinds |= dict.fromkeys(("tokens", "first", "experts", "width"), "i32")
-            constants = {"plus": None, "TOP_K": top_k, "PARTS": 4 if many else 1, "BLOCK": 512 if many else 1024, "SM": arch}
+            constants = {"plus": None, "ALL_LOCAL": not many, "TOP_K": top_k, "PARTS": 4 if many else 1, "SM": arch}
+            constants["BLOCK"] = 512 if many else 1024
             aligned = [name for name, kind in kinds.items() if kind.startswith("*")] + ["width"]
             assert spilled(compiled_as(_combine, kinds, constants, arch, aligned=aligned)) == 0
 

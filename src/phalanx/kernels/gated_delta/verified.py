@@ -16,8 +16,8 @@ from torch import Tensor
 
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.gated_delta.chunks import row_at, sigmoid
-from phalanx.kernels.gated_delta.recurrent import delta_token, store_output
+from phalanx.kernels.gated_delta.chunks import log_decay, row_at, sigmoid
+from phalanx.kernels.gated_delta.recurrent import gated_norm
 from phalanx.kernels.gated_delta.reference import NORM_EPS, DeltaWeights, StateRows
 from phalanx.kernels.vectors import nearest
 
@@ -90,6 +90,34 @@ def _conv_verify(
             tl.store(origin, tl.zeros([BLOCK], tl.float32) + start.to(tl.float32), inside)
         else:
             tl.store(origin, tl.zeros([BLOCK], tl.float32) + (start + count).to(tl.float32), inside)
+
+
+@triton.jit
+def delta_token(
+    matrix, own, b, a, log, bias, head, key, value, is_key, is_value, scale,
+    HEADS: tl.constexpr, RATIO: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """own: a token's convolved channels. Returns the state behind it, and the query."""
+    WIDTH: tl.constexpr = HEADS // RATIO * KEYS
+    q = tl.load(own + head // RATIO * KEYS + key, is_key, 0.0).to(tl.float32)
+    k = tl.load(own + WIDTH + head // RATIO * KEYS + key, is_key, 0.0).to(tl.float32)
+    v = tl.load(own + 2 * WIDTH + head * VALUES + value, is_value, 0.0).to(tl.float32)
+    q = q * (tl.rsqrt(tl.sum(q * q, 0, keep_dims=True) + EPS) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k, 0, keep_dims=True) + EPS)
+    matrix = matrix * tl.exp(log_decay(a, log, bias))
+    delta = (v - tl.sum(matrix * k, 0, keep_dims=True)) * sigmoid(b)
+    return matrix + k * delta, q
+
+
+@triton.jit
+def store_output(
+    matrix, q, z, norm, out, token, head, value, is_value, z_pitch, eps, HEADS: tl.constexpr, VALUES: tl.constexpr, SM: tl.constexpr
+):  # fmt: skip
+    """The gated norm of what a token's query reads of the state behind it."""
+    gate = tl.load(z + token * z_pitch + head * VALUES + value, is_value, 0.0)
+    weight = tl.load(norm + value, is_value, 0.0)
+    result = gated_norm(tl.sum(matrix * q, 0, keep_dims=True), weight, gate, eps, VALUES, SM)
+    tl.store(out + token * (HEADS * VALUES) + head * VALUES + value, nearest(result, gate, SM), is_value)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "lengths"])

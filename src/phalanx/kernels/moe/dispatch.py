@@ -154,11 +154,12 @@ def run(
     from phalanx.kernels.moe.sort_by_expert import Tiles
 
     assert isinstance(tiles, Tiles)
+    all_local = experts.count >= num_experts
     if experts.in_4_bits or experts.gate_up_bias is not None:
         from phalanx.kernels.moe.biased_gemm import biased_experts
 
         sums = biased_experts(x, experts, tiles, size.pairs, routing.top_k, num_experts)
-        return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus)
+        return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus, all_local=all_local)
     first, second = heuristics.expert_tilings(
         len(x), routing.top_k, experts.count, num_experts, experts.hidden, experts.inner, experts.gate_up.element_size(),
         gpu(x.device).num_sms, sm=gpu(x.device).sm, by_block=experts.by_block,
@@ -172,12 +173,12 @@ def run(
         squared=not experts.gated, **common,  # type: ignore[arg-type]
     )  # fmt: skip
     # Rows of pairs with other ranks' experts are behind those of this one's, and nothing has written them.
-    counts = tiles.counts if experts.count < num_experts else None
+    counts = None if all_local else tiles.counts
     values, scale = _quantized(inner, experts, experts.inner_scale, experts.begin, counts)
     sums = grouped_gemm(
         values, scale, experts.down, experts.down_scale, tiles, second, gated=False, begin=experts.begin, **common,  # type: ignore[arg-type]
     )  # fmt: skip
-    return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus)
+    return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus, all_local=all_local)
 
 
 def _tile_size(experts: ExpertTensors, x: Tensor, top_k: int, num_experts: int) -> TileSize:

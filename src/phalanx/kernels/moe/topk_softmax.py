@@ -72,36 +72,33 @@ def _logits(logits, logit_bias, token, tokens, expert, inside, experts, PARTS: t
 
 @triton.jit
 def _largest(score, share, expert, inside, experts, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
-    """(0 .. SLOTS - 1, the experts with the TOP_K largest scores, their shares); of equal scores the first."""
-    score = tl.where(inside, score, float("-inf"))
+    """(0 .. SLOTS - 1, the experts with the TOP_K largest scores, their shares); of equal scores the first. Scores are compared as
+    integers of the same order, and shares are taken by their bits: a GPU reduces integers of a warp in one instruction."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # 0 of either sign are equal
+    key = tl.where(inside, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -(1 << 31))
+    share_bits = share.to(tl.int32, bitcast=True)
     slot = tl.arange(0, SLOTS)
     chosen = tl.zeros([SLOTS], tl.int32)
-    weight = tl.zeros([SLOTS], tl.float32)
+    weight = tl.zeros([SLOTS], tl.int32)
     for j in tl.static_range(TOP_K):
-        top = tl.max(score, 0)
-        number = tl.min(tl.where((score == top) & inside, expert, experts - 1), 0)
+        number = tl.min(tl.where(key == tl.max(key, 0), expert, experts - 1), 0)
         chosen = tl.where(slot == j, number, chosen)
-        weight = tl.where(slot == j, tl.sum(tl.where(expert == number, share, 0.0), 0), weight)
-        inside = inside & (expert != number)
-        score = tl.where(inside, score, float("-inf"))
-    return slot, chosen, weight
+        weight = tl.where(slot == j, tl.max(tl.where(expert == number, share_bits, 0), 0), weight)
+        key = tl.where(expert == number, -(1 << 31), key)
+    return slot, chosen, weight.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _placed(chosen, physical, kv_slots, token, COPIES: tl.constexpr):
-    """Experts -> physical experts, see `reference.physical_ids`; -1 for a token that is padding."""
+def _placed(chosen, physical, kv_slot, COPIES: tl.constexpr):
+    """Experts -> physical experts, see `reference.physical_ids`; -1 for a token that is padding. kv_slot: the token's, or its
+    number."""
     if physical is not None:
         row = physical + chosen * (COPIES + 1)
         if COPIES == 1:
             chosen = tl.load(row + 1)
         else:
-            copy_key = token
-            if kv_slots is not None:
-                copy_key = tl.maximum(tl.load(kv_slots + token), 0)
-            chosen = tl.load(row + 1 + copy_key % tl.load(row))
-    if kv_slots is not None:
-        chosen = tl.where(tl.load(kv_slots + token) < 0, -1, chosen)
-    return chosen
+            chosen = tl.load(row + 1 + tl.maximum(kv_slot, 0) % tl.load(row))
+    return tl.where(kv_slot < 0, -1, chosen)
 
 
 @triton.jit
@@ -118,7 +115,7 @@ def _store_tiles(pairs, tiles, counts, load, chosen, slot, real, first, local_ex
     tl.store(counts, tl.sum(is_local.to(tl.int32), 0))
     tl.store(counts + 1, tl.sum(real.to(tl.int32), 0))
     if load is not None:
-        tl.store(load + local, tl.load(load + local, is_local, 0) + 1, is_local)
+        tl.atomic_add(load + local, tl.full(local.shape, 1, tl.int64), is_local, sem="relaxed")  # nothing waits for it
 
 
 # A layer's counters and a step's KV slots are parts of larger tensors: they lie on any 8 bytes.
@@ -136,6 +133,9 @@ def _topk_softmax(
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0)
+    kv_slot = token
+    if kv_slots is not None:
+        kv_slot = tl.load(kv_slots + token)  # before the choice, so that it need not be waited for
     expert = tl.arange(0, EXPERTS)
     inside = expert < experts
     PADDED: tl.constexpr = GROUPS > 1 and GROUP_SIZE < GROUP_LANES
@@ -169,7 +169,7 @@ def _topk_softmax(
         total = tl.sum(tl.where(real, weight, 0.0), 0) + (1e-20 if SIGMOID else 0.0)
         weight = weight / tl.maximum(total, floor)  # 0 where there is none
     weight *= scale  # 1 where there is none
-    chosen = _placed(chosen, physical, kv_slots, token, COPIES)
+    chosen = _placed(chosen, physical, kv_slot, COPIES)
     place = token.to(tl.int64) * TOP_K + slot
     tl.store(weights + place, weight, real)
     tl.store(ids + place, chosen, real)
