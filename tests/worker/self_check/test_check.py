@@ -61,9 +61,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 RIGHT = [
-    ("llama", "fp32", 1, 1, BOUNDS[torch.float32]), ("llama", "bf16", 2, 1, BOUNDS[torch.bfloat16]),
-    ("int4", "bf16", 1, 2, BOUNDS[torch.bfloat16]), ("experts", "fp32", 2, 1, CHOICES_BOUND),
-    ("windows", "fp32", 1, 2, CHOICES_BOUND),
+    ("llama", "fp32", 1, 1, BOUNDS[torch.float32]), ("int4", "bf16", 1, 2, BOUNDS[torch.bfloat16]),
+    ("experts", "fp32", 2, 1, CHOICES_BOUND), ("windows", "fp32", 1, 2, CHOICES_BOUND),
 ]  # fmt: skip
 
 
