@@ -23,10 +23,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("dtype", "block_size"), [("bf16", 16), ("fp16", 16), ("bf16", 64), ("fp16", 64), ("bf16", 32)])
-def test_compiles(dtype: str, block_size: int) -> None:
+@pytest.mark.parametrize("lse", [False, True])
+def test_compiles(dtype: str, block_size: int, lse: bool) -> None:
     """Scores begin when half of a tile is there, the mixer is told its factors before the exponentials and its weights before the
     scorer's own GEMM, and nothing spills."""
-    compiled = compiled_kernel(dtype, block_size)
+    compiled = compiled_kernel(dtype, block_size, lse)
     steps = ordered(compiled.asm["ptx"])
     assert spilled(compiled) == 0
     assert compiled.metadata.shared <= HOPPER_SHARED_MEMORY
@@ -35,7 +36,7 @@ def test_compiles(dtype: str, block_size: int) -> None:
     assert steps.count("a" + "W" * 4 + "0a") == 1, steps  # the scorer's own half of the output
 
 
-def compiled_kernel(dtype: str, block_size: int) -> Any:
+def compiled_kernel(dtype: str, block_size: int, lse: bool) -> Any:
     from phalanx.kernels.attention import latent_decode_hopper
 
     kernel = latent_decode_hopper._latent_decode_bands
@@ -44,7 +45,8 @@ def compiled_kernel(dtype: str, block_size: int) -> Any:
         name: descriptor if name.endswith("desc") else SIGNATURE.get(name, f"*{dtype}") for name in kernel.arg_names
     }  # fmt: skip
     aligned = [name for name, kind in kinds.items() if kind[0] == "*" and name != "tables"]
-    return compiled_as(kernel, kinds, {"BLOCK_SIZE": block_size}, 90, aligned=aligned, num_warps=4)
+    constants = {"BLOCK_SIZE": block_size, **({} if lse else {"lse": None})}
+    return compiled_as(kernel, kinds, constants, 90, aligned=aligned, num_warps=4)
 
 
 def test_splits_occupy_the_gpu() -> None:
@@ -92,12 +94,15 @@ LENGTHS = [0, 1, 63, 64, 65, 1500, 33000]
 CASES = [
     Case(LENGTHS, 128, 512, 64), Case(LENGTHS, 64, 512, 64, 64), Case(LENGTHS, 33, 512, 64, 32, dtype=torch.float16),
     Case(LENGTHS, 100, 512, 64, 128, dtype=torch.float16, indirect=False), Case([1024], 64, 512, 64),
-    Case([200, 17, 0, 333] * 80 + [5000], 64, 512, 64), Case([97] * 600, 128, 512, 64, indirect=False),
+    Case([200, 17, 0, 333] * 80 + [5000], 64, 512, 64, lse=True), Case([97] * 600, 128, 512, 64, indirect=False),
+    Case(LENGTHS, 128, 512, 64, lse=True), Case([0, 40], 64, 512, 64, lse=True),
 ]  # fmt: skip
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.heads} heads {len(case.lengths)} rows of {max(case.lengths)}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.heads} heads {len(case.lengths)} rows of {max(case.lengths)}{', lse' * case.lse}"
+)
 @pytest.mark.parametrize("early", [False, True])
 def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool) -> None:
     """Captured with lengths of 1, replayed with those of the case; each time the same bits. Memory that no row attends to is NaN.
@@ -111,12 +116,13 @@ def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool) -> None:
     workspace, lengths = SplitKvWorkspace(torch.device("cuda")), torch.ones_like(inputs.lengths)
     replayed, out = inputs._replace(lengths=lengths), inputs.query.new_zeros(inputs.query.shape)
     tiling = select_latent_bands(len(lengths), case.heads, workspace.num_sms)
+    lse, wanted_lse = (torch.zeros(inputs.query.shape[:2], device="cuda") if case.lse else None for _ in range(2))
 
     def attend() -> None:
         splits = plan(lengths, inputs.rows, tiling.split, window=None, block_size=case.block_size) if early else None
         out.fill_(float("nan"))  # a launch without programmatic dependence
         latent_decode_attention(
-            *replayed, scale=0.05, workspace=workspace, tiling=tiling, splits=splits, early_lengths=early, out=out
+            *replayed, scale=0.05, workspace=workspace, tiling=tiling, splits=splits, early_lengths=early, out=out, lse=lse
         )  # fmt: skip
 
     attend()
@@ -125,13 +131,14 @@ def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool) -> None:
     with torch.cuda.graph(graph):
         attend()
     lengths.copy_(inputs.lengths)
-    wanted, outputs = reference.latent_decode_attention(*inputs, scale=0.05), []
+    wanted, outputs = reference.latent_decode_attention(*inputs, scale=0.05, lse=wanted_lse), []
     for _ in range(20):
         graph.replay()
         outputs.append(out.clone())
     assert all(torch.equal(each, outputs[0]) for each in outputs)
     step = 2 * torch.finfo(case.dtype).eps
     torch.testing.assert_close(outputs[0], wanted, rtol=step, atol=step)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu1

@@ -125,18 +125,17 @@ def short_kv_limit(rows: int, heads: HeadLayout, num_sms: int, shared_memory: in
 
 class LatentSpec(NamedTuple):
     """What layers with latent attention must have in common to share one plan of splits. heads: of the queries; width: elements of
-    a cached token; itemsize: bytes of one; lse: the log-sum-exp of scores is wanted, too."""
+    a cached token; itemsize: bytes of one."""
 
     heads: int
     width: int
     itemsize: int
     block_size: int
-    lse: bool = False
 
     @classmethod
-    def of(cls, heads: int, cache: Tensor, *, lse: bool = False) -> LatentSpec:
+    def of(cls, heads: int, cache: Tensor) -> LatentSpec:
         """cache [blocks, block_size, 1, width]."""
-        return cls(heads, cache.shape[3], cache.element_size(), cache.shape[1], lse)
+        return cls(heads, cache.shape[3], cache.element_size(), cache.shape[1])
 
 
 def supports_latent(device: torch.device, dtype: torch.dtype, latent: Latent) -> bool:
@@ -148,11 +147,10 @@ def supports_latent(device: torch.device, dtype: torch.dtype, latent: Latent) ->
 
 def supports_warp_specialized_latent(device: torch.device, rows: int, spec: LatentSpec) -> bool:
     """Whether `latent_decode_attention`, which supports these layers, runs the warp-specialized kernel for so many rows: on Hopper,
-    for many heads, over a cache in 16 bit of the widest latents that are supported, whose blocks TMA copies whole; it gives no
-    log-sum-exp."""
+    for many heads, over a cache in 16 bit of the widest latents that are supported, whose blocks TMA copies whole."""
     fits = spec.width == LATENT_RANK + LATENT_ROPE and spec.itemsize == 2 and spec.heads >= LATENT_BAND_LEAST
     copied = spec.block_size in (16, 32) or spec.block_size % LATENT_TILE == 0
-    return fits and copied and not spec.lse and rows <= ROW_CLASSES[-1] and sm_arch(device) == 90 and has_gluon()
+    return fits and copied and rows <= ROW_CLASSES[-1] and sm_arch(device) == 90 and has_gluon()
 
 
 def plan_latent_splits(
@@ -174,11 +172,11 @@ def latent_decode_attention(
     """See `reference.latent_decode_attention`. The cache is contiguous, and the last dims of query and rotated. workspace, splits,
     early_lengths: as of `decode_attention`. Nothing is read by the host: the launch may be captured, and replayed with other
     lengths."""
-    rows, spec = len(query), LatentSpec.of(query.shape[1], cache, lse=lse is not None)
+    rows, spec = len(query), LatentSpec.of(query.shape[1], cache)
     arguments = query, rotated, cache, block_tables, table_rows, kv_lengths
     options: dict[str, Any] = {
         "scale": scale, "workspace": workspace, "splits": splits, "early_lengths": early_lengths,
-        "tiling": _latent_tiling(query.device, rows, spec, workspace),
+        "tiling": _latent_tiling(query.device, rows, spec, workspace), "lse": lse,
     }  # fmt: skip
     if supports_warp_specialized_latent(query.device, rows, spec):
         from phalanx.kernels.attention.latent_decode_hopper import latent_decode_attention as warp_specialized
@@ -186,7 +184,7 @@ def latent_decode_attention(
         return warp_specialized(*arguments, **options)
     from phalanx.kernels.attention.latent_decode import latent_decode_attention as kernel
 
-    return kernel(*arguments, **options, lse=lse)
+    return kernel(*arguments, **options)
 
 
 def merge_by_lse(received: Tensor, width: int) -> Tensor:

@@ -54,7 +54,7 @@ from phalanx.kernels.attention.heuristics import (
     select_latent_merge,
 )
 from phalanx.kernels.attention.split_kv import load_split, plan
-from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, merge_apart
+from phalanx.kernels.attention.split_reduce import LOG2_E, LOWEST, SCORE_SCALE, merge_apart
 from phalanx.kernels.gluon_names import thread_barrier
 
 HEADS = gl.constexpr(LATENT_BAND)
@@ -208,7 +208,7 @@ def _score(shared, BLOCK_SIZE: gl.constexpr):
     buffers = shared[0]
     queries, _, latents, _, weights, fades = buffers
     query_ready, left_ready, right_ready, left_free, fade_ready, weights_ready, weights_free = shared[1]
-    query, row_stride, head_stride, begin, end, score_scale, split_max, totals = shared[2]
+    query, row_stride, head_stride, begin, end, score_scale, split_max, totals, lse = shared[2]
     _, _, place, row, count, first_head, members = shared[3]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -252,6 +252,10 @@ def _score(shared, BLOCK_SIZE: gl.constexpr):
     _ready(fade_ready)
     if count == 1:
         _store_output(shared[3], queries.index(0), mixed, gl.convert_layout(factor, gl.SliceLayout(1, OUT)), 0)
+        if lse is not None:
+            head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, SUMS))
+            log = (top + gl.log2(gl.where(total > 0, total, 1.0))) / SCORE_SCALE
+            gl.store(lse + row.to(gl.int64) * members + head, gl.where(total > 0, log, LOWEST), head < members)
     else:
         left_at = place * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, SUMS))
         gl.store(split_max + left_at, top)
@@ -323,7 +327,7 @@ def _barriers():
     do_not_specialize_on_alignment=["tables"],
 )  # fmt: skip
 def _latent_decode_bands(
-    query, rotated, cache_desc, tables, splits, out, split_max, totals, outs,
+    query, rotated, cache_desc, tables, splits, out, lse, split_max, totals, outs,
     table_stride, row_stride, head_stride, rotated_row_stride, rotated_head_stride, members, early, score_scale,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
@@ -358,7 +362,7 @@ def _latent_decode_bands(
         rings = (latents._reinterpret(OPERAND, [STAGES * 2 * LINES, TILE, LINE], SWIZZLED), keys)
         scored = (
             buffers, (query_ready, left_ready, right_ready, left_free, fade_ready, weights_ready, weights_free),
-            (query, row_stride, head_stride, begin, end, score_scale, split_max, totals), result,
+            (query, row_stride, head_stride, begin, end, score_scale, split_max, totals, lse), result,
         )  # fmt: skip
         mixed = (
             buffers, (query_ready, right_ready, right_free, fade_ready, weights_ready, weights_free),
@@ -375,7 +379,7 @@ def _latent_decode_bands(
 def latent_decode_attention(
     query: Tensor, rotated: Tensor, cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor, *,
     scale: float, workspace: SplitKvWorkspace, tiling: LatentTiling, splits: Tensor | None = None, early_lengths: bool = False,
-    out: Tensor | None = None,
+    out: Tensor | None = None, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `latent_decode.latent_decode_attention`, where `dispatch.supports_warp_specialized_latent` says so, with a tiling of
     `heuristics.select_latent_bands`."""
@@ -389,13 +393,13 @@ def latent_decode_attention(
     bands = triton.cdiv(members, HEADS.value)
     *partial, _ = workspace.take(bands, bands * len(splits), HEADS.value, RANK.value)
     _latent_decode_bands[(bands, len(splits))](
-        query, rotated, _descriptor(cache), block_tables, splits, out, *partial, block_tables.stride(0), *query.stride()[:2],
+        query, rotated, _descriptor(cache), block_tables, splits, out, lse, *partial, block_tables.stride(0), *query.stride()[:2],
         *rotated.stride()[:2], members, int(early_lengths), scale * LOG2_E, BLOCK_SIZE=block_size, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     lanes, at_once, block = select_latent_merge(len(query))
     merge_apart(
         splits, out, None, *partial, kv_heads=1, heads=HEADS.value, width=RANK.value, lanes=lanes, at_once=at_once, block=block,
-        value_scale=1.0, early_lengths=early_lengths, sm=90,
+        value_scale=1.0, early_lengths=early_lengths, sm=90, lse=lse,
     )  # fmt: skip
     return out
 

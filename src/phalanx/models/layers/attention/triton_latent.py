@@ -230,7 +230,7 @@ class TritonLatentPlan:
             both = context.all_heads(torch.cat((absorbed, rotated), dim=-1))
             absorbed, rotated = both[..., :rank], both[..., rank:]
             lse = both.new_empty(both.shape[:2], dtype=torch.float32)
-        spec = kernels.LatentSpec.of(absorbed.shape[1], cache, lse=lse is not None)
+        spec = kernels.LatentSpec.of(absorbed.shape[1], cache)
         planned = spec in self._splits
         if not planned:
             self._splits[spec] = self._plan_splits(spec)
