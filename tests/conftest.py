@@ -50,6 +50,18 @@ def logger_as_before() -> Iterator[None]:
         logger.propagate, logger.handlers[:] = propagate, handlers
 
 
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """What code under test changes for the children of its process: with other variables, no later process of a test is a fork."""
+    before = dict(os.environ)
+    yield
+    for name in (before.keys() | os.environ.keys()) - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
+
+
 @pytest.fixture(scope="session")
 def python_template() -> Iterator[None]:
     from tests.support import forked_python
