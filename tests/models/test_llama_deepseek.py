@@ -384,7 +384,7 @@ def in_fp8(family: str, root: Path) -> tuple[Path, list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize(("tp", "moe_ep", "pp"), LAYOUTS)
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v32"])
 def test_block_scaled_fp8_is_the_dequantized_model(family: str, tp: int, moe_ep: int, pp: int, root: Path) -> None:
     """With 16-bit activations. Ranks hold parts of blocks: of an expert 96 or 48 of 192 columns, of kv_b_proj 120 or 60 of 240
     rows, of o_proj 48 or 24 of 96 columns; kv_a_proj_with_mqa's 144 rows end in an eighth of a block."""

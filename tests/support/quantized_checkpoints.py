@@ -127,7 +127,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded], str]] = {
     "one scale": ({"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": [IGNORED]}, per_tensor, "-"),
 }  # fmt: skip
 
-QUANTIZED = ("_proj", "_with_mqa", "_qkvz", "shared_mlp.input_linear", "shared_mlp.output_linear")
+QUANTIZED = ("_proj", "_with_mqa", "_qkvz", "shared_mlp.input_linear", "shared_mlp.output_linear", "indexer.wq_b", "indexer.wk")
 """How the names of linear layers end that tools quantize."""
 KV_SCALES = (0.05, 0.02)
 
@@ -140,7 +140,7 @@ def rewrite(plain: Path, folder: Path, form: str) -> tuple[Path, Path]:
     for name, tensor in load_file(plain / "model.safetensors").items():
         layer = name.removesuffix(".weight")
         quantized[name], widened[name] = tensor, tensor.float()
-        if layer.endswith(QUANTIZED) and layer != IGNORED:
+        if layer.endswith(QUANTIZED) and layer != IGNORED and not layer.endswith("indexer.weights_proj"):
             quantized[name], scales, widened[name] = encode(tensor.float())
             quantized |= {f"{layer}.{end}": scale for end, scale in scales.items()}
         if layer.endswith("self_attn.k_proj") and scales_at != "-":
