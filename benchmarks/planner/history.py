@@ -114,13 +114,19 @@ def returns_tokens(row: Row) -> bool:
     return row.pp > 1 and costs_of(row) is Costs
 
 
+class OlderCounts(DecodeCounts):
+    """Of engines in which a step of a pipeline could be full of decodes."""
+
+    def share(self, stages: int, *, prompts_wait: bool) -> int:
+        return self.ready
+
+
 class OlderScheduler(DpIndex):
     """That of engines in which a step of a pipeline could be full of decodes, each prompt had all of a step until it was computed,
     and a data-parallel index got as many requests as a step of its own holds, whatever it had begun, and no more until it had begun
     them all."""
 
-    def _decode_share(self, decodes: DecodeCounts, prompts_wait: bool) -> int:
-        return decodes.ready
+    decode_counts = OlderCounts
 
     def _left_to_shorter(self, *_: object) -> int:
         return 0

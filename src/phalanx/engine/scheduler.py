@@ -59,6 +59,8 @@ FIRST_CHUNK = 16
 class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
     """A `StepScheduler` whose steps have one batch."""
 
+    decode_counts = DecodeCounts
+
     def __init__(
         self, options: SchedulerOptions, open_matcher: OpenMatcher = no_grammars, *,
         grammar_calls: GrammarThreads | InlineGrammarCalls | None = None, seeds: random.Random | None = None,
@@ -70,9 +72,8 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         self.kv = RequestBlocks(options)
         self.pool, self.parts = self.kv.pool, [self]
         self.running: list[Request] = []  # in order of arrival
-        self._arrived = 0
+        self._arrived, self._lacks = 0, False  # _lacks: blocks, the next one in the last step
         self._loading: Request | None = None  # the last whose prefix came from host memory in parts
-        self._lacks = False  # that one, in the last step, of blocks
         # Whether constrained requests, which wait for the engine to know their tokens where those of others return on the device,
         # have a budget of their own. Not where a step may have fewer tokens than rows: the oldest must never be without one.
         self._parts_decodes = options.returns_tokens and options.chunked_prefill and options.max_rows < options.max_num_tokens
@@ -185,7 +186,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
             ready, total = (len(requests) + len(arrivals) - long for requests in (eligible, self.running))
             rows = max(1, min(rows, long - (-ready // missing), long - (-total // stages)))
             prompts_wait = bool(self.waiting) or budget + constrained_budget < len(eligible)
-            plain, constrained = DecodeCounts.of(self.running, eligible, apart=self._parts_decodes)
+            plain, constrained = self.decode_counts.of(self.running, eligible, apart=self._parts_decodes)
             budget, constrained_budget = (each.share(stages, prompts_wait=prompts_wait) for each in (plain, constrained))
             if constrained_budget:
                 # The token of a constrained request takes one step longer than those of others, which have filled the next step by
@@ -573,8 +574,7 @@ class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
         return fitting if fitting == count or self.kv.may_split(request) else 0
 
     def preempt(self, request: Request) -> None:
-        """Move the request that came last of the running ones back to the queue, behind those that it has passed. It will compute
-        its tokens again."""
+        """Move the request that came last of the running ones back to the queue, behind those that it has passed."""
         self.running.pop()
         self._release(request)
         self.waiting.insert(sum(1 for _ in takewhile(lambda each: each.arrival < request.arrival, self.waiting)), request)
