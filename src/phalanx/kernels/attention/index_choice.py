@@ -4,8 +4,7 @@
 """What chooses the keys of sparse attention, in two kernels: scores of the cached keys, and the slots of the best ones, exactly.
 The plain code: `indexer.index_scores` and `indexer.best_keys`, a row for each query.
 
-The host reads nothing: a launch may be captured, and replayed with other lengths. No plan calls them before they have run on a
-GPU."""
+The host reads nothing: a launch may be captured, and replayed with other lengths."""
 
 from __future__ import annotations
 

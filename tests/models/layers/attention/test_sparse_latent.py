@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which queries of a batch with sparse attention are dense."""
+"""The queries of sparse attention: which are dense, and the same choice by kernels, in Triton's interpreter, as by plain torch."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from phalanx.kernels.attention.indexer import IndexQuery
 from phalanx.models.batch import Batch
-from phalanx.models.layers.attention.sparse_latent import divided
+from phalanx.models.cache import LayerCache
+from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
+from phalanx.models.layers.attention.sparse_latent import SparseLatentBackend, divided
+from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 TOPK = 6
 
@@ -35,3 +40,27 @@ def test_a_query_is_dense_up_to_topk_tokens() -> None:
     assert (long.batch.query_starts_cpu, long.batch.kv_lengths_cpu) == ([0, 1, 4, 7], [7, 9, 16])
     assert long.batch.positions.tolist() == [6, 6, 7, 8, 13, 14, 15]
     assert divided(batch_of([(1, 6)]), TOPK)[1] is None
+
+
+def check_kernels_choose_the_same() -> None:
+    generator = torch.Generator().manual_seed(4)
+    for rows in ([(1, 7), (5, 9), (3, 16)], [(1, 9), (1, 16)]):
+        batch = batch_of(rows)
+        cache = LayerCache({"index_key": torch.randn(4 * len(rows) + 1, 4, 1, 16, generator=generator)})
+        plan = SparseLatentBackend(SdpaLatentBackend(), TOPK).plan(batch)
+        _, long = divided(batch, TOPK)
+        assert long is not None
+        count = len(long.tokens)
+        index = IndexQuery(torch.randn(count, 8, 16, generator=generator), torch.randn(count, 8, generator=generator))
+        assert torch.equal(plan.choose_by_kernel(index, cache), plan.choose(index, cache))
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    assert interpreted("tests.models.layers.attention.test_sparse_latent").split() == ["check_kernels_choose_the_same"]
+
+
+if __name__ == "__main__":
+    let_loops_begin_anywhere()
+    check_kernels_choose_the_same()
+    print("check_kernels_choose_the_same")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention import dispatch as kernels
 from phalanx.kernels.attention.heuristics import SplitKvWorkspace
-from phalanx.kernels.attention.indexer import IndexQuery, best_keys, index_scores, read_index_keys
+from phalanx.kernels.attention.indexer import SCORES_BYTES, IndexQuery, best_keys, index_scores, read_index_keys
 from phalanx.models.batch import Batch
 from phalanx.models.cache import LayerCache
 from phalanx.models.layers.attention.backend import LatentAttentionPlan
@@ -89,6 +89,7 @@ class SparseLatentBackend:
 
     def __init__(self, dense: SdpaLatentBackend | TritonLatentBackend, topk: int) -> None:
         self.name, self.dense, self.topk = f"sparse {dense.name}", dense, topk
+        self.has_kernels = isinstance(dense, TritonLatentBackend)
         self.attend = _by_kernel(dense.workspace) if isinstance(dense, TritonLatentBackend) else _gathered
 
     def plan(self, batch: Batch) -> SparseLatentPlan:
@@ -108,6 +109,7 @@ class SparseLatentPlan:
         if short is not None:
             self._dense = backend.dense.plan(short.batch)
         self._bundles = BundledPlan(self._long.batch, Scratch())
+        self._rows: Tensor | None = None  # the table row of each query of `_long`
         self._chosen: Tensor | None = None  # slots [N, topk] of the queries of `_long`, for this layer and those that share them
 
     def forward(
@@ -118,7 +120,8 @@ class SparseLatentPlan:
             return self._dense.forward(query, cache, up=up, scale=scale)
         tokens = self._long.tokens
         if index is not None:
-            self._chosen = self._choose(IndexQuery(index.query[tokens], index.weights[tokens]), cache)
+            own_index = IndexQuery(index.query[tokens], index.weights[tokens])
+            self._chosen = (self.choose_by_kernel if self._backend.has_kernels else self.choose)(own_index, cache)
         assert self._chosen is not None, "a stage begins with a layer that has an indexer"
         nope = query.shape[2] - (cache["latent"].shape[3] - up.shape[2])
         out = query.new_empty(query.shape[0], query.shape[1], up.shape[1] - nope)
@@ -129,7 +132,30 @@ class SparseLatentPlan:
         out[tokens] = absorbed_output(mixed, up, nope)
         return out
 
-    def _choose(self, index: IndexQuery, cache: LayerCache) -> Tensor:
+    def choose_by_kernel(self, index: IndexQuery, cache: LayerCache) -> Tensor:
+        """As `choose`, with each query as a row, for as many at a time as there is room for scores."""
+        from phalanx.kernels.attention.index_choice import best_slots
+
+        assert self._long is not None
+        batch, keys = self._long.batch, cache["index_key"]
+        if self._rows is None:
+            counts = torch.tensor(np.diff(batch.query_starts_cpu), device=index.query.device)
+            assert batch.table_rows is not None
+            self._rows = batch.table_rows.repeat_interleave(counts, output_size=len(index.query))
+        width = -(-max(batch.kv_lengths_cpu) // keys.shape[1])
+        tables, lengths = batch.block_tables[:, :width], (batch.positions + 1).int()
+        step = max(1, SCORES_BYTES // (4 * width * keys.shape[1]))
+        chosen = []
+        for first in range(0, len(lengths), step):
+            some = slice(first, first + step)
+            slots, _ = best_slots(
+                index.query[some], index.weights[some], keys, cache.tensors.get("index_scale"), tables, self._rows[some],
+                lengths[some], self._backend.topk,
+            )  # fmt: skip
+            chosen.append(slots)
+        return torch.cat(chosen).long()
+
+    def choose(self, index: IndexQuery, cache: LayerCache) -> Tensor:
         """The slots of the keys that the queries of `_long` attend to, [N, topk] int64."""
 
         def choose(bundle: Bundle) -> Tensor:
