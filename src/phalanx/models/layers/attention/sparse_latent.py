@@ -39,6 +39,10 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 [N, heads, rank]."""
 
 
+KERNEL_ROWS = 256
+"""Queries of a launch, at most: partial results of 2,048 with 128 heads would take 1 GiB, which the workspace keeps."""
+
+
 class _Part(NamedTuple):
     """Some of a batch's queries, as a batch. tokens [T']: which of its tokens they are."""
 
@@ -190,9 +194,12 @@ def _by_kernel(workspace: SplitKvWorkspace) -> Attend:
     def attend(absorbed: Tensor, rotated: Tensor, cache: Tensor, slots: Tensor, scale: float) -> Tensor:
         """As `Attend`."""
         lengths = torch.full((len(slots),), slots.shape[1], dtype=torch.int32, device=slots.device)
-        pages = cache.view(-1, 1, 1, cache.shape[3])
-        return kernels.latent_decode_attention(
-            absorbed, rotated, pages, slots.int(), None, lengths, scale=scale, workspace=workspace
-        )  # fmt: skip
+        pages, tables, outs = cache.view(-1, 1, 1, cache.shape[3]), slots.int(), []
+        for first in range(0, len(slots), KERNEL_ROWS):
+            some = slice(first, first + KERNEL_ROWS)
+            outs.append(kernels.latent_decode_attention(
+                absorbed[some], rotated[some], pages, tables[some], None, lengths[some], scale=scale, workspace=workspace
+            ))  # fmt: skip
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     return attend
