@@ -47,8 +47,12 @@ _AUTOGROUP_SECONDS = 0.5
 """The kernel takes one such value in 0.1 s of a user who is not root."""
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+"""Options of malloc, as malloc.h numbers them."""
+
+
 def set_allocator(options: Mapping[int, int]) -> None:
-    """Set options of this process's malloc, by their numbers in malloc.h. Does nothing where the allocator is not glibc's."""
+    """Set options of this process's malloc. Does nothing where the allocator is not glibc's."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option, value in options.items():

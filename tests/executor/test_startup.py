@@ -20,7 +20,7 @@ from phalanx.executor.protocol import (
 )
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.executor.startup import StartupCoordinator
-from phalanx.layout.memory import HostCounts, HostMemory, host_counts
+from phalanx.layout.memory import HostCounts, HostMemory, fewest, host_counts
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import all_gone, options, pids
 
@@ -129,6 +129,7 @@ def test_host_memory_is_divided_over_blocks_and_the_states_that_hits_need() -> N
     with pytest.raises(CapacityError, match=r"holds not a single KV block and a state; 2,009 bytes .* takes 10 and a state 2,000"):
         counts(2009)
 
+    assert fewest([HostCounts(9, 4), HostCounts(7, 0), HostCounts(8, 3)]) == (7, 3), "a host whose stages have no states"
     startup = StartupCoordinator(2, (), 0.0, 3 * (2000 + 2560), block_size=16)
     for rank, (block, state) in enumerate(((10, 0), (0, 2000))):
         startup.rank_connected(Hello(rank, 0, 100 + rank))

@@ -23,7 +23,7 @@ from phalanx.executor.protocol import (
     RankToEngine,
     StartupProgress,
 )
-from phalanx.layout.memory import HostCounts, HostMemory, host_counts
+from phalanx.layout.memory import HostCounts, HostMemory, fewest, host_counts
 from phalanx.log import get_logger
 
 log = get_logger(__name__)
@@ -84,7 +84,7 @@ class StartupCoordinator:
                 free = max(free - self.num_blocks * block, 0)
             host = f"node {node}{beside}"
             counts.append(host_counts(self._host_memory, block, free, state=state, block_size=self._block_size, host=host))
-        return HostCounts(*map(min, zip(*counts, strict=True)))
+        return fewest(counts)
 
     def rank_facts(self) -> list[RankFacts]:
         return [self._ready[rank] for rank in range(self._world)]

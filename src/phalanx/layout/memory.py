@@ -127,6 +127,11 @@ def host_counts(
     return HostCounts((budget - states * state) // block if block else states * with_a_state, states)
 
 
+def fewest(hosts: Sequence[HostCounts]) -> HostCounts:
+    """What each of these hosts holds. Hosts whose layers have no state hold none, whatever the others do."""
+    return HostCounts(min(each.blocks for each in hosts), min((each.states for each in hosts if each.states), default=0))
+
+
 UNBOUNDED = 1 << 40
 """As a number of positions: no number of blocks bounds it."""
 

@@ -17,6 +17,7 @@ from phalanx.layout.memory import (
     GRAPH_BYTES,
     HostCounts,
     block_bytes,
+    fewest,
     host_counts,
     kv_budget,
     stage_caches,
@@ -202,7 +203,7 @@ def on_host(shape: ModelShape, layout: Layout, gpus_per_node: int, memory: int, 
         block, state = (copies * sum(sizes) for sizes in zip(*ranks[first : first + gpus_per_node], strict=True))
         # The host is taken to have the memory.
         hosts.append(host_counts(memory, block, 2 * memory, state=state, block_size=sizes.block_size, host="a host"))
-    return HostCounts(*map(min, zip(*hosts, strict=True)))
+    return fewest(hosts)
 
 
 def host_tokens(shape: ModelShape, layout: Layout, gpus_per_node: int, memory: int, sizes: Sizes) -> tuple[int, int]:

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import psutil
 
-from phalanx.launch import set_allocator
+from phalanx.launch import M_ARENA_MAX, M_MMAP_THRESHOLD, set_allocator
 from phalanx.log import get_logger
 
 logger = get_logger(__name__)
 
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # names of malloc.h
 _LARGE_BLOCK = 256 << 10
 """Blocks of this size are mapped each by itself, and go back as soon as they are freed. glibc would raise the limit by itself, up
 to 32 MiB, with the first large block that is freed."""
@@ -32,7 +31,7 @@ _TIMES = 6  # after growth: at the next check, then after 1, 2, 4, 8 and 16 more
 
 def configure() -> None:
     """Tell the allocator of this process to keep little."""
-    set_allocator({_M_MMAP_THRESHOLD: _LARGE_BLOCK, _M_ARENA_MAX: _ARENAS})
+    set_allocator({M_MMAP_THRESHOLD: _LARGE_BLOCK, M_ARENA_MAX: _ARENAS})
 
 
 async def trim_when_idle(idle: Callable[[], bool]) -> None:

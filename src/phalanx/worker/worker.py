@@ -87,8 +87,8 @@ _START_MARGIN_SECONDS = 30.0
 """How much longer than start_timeout a rank waits for its peers: the engine, which knows who is missing, gives up first."""
 _READING_SECONDS = 2e-3
 """How often it asks whether an adapter has been read."""
-_ALLOCATOR = {-1: 64 << 20, -3: 32 << 20}
-"""Of ranks on CPU, M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h: else each step would take the pages of its tensors anew."""
+_ALLOCATOR = {launch.M_TRIM_THRESHOLD: 64 << 20, launch.M_MMAP_THRESHOLD: 32 << 20}
+"""Of ranks on CPU: else each step would take the pages of its tensors anew."""
 _POLL_SECONDS = 80e-6
 """How often a rank asks whether the device has finished a step."""
 

@@ -5,6 +5,7 @@ Qwen3-Reranker computes with transformers."""
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import transformers
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from phalanx.config.locate import locate
 from phalanx.errors import OptionError
+from phalanx.serve.openai.prompts import shortened
 from phalanx.serve.openai.schema.embeddings import RerankResponse, ScoreList
 from phalanx.serve.openai.yes_no import YesNo
 from phalanx.serve.tokenizer import Tokenizer
@@ -122,6 +125,26 @@ def test_documents_are_cut_and_not_what_stands_around_them(served, model, refere
     exact = DOCUMENTS[0]
     (one,) = ask(served, "/rerank", query=QUERY, documents=[exact], max_tokens_per_doc=len(tokenizer.encode(exact)))["results"]
     assert one["relevance_score"] == pytest.approx(reference(QUERY, exact), abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "cut"),
+    [
+        ("a few", 3, None), ("日本語のテ", 5, "日"), ("😀😀 hello", 1, "😀"), ("😀😀 hello", 3, "😀"),
+        ("a\ufffd" * 9, 4, "a\ufffd"),
+        ("", 1, ""), ("plain", None, "plain"),
+    ],
+)  # fmt: skip
+def test_a_cut_is_no_part_of_a_character_and_never_empty(text, count, cut):
+    """A token of this tokenizer is a byte or more."""
+    tokenizer = Tokenizer.load(locate("demo"))
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    result = shortened(text, count, SimpleNamespace(tokenizer=tokenizer))
+    assert text.startswith(result)
+    assert bool(result) == bool(text)
+    assert "\ufffd" not in result or "\ufffd" in text
+    assert len(tokenizer.encode(result, add_special_tokens=False)) <= max(count or len(tokens), len(tokenizer.encode(text[:1])))
+    assert result == (cut if cut is not None else tokenizer.decode(tokens[:count]))
 
 
 def test_scores_of_pairs(served, reference):

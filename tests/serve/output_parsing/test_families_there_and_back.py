@@ -105,9 +105,16 @@ def text_of(value: Any, schema: dict[str, Any]) -> str:
 def written(arguments: dict[str, Any], parameter: str, properties: dict[str, Any]) -> str:
     if not parameter:
         return json.dumps(arguments, ensure_ascii=False)
-    texts = {name: text_of(value, properties[name]) for name, value in arguments.items()}
+    marks_strings = "KIND" in parameter  # whether the value is a text, so that its looks do not matter
     before, between, after = re.split("KEY|VALUE", parameter)
-    return "".join(before + name + between + text + after for name, text in texts.items())
+    return "".join(
+        before
+        + name
+        + between.replace("KIND", "true" if isinstance(value, str) else "false")
+        + (value if marks_strings and isinstance(value, str) else text_of(value, properties[name]))
+        + after
+        for name, value in arguments.items()
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -60,7 +60,7 @@ def test_short_ones_pass_long_ones_and_callers_share_a_check():
             assert checks.compile(StructuredOutputParams(regex=f"[ab]{{{number + 1}}}")).compiled
         assert not all(one.done() for one in slow)
         for one in slow:
-            with pytest.raises(OptionError, match="more than 4 s|fuel exhausted"):  # the library's own limit, on an idle core
+            with pytest.raises(OptionError, match=r"more than 4 s|fuel exhausted"):  # the library's own limit, on an idle core
                 one.result()
     assert slow[0].exception() is slow[2].exception() is slow[3].exception()
     checks.forks.close()

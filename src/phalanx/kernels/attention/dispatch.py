@@ -242,8 +242,7 @@ def prefill_attention(
     options: dict[str, Any] = {
         "scale": scale, "kv_scales": kv_scales, "tiles": tiles, "early_lengths": early_lengths, "out": out, "workspace": workspace,
     }  # fmt: skip
-    num_sms = None if workspace is None else workspace.num_sms
-    long = is_long_prefill(len(query), len(kv_lengths), key_cache.shape[2], tiles, mean_length, num_sms)
+    long = is_long_prefill(len(query), len(kv_lengths), mean_length)
     if long and not batch_invariant and window is None and sinks is None and _is_warp_specialized(query, key_cache):
         from phalanx.kernels.attention.prefill_hopper import prefill_attention as warp_specialized
 

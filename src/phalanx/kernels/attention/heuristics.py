@@ -324,23 +324,20 @@ begin and end behind the others: four take 6 to 10 us more at short contexts on 
 takes 1 us."""
 
 LONG_KV, LONG_TOKENS = 512, 64
-"""KV tokens of a row, on average, from which that kernel is the faster one on an H200, where its programs occupy more than half of
-the multiprocessors or share keys; and tokens of a launch from which it is used whatever the lengths, which a captured launch does
-not know: at 400 KV tokens it takes 1 us less or more there, and at 100,000 half as long."""
+"""KV tokens of a row, on average, from which that kernel is the faster one on an H200; and tokens of a launch from which it is used
+whatever the lengths, which a captured launch does not know: at 400 KV tokens it takes 1 us less or more there, and at 100,000 half
+as long."""
 
 MAX_LONG_ROWS = 512
 """Prefill rows of a launch of that kernel, at most, so that one variant of it serves all."""
 
 
-def is_long_prefill(tokens: int, rows: int, kv_heads: int, tiles: int | None, mean_length: int | None, num_sms: int | None) -> bool:
-    """Whether that kernel is the faster one for so many rows of so many tokens together, where it can compute them. tiles,
-    mean_length: see `dispatch.prefill_attention`; num_sms: of the GPU, where the other kernel's programs may share keys."""
+def is_long_prefill(tokens: int, rows: int, mean_length: int | None) -> bool:
+    """Whether that kernel is the faster one for so many rows of so many tokens together, where it can compute them. mean_length:
+    see `dispatch.prefill_attention`."""
     if rows > MAX_LONG_ROWS:
         return False
-    if mean_length is None:
-        return tokens >= LONG_TOKENS
-    few = tiles is not None and num_sms is not None and not LONG_WAVES and 2 * tiles * kv_heads <= num_sms
-    return mean_length >= LONG_KV and not few
+    return tokens >= LONG_TOKENS if mean_length is None else mean_length >= LONG_KV
 
 
 def warmup_token_counts(max_tokens: int) -> list[int]:

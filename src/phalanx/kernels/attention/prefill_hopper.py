@@ -11,8 +11,7 @@ A program has a tile of 128 (token, head) pairs, as there. Its warps have roles,
   weights with their values, and takes exponentials meanwhile. While one waits for its scores, the other's GEMMs go on.
 
 A program takes a whole multiprocessor, so nothing runs while it begins and ends: rows of few keys are `prefill`'s. Programs share
-the keys of a tile (split-KV) as there, but also where tiles are some more than multiprocessors: the programs of a second wave would
-leave most of them idle. So the time of a launch follows its pairs of tokens and keys.
+the keys of a tile (split-KV) as there.
 """
 
 from __future__ import annotations

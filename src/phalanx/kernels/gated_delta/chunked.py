@@ -20,8 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.capabilities import gpu, sm_arch
-from phalanx.kernels.gated_delta.chunks import chunk_at, dot, load_normed, log_decay, sigmoid
-from phalanx.kernels.gated_delta.recurrent import gated_norm
+from phalanx.kernels.gated_delta.chunks import chunk_at, dot, gated_norm, load_normed, log_decay, sigmoid
 from phalanx.kernels.gated_delta.reference import CHUNK, NORM_EPS, DeltaWeights, StateRows, max_chunk_rows
 from phalanx.kernels.vectors import nearest
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.kernels.vectors import nearest
+
 
 @triton.jit
 def row_at(slots, starts, lengths, row, SM: tl.constexpr):
@@ -71,3 +73,12 @@ def dot(left, right, like, total, SM: tl.constexpr):
     if SM == 0:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="tf32x3")
+
+
+@triton.jit
+def gated_norm(values, weight, z, eps, DIM: tl.constexpr, SM: tl.constexpr):
+    """values [rows, dims] in fp32, 0 beyond DIM -> round(values / rms) * weight * silu(z), in fp32."""
+    inverse = tl.rsqrt(tl.sum(values * values, 1) / DIM + eps)
+    normed = nearest(nearest(values * inverse[:, None], z, SM).to(tl.float32) * weight.to(tl.float32), z, SM).to(tl.float32)
+    gate = z.to(tl.float32)
+    return normed * (gate * sigmoid(gate))

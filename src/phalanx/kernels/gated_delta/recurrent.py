@@ -35,15 +35,6 @@ TILING = DeltaTiling(64, 2, 4)
 
 
 @triton.jit
-def gated_norm(values, weight, z, eps, DIM: tl.constexpr, SM: tl.constexpr):
-    """values [rows, dims] in fp32, 0 beyond DIM -> round(values / rms) * weight * silu(z), in fp32."""
-    inverse = tl.rsqrt(tl.sum(values * values, 1) / DIM + eps)
-    normed = nearest(nearest(values * inverse[:, None], z, SM).to(tl.float32) * weight.to(tl.float32), z, SM).to(tl.float32)
-    gate = z.to(tl.float32)
-    return normed * (gate * sigmoid(gate))
-
-
-@triton.jit
 def _delta_decode(
     qkv, z, ba, a_log, dt_bias, norm, state, out, slots, starts, lengths, kv_slots, z_pitch, ba_pitch, eps, scale,
     HEADS: tl.constexpr, RATIO: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, WIDE_KEYS: tl.constexpr,

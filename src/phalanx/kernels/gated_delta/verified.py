@@ -16,8 +16,7 @@ from torch import Tensor
 
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.gated_delta.chunks import log_decay, row_at, sigmoid
-from phalanx.kernels.gated_delta.recurrent import gated_norm
+from phalanx.kernels.gated_delta.chunks import gated_norm, log_decay, row_at, sigmoid
 from phalanx.kernels.gated_delta.reference import NORM_EPS, DeltaWeights, StateRows
 from phalanx.kernels.vectors import nearest
 

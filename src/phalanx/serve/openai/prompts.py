@@ -92,13 +92,16 @@ def encode_pairs(
 
 
 def shortened(text: str, count: int | None, context: PromptContext) -> str:
-    """The beginning of a text that has so many tokens; None: the text. Not its token ids, since a tokenizer may add some behind
-    them."""
-    if count is None or len(text) <= count:
+    """The beginning of a text that has so many tokens, a character at least; None: the text. Not its token ids, since a tokenizer
+    may add some behind them."""
+    if count is None or len(text.encode()) <= count:  # a token has a byte at least
         return text
     text = text[: count * context.tokenizer.max_token_characters]
     tokens = context.tokenizer.encode(text, add_special_tokens=False)
-    return text if len(tokens) <= count else context.tokenizer.decode(tokens[:count], skip_special_tokens=False).rstrip("\ufffd")
+    if len(tokens) <= count:
+        return text
+    beginning = context.tokenizer.decode(tokens[:count], skip_special_tokens=False)
+    return (beginning if text.startswith(beginning) else beginning.rstrip("\ufffd")) or text[:1]  # behind a part of a character
 
 
 def prompt_name(index: int, count: int) -> str | None:

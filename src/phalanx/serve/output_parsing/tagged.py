@@ -207,7 +207,8 @@ class TaggedParser(CallParser):
 
 
 def _stated(string: bool | None, schema: Any) -> Any:
-    """The schema of a value of which the model says whether it is a string. It counts where the schema says nothing else."""
+    """The schema of a value of which the model says whether it is a string. A string is one whatever the schema says; of what is
+    none, the schema decides where it has a type."""
     if string:
         return {"type": "string"}
     of_any_type = is_text(schema) and not (isinstance(schema, Mapping) and "type" in schema)
