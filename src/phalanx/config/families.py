@@ -39,7 +39,7 @@ from phalanx.config.latent import GLM5, Latent, LatentDefaults, read_latent, rea
 from phalanx.config.mamba import Block, Mamba2, read_blocks
 from phalanx.config.mamba import read_granite_hybrid as read_granite_mamba
 from phalanx.config.mamba import read_nemotron_h as read_nemotron_mamba
-from phalanx.config.rope import BY_TYPE, FULL, PROPORTIONAL, ROPE_TYPES, SLIDING, Rope
+from phalanx.config.rope import BY_TYPE, FULL, PROPORTIONAL, SLIDING, Rope
 from phalanx.errors import ModelError
 
 Norms = Literal["before", "behind", "around", "parallel", "single"]
@@ -164,13 +164,13 @@ class Family:
     activation: of the MLP, as transformers names it; all but relu2 are of a gate. activation_field: the field that says so.
     sinks: each head's softmax has one more logit, without a value.
     experts, latent, multipliers, gated_delta, mamba, blocks, full_heads: how their fields are read, in families that have them.
-    interleaved: see `Rope`. original_positions: original_max_position_embeddings by default. rope_types: that the family has.
-    yarn: the rope_parameters of a file that has none. temperature: they have the temperature of queries, too.
-    rotary_portion: where partial_rotary_factor is read, its default. window_theta: where layers with a window have a RoPE of their
-    own, the default of its theta; full_rope: the object of the others in a file that has none. nope_full: layers without a window
-    have no RoPE; or ("with size") unless sliding_window is null. nope_interval: where no_rope_layers is read, its default: the
-    last of each so many layers has no RoPE.
-    mtp_layers: multi-token prediction layers behind the last one, by default.
+    interleaved: see `Rope`. original_positions: original_max_position_embeddings by default. rope_types: that the family has;
+    (): all that any has. yarn: the rope_parameters of a file that has none. temperature: they have the temperature of queries,
+    too. rotary_portion: where partial_rotary_factor is read, its default. window_theta: where layers with a window have a RoPE
+    of their own, the default of its theta; full_rope: the object of the others in a file that has none. nope_full: layers
+    without a window have no RoPE; or ("with size") unless sliding_window is null. nope_interval: where no_rope_layers is read,
+    its default: the last of each so many layers has no RoPE. mtp_layers: multi-token prediction layers behind the last one, by
+    default.
     """
 
     max_positions: int
@@ -213,7 +213,7 @@ class Family:
     rope_theta: float = 10_000.0
     interleaved: bool = False
     original_positions: int | None = None
-    rope_types: tuple[str, ...] = ROPE_TYPES
+    rope_types: tuple[str, ...] = ()
     yarn: Mapping[str, Any] | None = None
     temperature: bool = False
     window_theta: float | None = None

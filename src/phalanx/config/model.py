@@ -16,7 +16,7 @@ from phalanx.config.gated_delta import GatedDelta
 from phalanx.config.generation import FIELDS as GENERATION_FIELDS
 from phalanx.config.generation import GENERATION, read_sampling_defaults
 from phalanx.config.json_fields import JsonFields
-from phalanx.config.latent import Latent
+from phalanx.config.latent import Indexer, Latent
 from phalanx.config.mamba import Block, Mamba2
 from phalanx.config.mistral_format import PARAMS, as_config
 from phalanx.config.model_fields import MODEL
@@ -134,6 +134,11 @@ class ModelShape:
         if self.full_heads is None or self.windows[layer] is not None:
             return HeadSizes(self.num_kv_heads, self.head_dim)
         return self.full_heads
+
+    @property
+    def indexer(self) -> Indexer | None:
+        """What chooses the tokens that a query attends to; None: all."""
+        return None if self.latent is None else self.latent.indexer
 
     @property
     def mean_head_dim(self) -> float:
@@ -435,7 +440,7 @@ def _ropes(
 ) -> tuple[Rope, tuple[Rope, ...]]:  # fmt: skip
     """RoPE of the model, and of each layer where they differ."""
     if family.window_theta is not None:
-        kinds = BY_TYPE if family.rope_types is ROPE_TYPES else family.rope_types
+        kinds = family.rope_types or BY_TYPE
         full = RopeDefaults(family.rope_theta, parameters=family.full_rope, kinds=kinds)
         rope, local = read_ropes_by_type(fields, max_positions, full, family.window_theta)
         if fields.values.get("sliding_window", family.window_size) is None:
@@ -445,7 +450,7 @@ def _ropes(
     if fields.reads("rotary_dim"):
         portion = fields.count("rotary_dim", head_dim) / head_dim
     defaults = RopeDefaults(
-        family.rope_theta, portion, family.yarn, family.original_positions, family.rope_types, family.temperature
+        family.rope_theta, portion, family.yarn, family.original_positions, family.rope_types or ROPE_TYPES, family.temperature
     )  # fmt: skip
     neighbours = family.latent is None and fields.reads("rope_interleave") and fields.flag("rope_interleave", False)
     rope = replace(read_rope(fields, max_positions, defaults, head_dim), interleaved=family.interleaved or neighbours)

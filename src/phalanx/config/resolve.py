@@ -185,7 +185,7 @@ def _check_context_parallel(options: EngineOptions, shape: ModelShape) -> None:
             held=f"{shape.architecture} caches keys and values, which ranks split by heads",
             next="leave it out; a larger tensor_parallel_size holds more tokens",
         )  # fmt: skip
-    if size > 1 and shape.latent is not None and shape.latent.indexer is not None:
+    if size > 1 and shape.indexer is not None:
         raise LayoutError(
             f"decode_context_parallel_size={size} does not work with sparse attention", held=f"the model is a {shape.architecture}",
             why="the indexer scores the keys of all tokens before a query, of which a rank would have a part", next="leave it out",

@@ -543,14 +543,12 @@ def _attention_seconds(
 
 def _topk(shape: ModelShape) -> int | None:
     """How many tokens a query attends to at most; None: all."""
-    return None if shape.latent is None or shape.latent.indexer is None else shape.latent.indexer.topk
+    return None if shape.indexer is None else shape.indexer.topk
 
 
 def _index_flops(shape: ModelShape) -> float:
     """Operations of the score of one token by an indexer, which each rank has all of."""
-    if shape.latent is None or shape.latent.indexer is None:
-        return 0.0
-    return 2.0 * shape.latent.indexer.heads * shape.latent.indexer.head_dim
+    return 0.0 if shape.indexer is None else 2.0 * shape.indexer.heads * shape.indexer.head_dim
 
 
 def _latent_seconds(shape: ModelShape, layout: Layout, machine: MachineModel) -> float:

@@ -225,7 +225,7 @@ def layouts(shape: ModelShape, machine: MachineModel, redundant: int = 0) -> Ite
                 dp = world // tp // pp
                 if (dp > 1 and shape.experts is None) or (tp & (tp - 1) and shape.num_heads % tp):
                     continue
-                dcps = _divisors(tp) if shape.latent is not None and shape.latent.indexer is None else [1]
+                dcps = _divisors(tp) if shape.latent is not None and shape.indexer is None else [1]
                 moe_eps = _divisors(tp) if dp == 1 and shape.experts is not None else [1]
                 for dcp in dcps:
                     for moe_ep in moe_eps:
@@ -337,7 +337,7 @@ def _illegal(shape: ModelShape, machine: MachineModel, layout: Layout) -> str:
             return f"{name} {size} does not divide num_experts={experts.count}"
     if layout.dcp > 1 and shape.latent is None:
         return f"dcp {layout.dcp} divides the tokens of latents, and the model caches keys and values"
-    if layout.dcp > 1 and shape.latent is not None and shape.latent.indexer is not None:
+    if layout.dcp > 1 and shape.indexer is not None:
         return f"dcp {layout.dcp} divides the tokens of latents, and the model's indexer reads all of them"
     if layout.redundant and (reason := _no_copies(experts, layout)):
         return reason

@@ -48,9 +48,10 @@ def parts_of(runner: ModelRunner, model: Decoder, tp: Group) -> list[Part]:
         parts.append(Part("kernels of norms, RoPE, experts or small GEMMs", _REPORT, plain_torch))
     dcp = model.context.dcp
     context = ContextParallel(dcp) if dcp.size > 1 else None
-    latent = model.shape.latent
-    topk = 0 if latent is None or latent.indexer is None else latent.indexer.topk
-    backend = PlainBackend(latent=latent is not None, context=context, topk=topk)
+    indexer = model.shape.indexer
+    backend = PlainBackend(
+        latent=model.shape.latent is not None, context=context, topk=0 if indexer is None else indexer.topk
+    )  # fmt: skip
     parts.append(Part("attention back end", _REPORT, partial(runner.changed, backend=backend)))
     parts.append(Part("linear kernels", _REPORT, partial(plain_linears, model)))
     if runner.graphs is not None:
