@@ -3,8 +3,8 @@
 like of other families; what their parser (`output_parsing.tagged`) reads back.
 
 A string is its text; another value is JSON, and so is a choice whose text is the JSON of another value that the schema allows: of
-`{"enum": ["null", null]}` the first is `"null"`. Text cannot hold the tag that ends a value. Parameters come in the order of the
-schema.
+`{"enum": ["null", null]}` the first is `"null"`, but where a tag says what is a string. Text cannot hold the tag that ends a value.
+Parameters come in the order of the schema.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class ParameterParts:
         return cls(**match.groupdict())
 
     @property
+    def tells_strings(self) -> bool:
+        """Whether end_key says what is a string."""
+        return "KIND" in self.end_key
+
+    @property
     def end_keys(self) -> dict[str, bool | None]:
         """How end_key may be written -> whether it says that the value is a string; None: it does not say. Models forget it."""
         before, kind, after = self.end_key.partition("KIND")
@@ -94,38 +99,41 @@ class ParameterWriter:
         parts = self.parts
         if not properties and node.get("additionalProperties", True) is not False:
             key = f"/[^{parts.end_key[0]}<>\\n]{{1,128}}/"
-            return f"({self.text(parts.open_key)} {key} {self.middle('', {})} {self.value({})})*"
+            return f"({self.text(parts.open_key)} {key} {self.value('', {})})*"
         required = set(node.get("required", ()))
         if not required <= properties.keys():
             raise self.refused("a required property that it does not describe")
         rest = '""'
         for name, child in reversed(properties.items()):
-            one = f"{self.middle(parts.open_key + name, child)} {self.value(child)} {rest}"
+            one = f"{self.value(parts.open_key + name, child)} {rest}"
             rest = self.rule(one if name in required else f"{one} | {rest}")
         return rest
 
-    def middle(self, before: str, schema: Any) -> str:
-        """The expression of a text and what is between it and a value."""
-        kinds = {kind for each in self.alternatives(schema) for kind in self.kinds(each)}
-        texts = {before + self.parts.middle(string=kind) for kind in sorted(kinds, reverse=True)}
-        expressions = [self.text(text) for text in sorted(texts)]
-        return expressions[0] if len(expressions) == 1 else f"({' | '.join(expressions)})"
-
-    def kinds(self, node: Any) -> set[bool]:
-        """Whether values of an alternative are strings; both where its values may be either."""
-        choices = self.choices(node)
-        if choices is not None:
-            return {isinstance(each, str) for each in choices}
-        if isinstance(node, dict) and "type" in node:
-            return {node["type"] == "string"}
-        return {True, False} if self.is_free_text(node) else {False}
-
-    def value(self, schema: Any) -> str:
-        """The expression of a value and the end of its parameter."""
+    def value(self, before: str, schema: Any) -> str:
+        """The expression of a text, of what is between it and a value, and of the value and the end of its parameter."""
         alternatives, parts = self.alternatives(schema), self.parts
+        middles = {string: self.text(before + parts.middle(string=string)) for string in (True, False)}
         if any(self.is_free_text(each) for each in alternatives):
             separator = f" {self.text(parts.separator)}" if parts.separator else ""
-            return self.ending(parts.end_value) + separator
+            all_strings = all(isinstance(each, dict) and each.get("type") == "string" for each in alternatives)
+            middle = " | ".join(sorted({middles[string] for string in (True, all_strings)}))
+            return f"({middle}) {self.ending(parts.end_value)}{separator}"
+        if not parts.tells_strings:
+            return f"{middles[False]} {self.any_of(alternatives, schema)}"
+        of_kind = {string: [one for each in alternatives for one in self.of_kind(each, string=string)] for string in (True, False)}
+        return f"({' | '.join(f'{middles[string]} {self.any_of(each, schema)}' for string, each in of_kind.items() if each)})"
+
+    def of_kind(self, node: Any, *, string: bool) -> list[Any]:
+        """An alternative without its values of the other kind; nothing where it has no others."""
+        choices = self.choices(node)
+        if choices is not None:
+            some = [each for each in choices if isinstance(each, str) == string]
+            return [{name: value for name, value in node.items() if name != "const"} | {"enum": some}] if some else []
+        return [node] if (isinstance(node, dict) and node.get("type") == "string") == string else []
+
+    def any_of(self, alternatives: list[Any], schema: Any) -> str:
+        """The expression of a value of one of these alternatives of the schema, and of the end of its parameter."""
+        parts = self.parts
         end, beside = self.text(parts.wrap + parts.end_value + parts.separator), any(map(self.is_json, alternatives))
         literal = re.match(r'"(?:[^"\\]|\\.)*"', end)
         begun = literal[0] if literal else ""
@@ -173,7 +181,7 @@ class ParameterWriter:
             if node.keys() - _ANNOTATIONS - {"enum", "const", "type"}:
                 raise self.refused("'enum' beside other keywords")
             texts = [
-                each if isinstance(each, str) and isinstance(value_of(each, schema, self.root), str)
+                each if isinstance(each, str) and (self.parts.tells_strings or isinstance(value_of(each, schema, self.root), str))
                 else json.dumps(each, ensure_ascii=False)
                 for each in choices
             ]  # fmt: skip
