@@ -490,7 +490,7 @@ def read_by_transformers(stem: str, config: dict[str, Any]) -> dict[str, Any] | 
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of rope_scaling, in families without RoPE
             return reference_of(stem, config)
-    except (StrictDataclassError, KeyError, TypeError):
+    except (StrictDataclassError, KeyError, TypeError, ZeroDivisionError):  # the last: EXAONE 4 whose sliding_window is null
         return None
 
 
