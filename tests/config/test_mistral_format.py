@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.config.locate import checkpoint_digest, locate
 from phalanx.config.mistral_format import as_config, tensor_name
 from phalanx.config.model import ModelShape
+from phalanx.config.rope import Temperature
 from phalanx.errors import ModelError, WeightError
 from phalanx.layout.families.registry import layer_tensors, outer_tensors
 from phalanx.planner.subject import shape_for
@@ -191,7 +192,7 @@ def test_mistral_large_3() -> None:
 
 
 @pytest.mark.parametrize(("edit", "message"), [
-    ({"use_biases": True}, "use_biases=True"), ({"causal": False}, "causal=False"),
+    ({"use_biases": True}, "use_biases=True"), ({"causal": False}, "causal=False"), ({"_sliding_window": [8]}, "_sliding_window="),
     ({"multimodal": {"whisper_model_args": {}}}, "multimodal="), ({"qk_nope_head_dim": None}, "moe without qk_nope_head_dim"),
     ({"moe": None}, "no moe beside"), ({"moe": {**MOE, "use_load_balancing_bias": True}}, "use_load_balancing_bias=True"),
     ({"moe": {**MOE, "num_expert_groups": 2}}, "n_group=2"), ({"quantization": {"qformat_weight": "int4"}}, "qformat_weight"),
@@ -200,6 +201,18 @@ def test_mistral_large_3() -> None:
 def test_what_is_refused(edit: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ModelShape.from_config(as_config({**LATENT, **edit}))
+
+
+def test_a_temperature_without_yarn_and_the_older_name_of_the_context() -> None:
+    params = {name: value for name, value in DENSE.items() if name not in ("yarn", "max_position_embeddings")} | {
+        "max_seq_len": 128
+    }
+    shape = ModelShape.from_config(as_config(params), quiet=True)
+    assert (shape.max_positions, shape.rope.kind) == (128, "default")
+    assert shape.rope.temperature == Temperature(0.7, 8)
+    yarn = {**DENSE, "rope_theta": 1.0}
+    with pytest.raises(ModelError, match=r"rope_theta=1\.0; YaRN divides by its logarithm"):
+        ModelShape.from_config(as_config(yarn), quiet=True)
 
 
 @pytest.mark.parametrize(("scheme", "activations"), [("TENSOR", "static"), ("NO_SCALES", "token")])

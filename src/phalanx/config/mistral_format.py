@@ -29,8 +29,8 @@ _YARN_NAMES = {
     "alpha": "beta_slow",
 }  # fmt: skip
 _TABLE = FieldTable.of(
-    f"rope_theta yarn llama_4_scaling moe quantization quantization_config vision_encoder {' '.join(_NAMES)}",
-    "max_seq_len model_type model_parallel", {"causal": (True,), "use_biases": (False,), "multimodal": ()},
+    f"rope_theta yarn llama_4_scaling moe quantization quantization_config vision_encoder max_seq_len {' '.join(_NAMES)}",
+    "model_type model_parallel", {"causal": (True,), "use_biases": (False,), "multimodal": (), "_sliding_window": ()},
 )  # fmt: skip
 _MOE = FieldTable.of(
     " ".join(_MOE_NAMES), "expert_parallel expert_model_parallel",
@@ -67,6 +67,8 @@ def as_config(params: Mapping[str, Any], file: str = PARAMS) -> dict[str, Any]:
     fields = JsonFields(params, file).sorted_by(_TABLE)
     others = {name: value for name, value in params.items() if name not in _TABLE.honoured and name in fields.additions}
     text = {"dtype": "bfloat16", "eos_token_id": 2, **others, **_renamed(fields, _NAMES), "rope_parameters": _rope(fields)}
+    if text.get("max_position_embeddings") is None and fields.value("max_seq_len") is not None:
+        text["max_position_embeddings"] = fields.count("max_seq_len")
     moe = fields.optional_mapping("moe")
     latent = params.get("qk_nope_head_dim") is not None
     if (moe is None) == latent:

@@ -85,12 +85,12 @@ _HARMLESS = "finetuned mrope_section mrope_interleaved " + " ".join(_OF_KIND.val
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "attn_factor": (1,), "extrapolation_factor": (1,), "short_mscale": (), "long_mscale": (),
 }  # fmt: skip
-_BETA = "llama_4_scaling_beta"
+_BETA, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 TABLES = {kind: FieldTable.of(f"{_OF_ALL} {names}", _HARMLESS, _REFUSED) for kind, names in _OF_KIND.items()}
 """By kind. Harmless are the fields of the other kinds, as in transformers, and those of M-RoPE: a text token's positions in time,
 height and width are equal. A field in none of the tables is an error."""
 _WITH_TEMPERATURE = {
-    kind: FieldTable.of(f"{_OF_ALL} {names} {_BETA}", f"{_HARMLESS} max_position_embeddings", _REFUSED)
+    kind: FieldTable.of(f"{_OF_ALL} {names} {_BETA} {_ORIGINAL}", f"{_HARMLESS} max_position_embeddings", _REFUSED)
     for kind, names in _OF_KIND.items()
 }
 """Of families whose object has the temperature of queries, too."""
@@ -146,14 +146,13 @@ def read_ropes_by_type(
     thetas = {FULL: fields.positive("rope_theta", full.theta), SLIDING: window_theta}
     if fields.reads(local):
         thetas[SLIDING] = fields.positive(local, window_theta)
-    original, ropes = "original_max_position_embeddings", []
-    outside = fields.value(original)
+    ropes, outside = [], fields.value(_ORIGINAL)
     for kind in (FULL, SLIDING):
         stated = {**(parameters.get(kind) or {}), **(scaling if kind == FULL else {})}
         where = "rope_scaling" if kind == FULL and scaling else f"rope_parameters.{kind}"
         not_read = None if stated.get("truncate", True) else f"{where}.truncate=false"
-        if stated.get("rope_type", "default") != "default" and outside not in (None, stated.get(original, max_positions)):
-            not_read = f"{original}={outside!r} beside {where}"
+        if stated.get("rope_type", "default") != "default" and outside not in (None, stated.get(_ORIGINAL, max_positions)):
+            not_read = f"{_ORIGINAL}={outside!r} beside {where}"
         if not_read:
             raise ModelError(f"{fields.file} has {not_read}", why="transformers does not read it by the type of a layer")
         defaults = RopeDefaults(thetas[kind], kinds=full.kinds)
@@ -195,7 +194,7 @@ def _read(
         )  # fmt: skip
     temperature = None
     if defaults.temperature and inner.value(_BETA):
-        interval = rope.original_max_positions or inner.count("original_max_position_embeddings")
+        interval = rope.original_max_positions or inner.count(_ORIGINAL)
         temperature = Temperature(inner.positive(_BETA), interval)
     return replace(rope, portion=portion, temperature=temperature)
 
@@ -205,10 +204,11 @@ def _of_kind(fields: JsonFields, inner: JsonFields, kind: str, max_positions: in
     theta = inner.positive("rope_theta", fields.positive("rope_theta", defaults.theta))
     if kind == "default":
         return Rope(theta=theta)
+    if kind == "yarn" and theta <= 1.0:
+        raise ModelError(f"{fields.file} has rope_theta={theta}", why="YaRN divides by its logarithm: it must be above 1")
     if kind == PROPORTIONAL:
         return Rope(kind, theta, inner.positive("factor", 1.0))
-    name = "original_max_position_embeddings"
-    original = fields.count(name, defaults.original or inner.count(name, max_positions))
+    original = fields.count(_ORIGINAL, defaults.original or inner.count(_ORIGINAL, max_positions))
     if kind == "yarn":
         return _yarn(inner, theta, original, max_positions)
     if kind == "longrope":
