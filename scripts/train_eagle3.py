@@ -84,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = options.work or options.head.with_name(options.head.name + ".work")
     try:
         folder = locate(options.model)
+        if options.head.resolve() == folder.resolve():
+            raise PhalanxError(f"HEAD is the model's folder, {options.head}", why="it would be overwritten", next="name another")
         shape = ModelShape.from_folder(folder)
         declared = declare(options, folder, shape, work / "head")
         texts = write_texts(options, folder, work / "texts.jsonl")

@@ -129,6 +129,10 @@ def test_what_cannot_be_trained_is_refused(
         with pytest.raises(SystemExit):
             script.main([str(target), str(tmp_path / "head"), flag, value])
         assert f"argument {flag}: " in capsys.readouterr().err
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    assert script.main([str(target), str(target), "--layers", "0", "1", "2"]) == 1
+    assert "HEAD is the model's folder" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
     recurrent = write_checkpoint(tmp_path / "recurrent", "qwen3_next")
     assert script.main([str(recurrent), str(tmp_path / "head")]) == 1
     assert "Qwen3NextForCausalLM keeps a state of each request" in capsys.readouterr().err

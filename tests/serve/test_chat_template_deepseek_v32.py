@@ -126,9 +126,13 @@ def test_calls_and_their_results(tokenizer, thinking):
     assert again == f"{BOS}{USER}Rain?{ASSISTANT}</think>I look.{twice}{EOS}{ended}Both.{EOS}{USER}And?{ASSISTANT}{tag}"
 
 
-def test_a_result_without_a_call_is_refused(tokenizer):
+def test_results_and_calls_that_do_not_match_are_refused(tokenizer):
     with pytest.raises(RequestError, match="a result without a call"):
         tokenizer.apply_chat_template([message("user", "x"), message("tool", "y")])
+    some = [message("user", "Rain?"), message("assistant", "", tool_calls=[CALL, CALL]), message("tool", "wet")]
+    for behind in ([], [message("user", "And?")], [message("assistant", "Wet.")]):
+        with pytest.raises(RequestError, match="results of 1 calls are missing"):
+            tokenizer.apply_chat_template([*some, *behind])
 
 
 def test_the_format_is_detected_and_what_the_prompt_shows_is_read(tokenizer):

@@ -137,3 +137,18 @@ def test_an_id_of_a_rank_is_none_of_a_special_token(folder: Path, tmp_path: Path
     (tmp_path / RANKS).write_bytes((folder / RANKS).read_bytes())
     with pytest.raises(ModelError, match="gives '\\[X\\]' the id 7"):
         read_tokenizer_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[BOS]", "a", "", "<|reserved_token_{}|>"])
+def test_a_special_token_that_has_another_id_moves_no_others(text: str, folder: Path, tmp_path: Path) -> None:
+    """Two ids of one text, an ordinary token, no text, and the name that another id has."""
+    config, first = json.loads((folder / "tokenizer_config.json").read_text()), len(RANKS_OF_TEXT)
+    config["added_tokens_decoder"][str(first + 11)] = {"content": text.format(first + 9), "special": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / RANKS).write_bytes((folder / RANKS).read_bytes())
+    with pytest.raises(ModelError, match="would be others"):
+        read_tokenizer_folder(tmp_path)
+    config["added_tokens_decoder"] = {"x": {"content": "[X]"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="the id 'x' in added_tokens_decoder"):
+        read_tokenizer_folder(tmp_path)

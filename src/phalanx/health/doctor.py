@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.errors import PhalanxError
 from phalanx.health.check import Check, Finding, Level
 from phalanx.health.registry import every
 from phalanx.health.subject import Subject
@@ -99,7 +100,8 @@ class Report:
 
 
 def examine(subject: Subject, checks: Sequence[Check] | None = None) -> Report:
-    """Run checks, all of them by default, one after the other. A check that fails itself is skipped with its error."""
+    """Run checks, all of them by default, one after the other. A check that a file or a device refuses is skipped with
+    its error; one that fails otherwise does not know what the rest of the program would meet there, which is a warning."""
     started = time.monotonic()
     results = tuple(_run(check, subject) for check in (every() if checks is None else checks))
     return Report(results, about(subject), time.monotonic() - started)
@@ -113,7 +115,8 @@ def _run(check: Check, subject: Subject) -> CheckResult:
     try:
         findings = check.findings(subject)
     except Exception as error:
-        findings = (Finding(Level.SKIPPED, f"the check could not run: {type(error).__name__}: {error}"),)
+        level = Level.SKIPPED if isinstance(error, PhalanxError | OSError) else Level.WARNING
+        findings = (Finding(level, f"the check could not run: {type(error).__name__}: {error}"),)
     return CheckResult(check, findings, time.monotonic() - started)
 
 

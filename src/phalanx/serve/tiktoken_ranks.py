@@ -47,8 +47,15 @@ def read_ranks(path: Path, pattern: str, named: Mapping[int, AddedToken]) -> tok
             f"tokenizer_config.json beside {path.name} gives {named[strange].content!r} the id {strange}",
             held=f"special tokens are {ids.start} to {ids.stop - 1}, behind those of {path.name}", next="download both files again",
         )  # fmt: skip
-    reserved = (named.get(each) or AddedToken(f"<|reserved_token_{each}|>", special=True, normalized=False) for each in ids)
-    backend.add_tokens(list(reserved))
+    reserved = {each: named.get(each) or AddedToken(f"<|reserved_token_{each}|>", special=True, normalized=False) for each in ids}
+    backend.add_tokens(list(reserved.values()))
+    other = next((each for each, token in reserved.items() if backend.token_to_id(token.content) != each), None)
+    if other is not None:
+        raise ModelError(
+            f"tokenizer_config.json beside {path.name} gives {reserved[other].content!r} the id {other}",
+            held=f"it has the id {backend.token_to_id(reserved[other].content)}, or is empty",
+            why="the ids of all special tokens behind it would be others", next="download both files again",
+        )  # fmt: skip
     return backend
 
 

@@ -85,7 +85,7 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
         backend = file[0] if rebuilt is None else _rebuild(file[0], rebuilt, config)
     pattern = PATTERNS.get(str(config.get("tokenizer_class")))
     if file is None and pattern is not None and (folder / RANKS).is_file():
-        listed = {int(token_id): _token(token) for token_id, token in (config.get("added_tokens_decoder") or {}).items()}
+        listed = _listed(folder, config)
         backend = read_ranks(folder / RANKS, pattern, listed)
         special = {name: _token(config[name]).content for name in NAMED if config.get(name) is not None}
     elif file is None or backend is None:
@@ -98,6 +98,14 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
     backend.no_padding()
     _warn_of_fields(folder, config)
     return TokenizerFolder(backend, special, _chat_templates(folder, config))
+
+
+def _listed(folder: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
+    """added_tokens_decoder, by id. Raises ModelError where an id is no number."""
+    listed = config.get("added_tokens_decoder") or {}
+    if strange := next((token_id for token_id in listed if not str(token_id).isdecimal()), None):
+        raise ModelError(f"{folder.name} has the id {strange!r} in added_tokens_decoder", why="ids are numbers")
+    return {int(token_id): _token(token) for token_id, token in listed.items()}
 
 
 def _class_of(folder: Path, config: dict[str, Any], *, byte_level: bool) -> str | None:
@@ -191,7 +199,7 @@ def _add_tokens(
     if _ADDITIONAL in config and not config.get(_EXTRA):
         config[_EXTRA] = config.pop(_ADDITIONAL)
     if config.get("added_tokens_decoder") is not None:
-        listed = {int(token_id): _token(token) for token_id, token in config["added_tokens_decoder"].items()}
+        listed = _listed(folder, config)
     else:
         listed = _legacy_tokens(folder, config) | written.get_added_tokens_decoder()
     padding = {} if written.padding is None else {"pad_token": written.padding["pad_token"]}
