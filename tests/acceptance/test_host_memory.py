@@ -11,13 +11,14 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx import LLM, SamplingParams
+from phalanx import LLM
 from phalanx.config.model import ModelShape
 from phalanx.errors import EngineError
 from phalanx.layout import Layout
 from phalanx.layout.cache import group_windows
 from phalanx.layout.families import model_cache
 from phalanx.layout.memory import block_bytes, blocks_of_request, stage_caches
+from tests.support import conversations
 from tests.support.checkpoints import write_checkpoint
 from tests.support.greedy_tokens import BLOCK, STEP_TOKENS
 
@@ -37,19 +38,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def converse(llm: LLM, *, salted: bool = False) -> list[list[int]]:
-    """What all conversations are after the last turn, which all take together. salted: nothing is found in the prefix cache."""
-    texts: list[list[int]] = [[] for _ in range(USERS)]
-    for turn in range(TURNS):
-        texts = [text + [10 + (7 * user + 3 * turn + n) % 350 for n in range(MORE)] for user, text in enumerate(texts)]
-        params = [
-            SamplingParams(
-                temperature=0, max_tokens=NEW, ignore_eos=True, stop_token_ids=[3],
-                cache_salt=f"{turn}.{user}" if salted else None,
-            ) for user in range(USERS)
-        ]  # fmt: skip
-        outputs = llm.generate(texts, params, use_tqdm=False)
-        texts = [text + output.outputs[0].token_ids for text, output in zip(texts, outputs, strict=True)]
-    return texts
+    """salted: nothing is found in the prefix cache."""
+    return conversations.converse(llm, [[] for _ in range(USERS)], TURNS, MORE, NEW, "salt" if salted else None)
 
 
 def sizes(folder: Path, options: dict[str, Any]) -> dict[str, int]:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from phalanx import LLM, SamplingParams
+from phalanx import LLM
 from phalanx.config.model import ModelShape
 from phalanx.layout import Layout
 from phalanx.layout.cache import request_bytes
 from phalanx.layout.memory import block_bytes, stage_caches
+from tests.support import conversations
 from tests.support.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -31,20 +32,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def converse(llm: LLM, round_: str, *, salted: bool = False) -> list[list[int]]:
-    """What all conversations are after the last turn, which all take together. Each has a long beginning of its own, so that a
-    state is kept. salted: nothing is found in the prefix cache."""
-    texts = [[3 + (17 * user + 7 * n * n) % 370 for n in range(SYSTEM)] for user in range(USERS)]
-    for turn in range(TURNS):
-        texts = [text + [10 + (7 * user + 3 * turn + n) % 350 for n in range(MORE)] for user, text in enumerate(texts)]
-        params = [
-            SamplingParams(
-                temperature=0, max_tokens=NEW, ignore_eos=True, stop_token_ids=[3],
-                cache_salt=f"{round_}.{turn}.{user}" if salted else None,
-            ) for user in range(USERS)
-        ]  # fmt: skip
-        outputs = llm.generate(texts, params, use_tqdm=False)
-        texts = [text + output.outputs[0].token_ids for text, output in zip(texts, outputs, strict=True)]
-    return texts
+    """Each has a long beginning of its own, so that a state is kept. salted: nothing is found in the prefix cache."""
+    begun = [[3 + (17 * user + 7 * n * n) % 370 for n in range(SYSTEM)] for user in range(USERS)]
+    return conversations.converse(llm, begun, TURNS, MORE, NEW, round_ if salted else None)
 
 
 def sizes(folder: Path, options: dict[str, Any]) -> dict[str, int]:
