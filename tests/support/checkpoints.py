@@ -273,6 +273,27 @@ _WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Models with a text tower: traits of text_config, and vision_config."""
 
 
+FAMILIES = tuple(_FAMILIES)
+
+
+def config_of(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
+    """The configuration of a tiny model: see `write_checkpoint`."""
+    if family in _WRAPPERS:
+        stem, traits, tower = _WRAPPERS[family]
+        text = {**_SIZES, **traits, **overrides}
+        tied = text["tie_word_embeddings"]
+        config = getattr(transformers, f"{stem}Config")(text_config=text, vision_config=tower, tie_word_embeddings=tied)
+    else:
+        stem, traits = _FAMILIES[family]
+        fields = {**_SIZES, **traits, **overrides}
+        for name in ("layer_types", "layers_block_type"):
+            if name in traits and name not in overrides:
+                fields[name] = fields[name][: fields["num_hidden_layers"]]
+        config = getattr(transformers, f"{_CONFIGS.get(stem, stem)}Config")(**fields)
+        config.architectures = [f"{stem}ForCausalLM"]
+    return config
+
+
 def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer; returns the folder.
 
@@ -284,18 +305,8 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
     seed, std = overrides.pop("seed", 0), overrides.pop("std", 0.3)
     dtype, shard = overrides.pop("dtype", torch.float32), overrides.pop("max_shard_size", "1GB")
     stacked = overrides.pop("stacked", False)
-    if family in _WRAPPERS:
-        stem, traits, tower = _WRAPPERS[family]
-        text, end = {**_SIZES, **traits, **overrides}, "ForConditionalGeneration"
-        tied = text["tie_word_embeddings"]
-        config = getattr(transformers, f"{stem}Config")(text_config=text, vision_config=tower, tie_word_embeddings=tied)
-    else:
-        (stem, traits), end = _FAMILIES[family], "ForCausalLM"
-        fields = {**_SIZES, **traits, **overrides}
-        for name in ("layer_types", "layers_block_type"):
-            if name in traits and name not in overrides:
-                fields[name] = fields[name][: fields["num_hidden_layers"]]
-        config = getattr(transformers, f"{_CONFIGS.get(stem, stem)}Config")(**fields)
+    config = config_of(family, **overrides)
+    stem, end = (_WRAPPERS[family][0], "ForConditionalGeneration") if family in _WRAPPERS else (_FAMILIES[family][0], "ForCausalLM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{stem}{end}")(config)

@@ -64,8 +64,11 @@ NO_MULTIPLIERS = Multipliers()
 
 
 def granite_multipliers(fields: JsonFields) -> Multipliers:
-    """Granite's fields."""
-    embedding, residual, attention = (fields.positive(f"{name}_multiplier", 1.0) for name in ("embedding", "residual", "attention"))
+    """Granite's fields. attention_multiplier may be null, which torch's attention takes for 1 / sqrt(head_dim)."""
+    embedding, residual = (fields.positive(f"{name}_multiplier", 1.0) for name in ("embedding", "residual"))
+    attention = None
+    if fields.values.get("attention_multiplier", 1.0) is not None:
+        attention = fields.positive("attention_multiplier", 1.0)
     return Multipliers(embedding, residual, 1.0 / fields.positive("logits_scaling", 1.0), attention)
 
 

@@ -21,7 +21,8 @@ class FieldTable:
     """What a reader does with the fields of its object.
 
     honoured: it reads them, and no others. harmless: they change nothing that it reads for; so does each name that begins with "_".
-    refused: what Phalanx does not compute, with the values that ask for nothing; null always is one.
+    refused: what Phalanx does not compute, with the values that ask for nothing. null is false where these are flags, and asks for
+    nothing elsewhere.
     """
 
     honoured: frozenset[str]
@@ -41,7 +42,8 @@ class FieldTable:
 
 @dataclass(frozen=True)
 class JsonFields:
-    """A JSON object in `file`. prefix: its path in the file, for messages. A field that is null counts as missing.
+    """A JSON object in `file`. prefix: its path in the file, for messages. A field that is null counts as missing; but a flag that
+    is null is false, whatever its default is: transformers asks whether it is true.
 
     table: of the fields; None while the object is not sorted. additions: the paths of fields that are in no table, of this object
     and of those inside it."""
@@ -56,6 +58,8 @@ class JsonFields:
         """These fields, of which only the honoured ones can be read. Raises ModelError where a refused one asks for something."""
         for name, nothing in table.refused.items():
             value = self.values.get(name)
+            if name in self.values and value is None and any(isinstance(each, bool) for each in nothing):
+                value = False
             if value is not None and value not in nothing:
                 raise self._refuse(name, "Phalanx does not compute what it stands for" + _unless(nothing))
         self.additions.extend(self.prefix + name for name in table.unknown(self.values) if self.values[name] is not None)
@@ -126,7 +130,8 @@ class JsonFields:
         return [float(each) for each in value]
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._get(name, default)
+        """default: of a file without the field; null is false."""
+        value = self._get(name, False if name in self.values else default)
         if not isinstance(value, bool):
             raise self._refuse(name, "it must be true or false")
         return value
