@@ -167,6 +167,7 @@ class Family:
     activation: of the MLP, as transformers names it; all but relu2 are of a gate. activation_field: the field that says so.
     sinks: each head's softmax has one more logit, without a value.
     experts, latent, multipliers, gated_delta, mamba, blocks, full_heads: how their fields are read, in families that have them.
+    prefixes: what names of layers may have on disk in the place of "model.".
     interleaved: see `Rope`. original_positions: original_max_position_embeddings by default. rope_types: that the family has;
     (): all that any has. yarn: the rope_parameters of a file that has none. temperature: they have the temperature of queries,
     too. rotary_portion: where partial_rotary_factor is read, its default. window_theta: where layers with a window have a RoPE
@@ -211,6 +212,7 @@ class Family:
     gated_delta: Callable[[JsonFields], GatedDelta] | None = None
     mamba: Callable[[JsonFields], Mamba2 | None] | None = None
     blocks: Callable[[JsonFields], tuple[Block, ...]] | None = None
+    prefixes: tuple[str, ...] = ()
     full_heads: Callable[[JsonFields], HeadSizes] | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
@@ -379,6 +381,7 @@ FAMILIES = {
         }, kv_heads=8, head_dim=128, input_bias=None, output_bias=None, mlp_bias=None, norms="single",
         eps_field="layer_norm_epsilon", activation="relu2", activation_field="mlp_hidden_act", mamba=read_nemotron_mamba,
         blocks=read_blocks, experts=read_nemotron_h, rms_norm_eps=1e-5, nope_full=True,
+        prefixes=("backbone.",),
     ),
     "Glm4MoeForCausalLM": Family(
         131072, """

@@ -226,7 +226,7 @@ class ModelShape:
             qk_norm=family.qk_norm or (fields.reads("use_qk_norm") and fields.flag("use_qk_norm", family.qk_norm_plain)),
             tie_word_embeddings=fields.flag("tie_word_embeddings", family.tied),
             experts=experts,
-            quantization=_quantization(fields, wrapper, stacked_experts=experts is not None and experts.biases),
+            quantization=_quantization(fields, family, wrapper, stacked_experts=experts is not None and experts.biases),
             dtype=_dtype(fields, family.dtype),
             eos_token_ids=_eos(fields, generation, vocab_size, quiet),
             sampling_defaults=tuple(read_sampling_defaults(generation, config).items()),
@@ -317,10 +317,12 @@ def _with_layers(fields: JsonFields, family: Family) -> JsonFields:
     return replace(fields, values={**fields.values, "num_hidden_layers": len(family.blocks(fields))})
 
 
-def _quantization(fields: JsonFields, wrapper: str | None, *, stacked_experts: bool) -> Quantization | None:
+def _quantization(fields: JsonFields, family: Family, wrapper: str | None, *, stacked_experts: bool) -> Quantization | None:
     quantization = read_quantization(fields, stacked_experts=stacked_experts)
-    prefixes = tuple(prefix for prefix, own in PREFIXES.items() if own == "model.")
-    if quantization is None or wrapper is None:
+    prefixes = family.prefixes
+    if wrapper is not None:
+        prefixes += tuple(prefix for prefix, own in PREFIXES.items() if own == "model.")
+    if quantization is None or not prefixes:
         return quantization
     others = tuple(replace(group, prefixes=prefixes) for group in quantization.others)
     return replace(quantization, prefixes=prefixes, others=others)

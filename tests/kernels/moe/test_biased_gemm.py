@@ -50,10 +50,10 @@ def experts_of(
 
 def int4_experts(
     group: int, zeros: bool, *, count: int = 4, first: int = 0, hidden: int = 256, inner: int = 352,
-    dtype: torch.dtype = torch.bfloat16, device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16, device: str = "cpu", gated: bool = True,
 ) -> tuple[ExpertTensors, ExpertTensors]:  # fmt: skip
     """Experts in 4-bit integers, and the same in 16 bit by the formula alone."""
-    sizes, packs, plain = ((2 * inner, hidden), (hidden, inner)), [], []
+    sizes, packs, plain = (((2 if gated else 1) * inner, hidden), (hidden, inner)), [], []
     for outputs, inputs in sizes:
         every = [drawn(outputs, inputs, group, zeros, dtype, device) for _ in range(count)]
         # Each expert has other values: `drawn` begins with one seed.
@@ -65,8 +65,8 @@ def int4_experts(
         ))  # fmt: skip
         plain.append(torch.cat([dequantized(each, dtype) for each in weights]))
     return (
-        ExpertTensors(count, first, packs[0].words, packs[1].words, packed=(packs[0], packs[1])),
-        ExpertTensors(count, first, *plain),
+        ExpertTensors(count, first, packs[0].words, packs[1].words, packed=(packs[0], packs[1]), gated=gated),
+        ExpertTensors(count, first, *plain, gated=gated),
     )
 
 
@@ -102,17 +102,19 @@ def check_int4_values() -> None:
     assert torch.equal(outputs[0].t(), plain.down[2 * 96 : 3 * 96])
 
 
-def nvfp4_experts(*, count: int = 4, hidden: int = 176, inner: int = 96, device: str = "cpu") -> ExpertTensors:
+def nvfp4_experts(
+    *, count: int = 4, hidden: int = 176, inner: int = 96, device: str = "cpu", gated: bool = True
+) -> ExpertTensors:  # fmt: skip
     """In NVFP4: hidden is one k step and a half, and no multiple of 32; rows have scales of their own, also subnormal ones."""
     packs = []
-    for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
+    for outputs, inputs in (((2 if gated else 1) * inner, hidden), (hidden, inner)):
         codes = torch.randint(0, 256, (count, outputs, inputs // 2), dtype=torch.uint8, device=device)
         scales = torch.randint(0, 0x50, (count, outputs, inputs // 16), dtype=torch.uint8, device=device)
         every = [nvfp4_packing.packed(*each) for each in zip(codes, scales.view(torch.float8_e4m3fn), strict=True)]
         words, tables = (torch.stack(parts) for parts in zip(*every, strict=True))
         of_rows = (torch.rand(count, words.shape[1], device=device) + 0.5) / 8 / inputs**0.5
         packs.append(nvfp4_packing.Nvfp4Weight(words, tables, of_rows, outputs, inputs))
-    return ExpertTensors(count, 0, packs[0].words, packs[1].words, packed=(packs[0], packs[1]))
+    return ExpertTensors(count, 0, packs[0].words, packs[1].words, packed=(packs[0], packs[1]), gated=gated)
 
 
 def check_nvfp4() -> None:
@@ -136,6 +138,18 @@ def check_nvfp4_dense() -> None:
         x, bias = torch.randn(tokens, 512), torch.randn(192)
         wanted = x @ nvfp4_packing.dequantized(weight, torch.float32).t() + bias
         torch.testing.assert_close(launched(x, weight, bias), wanted, rtol=1e-4, atol=1e-4)
+
+
+def check_experts_without_a_gate() -> None:
+    """T15. One token, of which the first projection, too, has columns enough for programs to share; and several tiles."""
+    torch.manual_seed(11)
+    for number, tokens in enumerate((1, 5, 40)):
+        for experts in (
+            int4_experts(32, True, hidden=2048, inner=96, gated=False)[0], nvfp4_experts(hidden=2048, inner=96, gated=False)
+        ):  # fmt: skip
+            routing, x = routings(tokens, experts.count, 2)[number], torch.randn(tokens, experts.hidden).bfloat16()
+            output, wanted = dispatch.launched(x, experts, routing), reference.fused_experts(x, experts, routing)
+            assert (output.float() - wanted.float()).norm() <= 1e-2 * wanted.float().norm()
 
 
 def check_experts() -> None:
@@ -233,7 +247,7 @@ def check_values_of_mxfp4() -> None:
 
 CHECKS = [
     check_experts, check_every_part_changes_the_outcome, check_bf16, check_split_columns, check_one_token, check_values_of_mxfp4,
-    check_int4, check_int4_values, check_nvfp4, check_nvfp4_dense,
+    check_int4, check_int4_values, check_nvfp4, check_nvfp4_dense, check_experts_without_a_gate,
 ]  # fmt: skip
 
 
@@ -241,13 +255,13 @@ def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.moe.test_biased_gemm").split() == [check.__name__ for check in CHECKS]
 
 
-def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, full: bool) -> Any:
+def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, first: str, full: bool) -> Any:
     from phalanx.kernels.moe.biased_gemm import _biased_gemm as kernel
 
     form, *group = kind.split()
     in_4_bits, int4 = form != "plain", form == "int4"
     constants: dict[str, Any] = {
-        "TOP_K": 4, "GATED": gated, "CLAMPED": form in ("plain", "mxfp4"), "FORM": form, "GROUP": int(group[0]) if int4 else 0,
+        "TOP_K": 4, "FIRST": first, "CLAMPED": form in ("plain", "mxfp4"), "FORM": form, "GROUP": int(group[0]) if int4 else 0,
         "ZEROS": "zeros" in group, "FULL": full, "PARTS": tiling.parts > 1, "ROWS": tiling.rows,
         "TOKENS": tiling.tokens, "BESIDE": tiling.beside, "IN_ORDER": tiling.parts > 1, "FIELDS": 4, "SM": arch,
         **({} if in_4_bits else {"scale": None}), **({"rows": None} if form in ("plain", "mxfp4") else {"bias": None}),
@@ -283,7 +297,8 @@ def test_compiles(arch: int, kind: str, tokens: int) -> None:
     for gated, outputs, inputs in ((True, 2880, 2880), (False, 2880, 2880)):
         busy = min(128, 4 * tokens)
         tiling = biased_heuristics.select(busy, size, outputs, inputs, gated=gated, in_4_bits=kind != "plain", num_sms=132, sm=arch)
-        kernel = compiled_kernel(tiling, arch, kind, gated=gated, full=False)
+        first = "gated" if gated else ""
+        kernel = compiled_kernel(tiling, arch, kind, first=first, full=False)
         assert kernel.metadata.shared <= SHARED_MEMORY[arch]
         # Of the largest tiles, a few registers before and behind the loop.
         widest = tiling.rows == 256 or (kind.startswith(("int4", "nvfp4")) and gated and tiling.rows == 128)
@@ -299,13 +314,22 @@ def test_compiles(arch: int, kind: str, tokens: int) -> None:
         assert "cp.async.cg.shared.global" in ptx
 
 
+@pytest.mark.parametrize("kind", ["int4 32", "nvfp4"])
+def test_experts_without_a_gate_compile(kind: str) -> None:
+    tiling = biased_heuristics.select(4, 16, 1856, 2688, gated=False, in_4_bits=True, num_sms=132, sm=90)
+    kernel = compiled_kernel(tiling._replace(parts=1), 90, kind, first="squared", full=True)
+    assert "griddepcontrol.wait" in kernel.asm["ptx"]
+    assert spilled(kernel) == 0
+
+
 @pytest.mark.gpu1
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [1, 5, 64, 1500])
 @pytest.mark.parametrize(("group", "zeros"), [(32, False), (128, False), (64, True)])
-def test_int4_on_a_gpu(group: int, zeros: bool, tokens: int) -> None:
+def test_int4_on_a_gpu(group: int, zeros: bool, tokens: int, gated: bool) -> None:
     """With the widths of Qwen3-30B-A3B, against the reference in fp32 of the widened weights; the same bits each time."""
     torch.manual_seed(7)
-    experts, plain = int4_experts(group, zeros, count=8, hidden=2048, inner=768, device="cuda")
+    experts, plain = int4_experts(group, zeros, count=8, hidden=2048, inner=768, device="cuda", gated=gated)
     x = torch.randn(tokens, 2048, device="cuda").bfloat16()
     for routing in routings(tokens, 8, 4):
         routing = type(routing)(*(each.cuda() for each in routing))

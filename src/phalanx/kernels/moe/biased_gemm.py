@@ -7,6 +7,7 @@ in the epilogue. A widened integer is rounded once to x's dtype, as in `gemm.int
 scales of NVFP4's rows multiply the sums.
 
     inner[p, i] = swiglu(gate_e[i] . x[token of p] + gate_bias_e[i], up_e[i] . x[token of p] + up_bias_e[i])
+    or max(up_e[i] . x[token of p] + up_bias_e[i], 0)^2                              of experts that are not gated
     out[q, h]   = down_e[h] . inner[p] + down_bias_e[h]                              e: the expert of pair p, whose number is q
 
 The bias of `down` is added by the first of the programs that share a tile's columns (split-K), and by none where it is None."""
@@ -175,18 +176,21 @@ def _tile_of(program, tiles_most, outputs, ROWS: tl.constexpr, BESIDE: tl.conste
 @triton.jit(do_not_specialize=["count", "tiles_most", "row_blocks", "row_scales", "blocks", "part_blocks"])
 def _biased_gemm(
     x, weight, scale, row_scale, selector_table, bias, out, pairs, tiles, num_tiles, count, tiles_most, outputs, inputs, row_blocks,
-    row_scales, rows, blocks, part_blocks, alpha, limit, TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    row_scales, rows, blocks, part_blocks, alpha, limit, TOP_K: tl.constexpr, FIRST: tl.constexpr, CLAMPED: tl.constexpr,
     FORM: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, BESIDE: tl.constexpr, IN_ORDER: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """GATED: x [T, inputs], out [count, outputs] in sorted order; else x [count, inputs] in sorted order, and out [count, outputs]
-    or fp32 [parts, count, outputs] by the pairs' numbers. row_blocks, row_scales: of a row in MXFP4, blocks of 32 values and
-    words of four scales; in 4-bit integers, k steps and words of scales. rows: in 4-bit integers, those of an expert with padding.
-    FORM: "plain", "mxfp4", "nvfp4" or "int4". GROUP, ZEROS: see `Int4Weight`. IN_ORDER: see `Tiles`.
+    """FIRST: "gated" or "squared", x [T, inputs], out [count, outputs] in sorted order; "": x [count, inputs] in sorted order, and
+    out [count, outputs] or fp32 [parts, count, outputs] by the pairs' numbers.
 
-    The launch that is not GATED has the tiles of the GATED one before it, and may begin once that one has waited for them: it reads
+    row_blocks, row_scales: of a row in MXFP4, blocks of 32 values and words of four scales; in 4-bit integers, k steps and words of
+    scales. rows: in 4-bit integers, those of an expert with padding. FORM: "plain", "mxfp4", "nvfp4" or "int4". GROUP, ZEROS: see
+    `Int4Weight`. IN_ORDER: see `Tiles`.
+
+    The launch that is not FIRST has the tiles of the FIRST one before it, and may begin once that one has waited for them: it reads
     them before its own wait."""
-    if SM >= 90 and GATED:
+    GATED: tl.constexpr = FIRST == "gated"
+    if SM >= 90 and FIRST != "":
         gdc_wait()
     if SM >= 90:
         gdc_launch_dependents()
@@ -196,7 +200,7 @@ def _biased_gemm(
     expert, position, size = tile_at(tiles, tile, FIELDS)
     selectors = tl.load(selector_table + tl.arange(0, 32)) if FORM == "mxfp4" else None
     shift = tl.load(selector_table + 32 + tl.arange(0, 1)) if FORM == "mxfp4" else None
-    if SM >= 90 and not GATED:
+    if SM >= 90 and FIRST == "":
         gdc_wait()
     if tile >= existing:
         return
@@ -204,7 +208,7 @@ def _biased_gemm(
     # Pairs and rows beyond the last repeat the last, and are not stored.
     position += tl.maximum(tl.minimum(lane, size - 1), 0)
     pair = position if IN_ORDER else tl.load(pairs + position)
-    source = (pair // TOP_K if GATED else position).to(tl.int64)
+    source = (pair // TOP_K if FIRST != "" else position).to(tl.int64)
     x_row, valid = x + source[:, None] * inputs, (lane < size)[:, None]
     row = tile_n * ROWS + tl.arange(0, ROWS)
     weight_row = _weight_row(expert, tile_n, outputs, rows, GATED, ROWS)
@@ -224,6 +228,10 @@ def _biased_gemm(
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS // 8, 2, 8, TOKENS]), [0, 2, 3, 1]))
         total = tl.reshape(_swiglu(gate, up, alpha, limit, CLAMPED), [ROWS, TOKENS])
+    elif FIRST == "squared":
+        total = tl.maximum(total, 0.0)
+        total *= total
+    if FIRST != "":
         target = position.to(tl.int64)
     else:
         target = pair.to(tl.int64) + part.to(tl.int64) * count
@@ -272,10 +280,11 @@ class _Operand(NamedTuple):
 
 def biased_gemm(
     x: Tensor, weight: Tensor | Int4Weight | Nvfp4Weight, scale: Tensor | None, bias: Tensor | None, tiles: Tiles,
-    tiling: ExpertTiling, *, top_k: int, experts: int, gated: bool, swiglu: ClampedSwiGlu | None,
+    tiling: ExpertTiling, *, top_k: int, experts: int, gated: bool, squared: bool = False, swiglu: ClampedSwiGlu | None,
 ) -> Tensor:  # fmt: skip
-    """gated: x [T, H] times each expert's gate and up, weight [experts * 2 * I, H] -> [P, I] in sorted order, in x's dtype. Else
-    x [P, I] in sorted order times down, weight [experts * H, I] -> [parts, P, H] by the pairs' numbers, in fp32 where parts > 1.
+    """gated: x [T, H] times each expert's gate and up, weight [experts * 2 * I, H]; squared: times up alone, [experts * I, H] ->
+    [P, I] in sorted order, in x's dtype. Else x [P, I] in sorted order times down, weight [experts * H, I] -> [parts, P, H] by the
+    pairs' numbers, in fp32 where parts > 1.
 
     weight, scale, bias: as of `ExpertTensors`. Rows of pairs with experts of other ranks are not written."""
     inputs, count, sm = x.shape[1], tiles.pairs.numel(), sm_arch(x.device)
@@ -284,12 +293,13 @@ def biased_gemm(
     blocks = triton.cdiv(inputs, BLOCK_K)
     part_blocks = triton.cdiv(blocks, tiling.parts)
     parts = triton.cdiv(blocks, part_blocks)
-    shape = (count, outputs) if gated else (parts, count, outputs)
+    first = "gated" if gated else "squared" if squared else ""
+    shape = (count, outputs) if first else (parts, count, outputs)
     out = torch.empty(shape, dtype=torch.float32 if parts > 1 else x.dtype, device=x.device)
     alpha, limit = swiglu or (0.0, 0.0)
     _biased_gemm[(tiles.most * triton.cdiv(outputs, tiling.rows), parts)](
         x, operand.weight, operand.scale, operand.row_scale, operand.selectors, bias, out, *tiles[:3], count, tiles.most, outputs,
-        inputs, operand.row_blocks, operand.row_scales, operand.rows, blocks, part_blocks, alpha, limit, TOP_K=top_k, GATED=gated,
+        inputs, operand.row_blocks, operand.row_scales, operand.rows, blocks, part_blocks, alpha, limit, TOP_K=top_k, FIRST=first,
         CLAMPED=swiglu is not None, **operand.form, FULL=inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows,
         TOKENS=tiling.tokens, BESIDE=tiling.beside, IN_ORDER=tiles.in_order, FIELDS=TILE_FIELDS, SM=sm, num_warps=tiling.warps,
         num_stages=tiling.stages, launch_pdl=sm >= 90,
@@ -306,8 +316,11 @@ def biased_experts(x: Tensor, experts: ExpertTensors, tiles: Tiles, tokens: int,
         "in_4_bits": experts.in_4_bits, "num_sms": device.num_sms, "sm": device.sm, "itemsize": x.element_size(),
     }  # fmt: skip
     of_layer: dict[str, Any] = {"top_k": top_k, "experts": experts.count, "swiglu": experts.swiglu}
-    first = biased_heuristics.select(busy, tokens, experts.inner, experts.hidden, gated=True, **kind)
+    first = biased_heuristics.select(busy, tokens, experts.inner, experts.hidden, gated=experts.gated, **kind)
     gate_up, down = experts.packed or (experts.gate_up, experts.down)
-    inner = biased_gemm(x, gate_up, experts.gate_up_scale, experts.gate_up_bias, tiles, first, gated=True, **of_layer)
+    inner = biased_gemm(
+        x, gate_up, experts.gate_up_scale, experts.gate_up_bias, tiles, first._replace(parts=1), gated=experts.gated,
+        squared=not experts.gated, **of_layer,
+    )  # fmt: skip
     second = biased_heuristics.select(busy, tokens, experts.hidden, experts.inner, gated=False, **kind)
     return biased_gemm(inner, down, experts.down_scale, experts.down_bias, tiles, second, gated=False, **of_layer)

@@ -83,7 +83,8 @@ def fused_experts(x: Tensor, experts: ExpertTensors, routing: Routing) -> Tensor
 def _expert(x: Tensor, experts: ExpertTensors, expert: int) -> Tensor:
     """One expert's block, of tokens x [M, H]."""
     if experts.packed is not None:
-        return _packed_linear(silu_mul(_packed_linear(x, experts.packed[0], expert)), experts.packed[1], expert)
+        first = _packed_linear(x, experts.packed[0], expert)
+        return _packed_linear(silu_mul(first) if experts.gated else relu_squared(first), experts.packed[1], expert)
     size = experts.inner * (2 if experts.gated else 1)
     rows = slice(expert * size, (expert + 1) * size)
     gate_up = _linear(x, experts.gate_up[rows], _rows(experts.gate_up_scale, rows), experts.input_scale, experts, 0)

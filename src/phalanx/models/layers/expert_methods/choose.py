@@ -43,11 +43,6 @@ def expert_method(prefix: str, local: Sequence[int], experts: Experts, context: 
             f"the experts of {prefix} cannot be loaded in {stored}", held="they have 16 bits, or 4 in MXFP4",
             why=f"GEMMs in {stored} have no biases of experts", next="use dtype='auto' or 'bf16'",
         )  # fmt: skip
-    if not experts.gated and method is not GroupedExperts:
-        raise ModelError(
-            f"the experts of {prefix} cannot be loaded in {stored}", held="they have 16 bits, or 8 in FP8",
-            why=f"GEMMs in {stored} have a gate", next="use dtype='auto', 'bf16' or 'fp8'",
-        )  # fmt: skip
     if context.batch_invariant and method is not GroupedExperts:
         raise ModelError(
             "deterministic does not work with this checkpoint on a GPU", held=f"{prefix} has experts in {stored}",
