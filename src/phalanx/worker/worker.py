@@ -503,6 +503,7 @@ class Worker:
 
         from phalanx.comm.warmup import more_token_counts
         from phalanx.worker import memory_profile
+        from phalanx.worker.self_check.quantized_kernels import check_quantized_kernels
         from phalanx.worker.warmup import compile_processes, kernel_record, warm_up
 
         options, graphs = self.options, runner.graphs
@@ -522,6 +523,9 @@ class Worker:
         with self._phase("compile kernels", "kernel") as report:
             record = kernel_record(options, self.rank, model, steps, device)
             warm_up(runner, steps, world, device, compile_processes(local_ranks), report, local_ranks, record)
+        with self._phase("test the kernels"):
+            if line := check_quantized_kernels(model, options.index_num_tokens or max_seq_len):
+                logger.info("kernels of quantized weights: %s", line)
         with self._phase("measure", "step") as report:
             step_done = memory_profile.counting(report, len(steps) + len(graphs.largest if graphs else ()))
             peak = memory_profile.measure_activations(runner, steps, device, step_done)

@@ -88,6 +88,15 @@ def reorder_rows(words: Tensor, scales: Tensor, rows: list[int]) -> None:
     scales.copy_(scales[..., order])
 
 
+def rows_of(weight: Int4Weight, rows: slice) -> Int4Weight:
+    """Some outputs of a weight, from a multiple of TILE_ROWS on; words are a view."""
+    first, last, _ = rows.indices(weight.outputs)
+    end = _padded(last, TILE_ROWS)
+    words = weight.words.view(weight.rows, -1)[first:end].view(-1)
+    scales = weight.scales[..., first:end].contiguous()
+    return weight._replace(words=words, scales=scales, rows=end - first, outputs=last - first)
+
+
 def _by_row(values: Tensor, group: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """values [outputs, groups] -> [groups, rows], or of small groups [blocks, rows]; 0 where padded."""
     outputs, groups = values.shape

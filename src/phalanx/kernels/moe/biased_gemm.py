@@ -142,6 +142,18 @@ def _swiglu(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 
 
 @triton.jit
+def _activated(total, alpha, limit, FIRST: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """Sums of gate and up, or of up alone, [.., TOKENS] -> [ROWS, TOKENS]; those of `down` stay as they are."""
+    if FIRST == "gated":
+        gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS // 8, 2, 8, TOKENS]), [0, 2, 3, 1]))
+        total = tl.reshape(_swiglu(gate, up, alpha, limit, CLAMPED), [ROWS, TOKENS])
+    elif FIRST == "squared":
+        total = tl.maximum(total, 0.0)
+        total *= total
+    return total
+
+
+@triton.jit
 def _with_bias(total, bias, row, part):
     """total [ROWS, tokens] and, in the first part, the bias of its rows."""
     if bias is not None:
@@ -225,16 +237,8 @@ def _biased_gemm(
     if row_scale is not None:
         total *= tl.load(row_scale + weight_row)[:, None]
     total = _with_bias(total, bias, weight_row, part)
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS // 8, 2, 8, TOKENS]), [0, 2, 3, 1]))
-        total = tl.reshape(_swiglu(gate, up, alpha, limit, CLAMPED), [ROWS, TOKENS])
-    elif FIRST == "squared":
-        total = tl.maximum(total, 0.0)
-        total *= total
-    if FIRST != "":
-        target = position.to(tl.int64)
-    else:
-        target = pair.to(tl.int64) + part.to(tl.int64) * count
+    total = _activated(total, alpha, limit, FIRST, CLAMPED, ROWS, TOKENS)
+    target = position.to(tl.int64) if FIRST != "" else pair.to(tl.int64) + part.to(tl.int64) * count
     place = out + target[None, :] * outputs + row[:, None]
     inside = (row < outputs)[:, None] & (lane < size)[None, :]
     if PARTS:

@@ -64,6 +64,14 @@ def reorder_rows(words: Tensor, scales: Tensor, row_scale: Tensor, rows: list[in
     row_scale.copy_(row_scale[order])
 
 
+def rows_of(weight: Nvfp4Weight, rows: slice) -> Nvfp4Weight:
+    """Some outputs of a weight, from a multiple of `packing.TILE_ROWS` on, as views."""
+    first, last, _ = rows.indices(weight.outputs)
+    end = -(-last // packing.TILE_ROWS) * packing.TILE_ROWS
+    here = slice(first, end)
+    return Nvfp4Weight(weight.words[here], weight.scales[here], weight.row_scale[here], last - first, weight.inputs)
+
+
 def dequantized(weight: Nvfp4Weight, dtype: torch.dtype) -> Tensor:
     """[outputs, inputs] in `dtype`, each product rounded once."""
     values = torch.tensor(E2M1, device=weight.words.device)[packing.codes(packing.untiled(weight.words))]

@@ -25,6 +25,7 @@ from phalanx.models.layers.linear_methods.method import Fusion, GroupedWeight, L
 from phalanx.models.slices import LayerContext, Scale, Slice, WeightPart
 
 logger = get_logger(__name__)
+_ALL = slice(None)
 
 
 class TokenQuantizer:
@@ -102,11 +103,14 @@ class Fp8(LinearMethod):
         return output if bias is None else output + bias
 
     def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
+        plain = self.plain_rows(x, _ALL)
+        return plain if bias is None else plain + bias
+
+    def plain_rows(self, x: Activation, rows: slice) -> Tensor:
         if self.multiplies_fp8:  # products of e4m3 have more bits than bf16
-            plain = F.linear(self._requantized(x), self.dequantized(torch.float32)).to(self.dtype)
-            return plain if bias is None else plain + bias
+            return F.linear(self._requantized(x), self.dequantized(torch.float32, rows)).to(self.dtype)
         assert isinstance(x, Tensor)
-        return F.linear(x, self.dequantized(), bias)
+        return F.linear(x, self.dequantized(rows=rows))
 
     def _requantized(self, x: Activation) -> Tensor:
         """The values of x in fp32, as they are once they have been quantized for the GEMM."""
@@ -143,9 +147,9 @@ class Fp8(LinearMethod):
         assert self.input_quantizer is not None
         scaled_mm_into(self.input_quantizer.quantize(x), self.weight, self.weight_scale, targets)
 
-    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight's values in 16 or 32 bit; in the model's dtype where none is given."""
-        return kernels.dequantize(self.weight, self.weight_scale, dtype or self.dtype)
+    def dequantized(self, dtype: torch.dtype | None = None, rows: slice = _ALL) -> Tensor:
+        """The values of the weight, or of some rows, in 16 or 32 bit; in the model's dtype where none is given."""
+        return kernels.dequantize(self.weight[rows], self.weight_scale[rows], dtype or self.dtype)
 
     def reorder_rows(self, rows: list[int]) -> None:
         values = self.weight.view(torch.uint8)

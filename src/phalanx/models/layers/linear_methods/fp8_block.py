@@ -72,8 +72,9 @@ class Fp8Block(Fp8):
     def fuses(self, fusion: Fusion) -> bool:
         return False
 
-    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        return kernels.dequantize(self.weight, self.weight_scale, dtype or self.dtype, block=self.block[1], begin=self.begin)
+    def dequantized(self, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> Tensor:
+        weight, scale = self.weight[rows], self.weight_scale[rows]
+        return kernels.dequantize(weight, scale, dtype or self.dtype, block=self.block[1], begin=self.begin)
 
     def reorder_rows(self, rows: list[int]) -> None:
         super().reorder_rows(rows)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phalanx.config.quantization import GROUP_UNIT, Int4
 from phalanx.errors import ModelError, WeightError
 from phalanx.kernels.gemm.int4_mm import int4_mm
-from phalanx.kernels.gemm.int4_packing import TILE_COLUMNS, TILE_ROWS, Int4Weight, dequantized, packed, reorder_rows
+from phalanx.kernels.gemm.int4_packing import TILE_COLUMNS, TILE_ROWS, Int4Weight, dequantized, packed, reorder_rows, rows_of
 from phalanx.layout.quantized_bytes import scale_words
 from phalanx.models.layers.activation import Activation
 from phalanx.models.layers.linear_methods.int4_formats import Decoded, decoded, rounded, tensors
@@ -63,16 +63,17 @@ class Int4Linear(LinearMethod):
         ]
 
     def multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
-        assert isinstance(x, Tensor)
-        if self.order is not None:
-            x = x.index_select(1, self.order)
-        return int4_mm(x, self.weight, bias)
+        return int4_mm(self._ordered(x), self.weight, bias)
 
     def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
+        return F.linear(self._ordered(x), dequantized(self.weight, self.dtype), bias)
+
+    def plain_rows(self, x: Activation, rows: slice) -> Tensor:
+        return F.linear(self._ordered(x), dequantized(rows_of(self.weight, rows), self.dtype))
+
+    def _ordered(self, x: Activation) -> Tensor:
         assert isinstance(x, Tensor)
-        if self.order is not None:
-            x = x.index_select(1, self.order)
-        return F.linear(x, dequantized(self.weight, self.dtype), bias)
+        return x if self.order is None else x.index_select(1, self.order)
 
     @property
     def weight(self) -> Int4Weight:

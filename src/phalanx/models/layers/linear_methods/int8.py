@@ -17,6 +17,7 @@ from phalanx.models.layers.activation import Activation
 from phalanx.models.layers.linear_methods.fp8 import Fp8
 from phalanx.models.slices import LayerContext, Slice, WeightPart
 
+_ALL = slice(None)
 _LARGEST = 127
 _LEAST_ROWS, _UNIT = 32, 8
 """Of torch's GEMM on a GPU: more than 16 rows, and multiples of 8 in its other sizes."""
@@ -37,10 +38,16 @@ class Int8(Fp8):
         return (total if bias is None else total + bias.float()).to(self.dtype)
 
     def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
+        total = self._plain(x, _ALL)
+        return (total if bias is None else total + bias.float()).to(self.dtype)
+
+    def plain_rows(self, x: Activation, rows: slice) -> Tensor:
+        return self._plain(x, rows).to(self.dtype)
+
+    def _plain(self, x: Activation, rows: slice) -> Tensor:
         assert isinstance(x, Tensor)
         values, scale = self._quantized(x)
-        output = F.linear(values.float() * scale, self.dequantized(torch.float32), None if bias is None else bias.float())
-        return output.to(self.dtype)
+        return F.linear(values.float() * scale, self.dequantized(torch.float32, rows))
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, in] in int8, and its scale in fp32: [T, 1], or () where it is static."""
@@ -49,8 +56,8 @@ class Int8(Fp8):
             scale = (in_fp32.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
         return torch.round(in_fp32 / scale).clamp(-_LARGEST - 1, _LARGEST).to(torch.int8), scale
 
-    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        return (self.weight.float() * self.weight_scale.unsqueeze(-1)).to(dtype or self.dtype)
+    def dequantized(self, dtype: torch.dtype | None = None, rows: slice = _ALL) -> Tensor:
+        return (self.weight[rows].float() * self.weight_scale[rows].unsqueeze(-1)).to(dtype or self.dtype)
 
     def slices(self) -> Iterator[Slice]:
         yield from (replace(part, dtypes=("I8",)) for part in super().slices())

@@ -62,6 +62,11 @@ class LinearMethod(Sliced, ABC):
         """As `multiply`, by one GEMM of torch's with the dequantized weight, and the input as the method quantizes it. It is slow,
         and what the start's self check compares `multiply` with."""
 
+    def plain_rows(self, x: Activation, rows: slice) -> Tensor:
+        """`plain_multiply` without a bias, of these outputs alone [T, rows]: quantized methods dequantize no others. rows: begins
+        with a multiple of 64."""
+        return self.plain_multiply(x)[:, rows]
+
     def unscaled(self, x: Activation, bias: Tensor | None = None) -> Tensor | Unscaled:
         """`multiply` for a reader that can apply scales to the output: without them where that is faster."""
         return self.multiply(x, bias)

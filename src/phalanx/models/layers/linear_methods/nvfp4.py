@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.errors import ModelError, WeightError
 from phalanx.kernels.moe.nvfp4_mm import nvfp4_mm
-from phalanx.kernels.moe.nvfp4_packing import GROUP, Nvfp4Weight, dequantized, packed, quantized, reorder_rows, sizes
+from phalanx.kernels.moe.nvfp4_packing import GROUP, Nvfp4Weight, dequantized, packed, quantized, reorder_rows, rows_of, sizes
 from phalanx.models.layers.activation import Activation
 from phalanx.models.layers.linear_methods.method import Fusion, LinearMethod
 from phalanx.models.slices import LayerContext, Scale, Slice, WeightPart
@@ -61,6 +61,10 @@ class Nvfp4Linear(LinearMethod):
     def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor)
         return F.linear(x, dequantized(self.weight, self.dtype), bias)
+
+    def plain_rows(self, x: Activation, rows: slice) -> Tensor:
+        assert isinstance(x, Tensor)
+        return F.linear(x, dequantized(rows_of(self.weight, rows), self.dtype))
 
     def fuses(self, fusion: Fusion) -> bool:
         return fusion == "bias"
