@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from phalanx.comm.group import Group, ResidualRmsNorm, Solo
 from phalanx.comm.local import LocalWorld
-from phalanx.comm.marked_group import MarkedGroup, marked_groups
+from phalanx.comm.marked_group import MarkedGroup, marked_groups, unmarked
 from phalanx.comm.torch_group import Groups
-from phalanx.layout.rank_progress import OPERATIONS, RankProgress, unpack
+from phalanx.layout.rank_progress import OPERATIONS, DevicePlace, RankProgress, unpack
 
 CPU = torch.device("cpu")
 
 
-def test_groups_of_several_ranks_are_marked_on_cpu_alone() -> None:
+class Silent:
+    """A device that never comes anywhere."""
+
+    def begin(self, step: int) -> None: ...
+
+    def read(self) -> DevicePlace:
+        return DevicePlace(0, 0, 0)
+
+
+def test_groups_of_several_ranks_are_marked_where_the_device_says_where_it_is() -> None:
     pair = LocalWorld(2)
 
     def marked(group: Group) -> None:
@@ -21,7 +32,14 @@ def test_groups_of_several_ranks_are_marked_on_cpu_alone() -> None:
         assert isinstance(on_cpu.tp, MarkedGroup)
         assert isinstance(on_cpu.pp, Solo)
         assert (on_cpu.tp.rank, on_cpu.tp.size) == (group.rank, 2)
+        assert unmarked(on_cpu.tp) is group
+        assert unmarked(group) is group
         assert marked_groups(groups, RankProgress(), torch.device("cuda")) is groups
+        progress = RankProgress()
+        progress.device = Silent()
+        on_gpu = marked_groups(replace(groups, ends=group), progress, torch.device("cuda"))
+        assert isinstance(on_gpu.tp, MarkedGroup)
+        assert on_gpu.ends is group, "it has a stream of its own"
 
     pair.run(marked)
 

@@ -116,6 +116,57 @@ def test_of_two_ranks_that_have_made_one_call_the_step_before_tells_which_skippe
     assert failure == f"rank {victim} (pid {victim}) skipped all_gather of the data-parallel group in layer 0 in step 7"
 
 
+def on_device(rank: int, calls: list[Call], step: int = 7) -> RankState:
+    """Of a GPU, which says to which call it came last."""
+    layer = calls[-1].layer if calls else 0
+    return RankState(rank, f"pid {rank}", step, step - 1, layer, bool(calls), True, calls, on_device=True)
+
+
+@pytest.mark.parametrize("at", range(1, 10))
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_gpu_that_has_not_come_to_a_collective_is_named(at: int, victim: int) -> None:
+    """As where a kernel spins in a graph."""
+    calls = reduces(4)
+    failure, evidence = culprit_of(Layout(tp=2), on_device(victim, calls[:at]), on_device(1 - victim, calls[: at + 1]))
+    assert failure == f"rank {victim} has not come to {calls[at].words}, number {at + 1} of step 7"
+    last = f"rank {victim} (pid {victim}) came last to {calls[at - 1].words}, and is in it or computes behind it"
+    assert evidence == f"{last}; rank {1 - victim} waits"
+
+
+def test_a_gpu_that_has_come_to_no_collective_is_named() -> None:
+    failure, evidence = culprit_of(Layout(tp=2), on_device(0, reduces(2)[:1]), on_device(1, []))
+    assert failure.startswith("rank 1 has not come to all_reduce of the tensor-parallel group before the layers, number 1 of")
+    assert evidence == "rank 1 (pid 1) has come to no collective of the step; rank 0 waits"
+
+
+@pytest.mark.parametrize("at", range(10))
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_gpu_that_skips_a_collective_is_named(at: int, victim: int) -> None:
+    calls = reduces(4)
+    without = calls[:at] + calls[at + 1 :]
+    failure, _ = culprit_of(Layout(tp=2), on_device(victim, without), on_device(1 - victim, calls))
+    if at < len(calls) - 1:
+        assert failure == f"rank {victim} (pid {victim}) skipped {calls[at].words} in step 7"
+    else:
+        assert failure.startswith(f"rank {victim} has not come to {calls[at].words}")
+
+
+def test_a_collective_of_gpus_to_which_all_have_come_is_the_links() -> None:
+    calls, receive = reduces(2), Call(0, "pp", "receive")
+    failure, evidence = culprit_of(Layout(tp=2), on_device(0, calls[:3]), on_device(1, calls[:3]))
+    assert failure == "all_reduce of the tensor-parallel group in layer 0, number 3 of step 7, does not end"
+    assert evidence.endswith("the link between them stands still, or each of them computes behind it")
+    views = [on_device(0, calls[:3]), on_device(1, calls[:3]), on_device(2, [receive]), on_device(3, [receive])]
+    assert culprit_of(Layout(pp=2, tp=2), *views)[0] == failure
+
+
+def test_a_gpu_behind_its_last_collective_does_not_finish_the_step() -> None:
+    calls = reduces(2)
+    failure, evidence = culprit_of(Layout(tp=2), ended(0, calls), on_device(1, calls))
+    assert failure == "rank 1 does not finish step 7"
+    assert f"came last to {calls[-1].words}" in evidence
+
+
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("victim", [0, 1])
 def test_in_the_first_step_the_order_of_calls_tells_which_of_two_ranks_skipped(at: int, victim: int) -> None:

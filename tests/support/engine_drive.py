@@ -72,8 +72,10 @@ def all_gone(rank_pids: list[int], seconds: float = 10.0) -> bool:
 class Drive:
     """Submits steps through `submit` and takes their results through `collect`; numbers go on from call to call."""
 
-    def __init__(self, submit: Callable[[Step], None], collect: Callable[[], list[StepResult]], *, blocks: int = 100) -> None:
-        self._submit, self._collect = submit, collect
+    def __init__(
+        self, submit: Callable[[Step], None], collect: Callable[[], list[StepResult]], *, blocks: int = 100, block: int = BLOCK
+    ) -> None:  # fmt: skip
+        self._submit, self._collect, self._block = submit, collect, block
         self._blocks = list(range(blocks))
         random.Random(3).shuffle(self._blocks)
         self.number = 0
@@ -98,7 +100,7 @@ class Drive:
         free = list(self._blocks)
 
         def grow(slot: int, length: int) -> list[int]:
-            new = [free.pop() for _ in range(-(-length // BLOCK) - len(tables[slot]))]
+            new = [free.pop() for _ in range(-(-length // self._block) - len(tables[slot]))]
             tables[slot] += new
             return new
 

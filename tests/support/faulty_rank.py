@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real rank on CPU that goes wrong at one call of a collective: `FaultyLauncher` starts such ranks.
+"""A real rank that goes wrong at one call of a collective: `FaultyLauncher` starts such ranks. Here on CPU; `faulty_gpu` on GPUs.
 
 A fault has "rank", "kind", and where: the call of this number (from 0) in "step" that the rank is about to make.
 
@@ -8,7 +8,8 @@ link: it comes, and nothing that it sends arrives.
 
 Or the rank computes something wrong from its start on (WRONG): the sum of the all-reduce ONESHOT, the last columns of an int4 GEMM
 of more than 16 rows, the static scale of FP8 activations, or the last head of attention. "everywhere": what all ranks have first:
-here fp8, activations in FP8 as on a GPU.
+fp8,
+activations in FP8 as on a GPU; unmarked, GPUs that do not say where they are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.group import ResidualRmsNorm, finish
+from phalanx.comm.group import ResidualRmsNorm, finish, with_scales
 from phalanx.comm.marked_group import MarkedGroup
 from phalanx.executor.launcher import HostRanks, LocalLauncher, LocalRank
 from phalanx.layout.rank_progress import CallMarker
@@ -91,11 +92,29 @@ def _attention() -> None:
     SdpaPlan.forward = wrong  # type: ignore[method-assign]
 
 
-WRONG = {"fp8": _fp8, "oneshot": _oneshot, "int4": _int4, "scale": _scale, "attention": _attention}
+def _unmarked() -> None:
+    from phalanx.worker.worker import Worker
+
+    Worker._marks = lambda self, device: None  # type: ignore[method-assign]
+
+
+WRONG = {"unmarked": _unmarked, "fp8": _fp8, "oneshot": _oneshot, "int4": _int4, "scale": _scale, "attention": _attention}
 
 
 class _Skipped(Exception):
     pass
+
+
+def _break_rank(fault: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Have this process go wrong as `fault` says."""
+    if options["device"] == "cuda":
+        from tests.support.faulty_gpu import Skipped, break_gpu
+
+        break_gpu(fault, graphs=options["cuda_graphs"])
+        _skip_by(Skipped)
+    else:
+        _break(fault)
+        _skip_by(_Skipped)
 
 
 def _break(fault: dict[str, Any]) -> None:
@@ -123,18 +142,22 @@ def _break(fault: dict[str, Any]) -> None:
                 threading.Event().wait()
 
     CallMarker.enter = entered  # type: ignore[method-assign]
+
+
+def _skip_by(error: type[Exception]) -> None:
+    """A call of a collective that raises this error is left out."""
     plain = {name: getattr(MarkedGroup, name) for name in ("all_reduce", "all_gather")}
 
     def all_reduce(self: MarkedGroup, x: torch.Tensor, fusion: ResidualRmsNorm | None = None) -> Any:
         try:
             return plain["all_reduce"](self, x, fusion)
-        except _Skipped:
-            return x if fusion is None else finish(x, fusion)
+        except error:
+            return with_scales(x) if fusion is None else finish(with_scales(x), fusion)
 
     def all_gather(self: MarkedGroup, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         try:
             return plain["all_gather"](self, x, dim)
-        except _Skipped:
+        except error:
             return torch.cat([x] * self.size, dim)
 
     MarkedGroup.all_reduce, MarkedGroup.all_gather = all_reduce, all_gather  # type: ignore[method-assign,assignment]
@@ -152,7 +175,7 @@ if __name__ == "__main__":
         if fault is not None and "everywhere" in fault:
             WRONG[fault["everywhere"]]()
         if fault is not None and config["rank"] == fault["rank"]:
-            WRONG.get(fault["kind"], lambda: _break(fault))()
+            WRONG.get(fault["kind"], lambda: _break_rank(fault, config["options"]))()
         return config
 
     launch.read_config = read

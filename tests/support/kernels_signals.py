@@ -18,11 +18,27 @@ def dependents(SM: tl.constexpr):
 
 @triton.jit
 def enter(epoch, SM: tl.constexpr):
-    return tl.load(epoch)
+    return tl.load(epoch[0])
+
+
+@triton.jit
+def mark(counter, call):
+    if (tl.program_id(0) == 0) & (call >= 0):
+        place = counter.to(tl.pointer_type(tl.int64))
+        count = tl.load(place) + 1
+        tl.store(place, count)
+        tl.store(tl.load(place + 1).to(tl.pointer_type(tl.int64)), (count << 32) | call)
+
+
+@triton.jit
+def mark_call(epoch):
+    if len(epoch) > 1:
+        mark(epoch[1], epoch[2])
 
 
 @triton.jit
 def draw_ticket(epoch, programs):
+    mark_call(epoch)
     return programs
 
 
@@ -66,6 +82,6 @@ def read_board(board, places, mask, number):
 def replace_signals(*modules: Any) -> None:
     """Let these modules of kernels use the functions above."""
     for module in modules:
-        for act in (dependents, enter, draw_ticket, leave, clear, push, poll, write_board, read_board):
+        for act in (dependents, enter, mark, mark_call, draw_ticket, leave, clear, push, poll, write_board, read_board):
             if hasattr(module, act.__name__):
                 setattr(module, act.__name__, act)

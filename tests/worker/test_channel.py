@@ -60,7 +60,7 @@ def test_a_channel_receives_messages_and_steps_and_sends_heartbeats(router: zmq.
     name, frame = router.recv_multipart()
     assert (name, decode_rank_message(frame)) == (
         b"heartbeat-rank-3",
-        RankHeartbeat(3, RankPlace(2, 1, 4, True, False, b"\0\0\4\0"), {"total": 9}, {"A/B": 4}, {"eager/steps": 5}),
+        RankHeartbeat(3, RankPlace(2, 1, 4, True, False, b"\0\4\0\0"), {"total": 9}, {"A/B": 4}, {"eager/steps": 5}),
     )
 
 

@@ -17,6 +17,7 @@ from phalanx.config.model import ModelShape
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.errors import EngineError
+from phalanx.layout.rank_progress import ALL_GATHER, ALL_REDUCE, BEFORE_LAYERS, BEHIND_LAYERS, RankProgress, unpack
 from phalanx.models import registry
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.embedding import ParallelLMHead
@@ -225,6 +226,29 @@ def test_a_replay_counts_the_collectives_that_were_captured(monkeypatch: pytest.
     capturer.reset()
     capturer.capture(work, work)
     assert cuda.pools == [None, "shared", None]
+
+
+def test_a_replay_records_the_collectives_that_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs.torch, "cuda", _Cuda())
+    progress = RankProgress()
+    capturer, marker = cuda_graphs.CudaGraphCapturer(CPU, progress=progress), progress.marker("tp")
+
+    def work() -> None:
+        for layer in range(2):
+            progress.enter_layer(layer)
+            marker.call(ALL_REDUCE, lambda: None)
+
+    replay = capturer.capture(work, work)
+    replay()
+    assert not progress.calls, "no step has begun"
+    progress.begin(5)
+    progress.layer = BEFORE_LAYERS
+    marker.call(ALL_REDUCE, lambda: None)
+    replay()
+    marker.call(ALL_GATHER, lambda: None)
+    assert [(call.layer, call.operation) for call in unpack(progress.packed_calls)] == [
+        (BEFORE_LAYERS, "all_reduce"), (1, "all_reduce"), (2, "all_reduce"), (BEHIND_LAYERS, "all_gather"),
+    ]  # fmt: skip
 
 
 def test_forgotten_graphs_are_not_used(folder: Path) -> None:

@@ -16,6 +16,9 @@ call n + 1, for which it needed data of this rank (directly or through a sum), w
 that half cleared. This requires that all calls of a group run in one order on every rank, each after the one before it (one stream,
 or streams joined by events), and that each rank of a call needs data of every other, as an all-reduce does.
 
+Kernels get the counts of their group's calls as `epoch`, a tuple: (a pointer to two int32, the number and the tickets drawn), and
+where the rank's GPU says where it is, the two numbers of `device_marks.DeviceMarks.of_kernel` behind it.
+
 Data that other kernels wrote into a peer's memory has no such words. There a flag tells that it has arrived (`raise_flag`,
 `await_flag`): the number of the call that reads it.
 """
@@ -59,6 +62,26 @@ _ADVANCE = tl.constexpr("""{
   .reg .pred %last;
   setp.eq.u32 %last, $2, $3;
   @%last red.relaxed.gpu.global.add.u32 [$1], 1;
+  mov.b32 $0, 0;
+}""")
+
+# The first thread of the grid counts the call and writes its number and the count to the host, 8 bytes at once. The store ends
+# while the data of peers is on its way. A number below zero is of no call.
+_MARK = tl.constexpr("""{
+  .reg .pred %go;
+  .reg .b32 %thread, %program, %low;
+  .reg .b64 %count, %words, %word;
+  mov.u32 %thread, %tid.x;
+  mov.u32 %program, %ctaid.x;
+  or.b32 %thread, %thread, %program;
+  setp.eq.u32 %go, %thread, 0;
+  setp.ge.and.s32 %go, $2, 0, %go;
+  @%go ld.volatile.global.v2.b64 {%count, %words}, [$1];
+  @%go add.s64 %count, %count, 1;
+  @%go st.volatile.global.b64 [$1], %count;
+  @%go cvt.u32.u64 %low, %count;
+  @%go mov.b64 %word, {$2, %low};
+  @%go st.relaxed.sys.global.b64 [%words], %word;
   mov.b32 $0, 0;
 }""")
 
@@ -164,23 +187,38 @@ def dependents(SM: tl.constexpr):
 
 @triton.jit
 def enter(epoch, SM: tl.constexpr):
-    """Wait for the kernels before this one; then return the number of this call, from epoch (two int32: number, tickets drawn)."""
+    """Wait for the kernels before this one; then return the number of this call."""
     if SM >= 90:
         gdc_wait()
-    return tl.inline_asm_elementwise(_NUMBER, "=r,l", [epoch], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(_NUMBER, "=r,l", [epoch[0]], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def mark(counter, call):
+    """Say that the device has come to this call, where it is one: see `device_marks`. Behind `enter`, in every thread."""
+    tl.inline_asm_elementwise(_MARK, "=r,l,r", [counter, call], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def mark_call(epoch):
+    """`mark` with what the epoch has for it, if anything."""
+    if len(epoch) > 1:
+        mark(epoch[1], epoch[2])
 
 
 @triton.jit
 def draw_ticket(epoch, programs):
-    """Once per program, after all of its threads have used the number."""
+    """Once per program, after all of its threads have used the number, and its data is sent: now it waits for that of its peers,
+    and the device is at this call."""
     tl.debug_barrier()
-    return tl.inline_asm_elementwise(_TICKET, "=&r,l,r", [epoch, programs - 1], dtype=tl.int32, is_pure=False, pack=1)
+    mark_call(epoch)
+    return tl.inline_asm_elementwise(_TICKET, "=&r,l,r", [epoch[0], programs - 1], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def leave(epoch, programs, ticket):
     """Once per program, later: the program with the last ticket advances the number to the next call's."""
-    tl.inline_asm_elementwise(_ADVANCE, "=r,l,r,r", [epoch, ticket, programs - 1], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_ADVANCE, "=r,l,r,r", [epoch[0], ticket, programs - 1], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.shared_memory import share_text
-from phalanx.comm.torch_group import TorchGroup
+from phalanx.comm.torch_group import Marks, TorchGroup
 
 REDUCE_SCATTER_LIMIT_BYTES = 256 << 20
 """The longest message for which there is a reduce-scatter buffer. A group with longer ones has no buffer: all its sizes then run
@@ -49,7 +49,8 @@ def workspace_bytes(world: int, message_bytes: int) -> int:
 class SymmetricWorkspace:
     """addresses: of each rank's workspace as this rank maps it; half: vectors of 16 bytes in one of its two halves; epoch: int32
     [2] on the device, the call's number and the tickets drawn; board: int64 [BOARD_PLACES, 2] on the device, where programs of one
-    kernel exchange sums; num_sms: multiprocessors of the GPU; sm: its compute capability x 10; memory: keeps the mapping alive."""
+    kernel exchange sums; num_sms: multiprocessors of the GPU; sm: its compute capability x 10; memory: keeps the mapping alive;
+    marks: what kernels tell their calls to, None for nothing."""
 
     rank: int
     world: int
@@ -60,6 +61,7 @@ class SymmetricWorkspace:
     num_sms: int
     sm: int
     memory: tuple[object, ...] = ()
+    marks: Marks | None = None
 
     @cached_property
     def oneshot_vectors(self) -> int:
@@ -133,7 +135,9 @@ def form_reduce_scatter_buffer(
     return ReduceScatterBuffer(rank, world, capacity, message_bytes, local, flags, peer_tensor, (local, handle))
 
 
-def form_workspace(process_group: dist.ProcessGroup, device: torch.device, message_bytes: int) -> SymmetricWorkspace:
+def form_workspace(
+    process_group: dist.ProcessGroup, device: torch.device, message_bytes: int, marks: Marks | None = None
+) -> SymmetricWorkspace:  # fmt: skip
     """Allocate and map the group's workspace; collective. Every pair of the group's GPUs must reach each other's memory. Raises
     RuntimeError on every rank where one of them has no room for it."""
     rank, world = process_group.rank(), process_group.size()
@@ -145,6 +149,7 @@ def form_workspace(process_group: dist.ProcessGroup, device: torch.device, messa
     return SymmetricWorkspace(
         rank, world, tuple(int(address) for address in handle.buffer_ptrs), half // _VECTOR_BYTES, epoch,
         board, properties.multi_processor_count, 10 * properties.major + properties.minor, (buffer, handle),
+        marks,
     )  # fmt: skip
 
 
@@ -160,16 +165,24 @@ class SymmetricRegion:
     num_sms: int
     sm: int
     memory: tuple[object, ...] = ()
+    marks: Marks | None = None
 
 
-def form_region(process_group: dist.ProcessGroup, device: torch.device, size: int) -> SymmetricRegion:
+def epoch_of(memory: SymmetricWorkspace | SymmetricRegion) -> tuple[Any, ...]:
+    """The argument `epoch` of the kernel that is launched next: see `signals`."""
+    return (memory.epoch,) if memory.marks is None else (memory.epoch, *memory.marks.of_kernel())
+
+
+def form_region(
+    process_group: dist.ProcessGroup, device: torch.device, size: int, marks: Marks | None = None
+) -> SymmetricRegion:  # fmt: skip
     """Allocate and map `size` bytes of each rank, rounded up to whole pages; collective, as `form_workspace`."""
     buffer, handle = _shared(process_group, device, -(-size // _ALIGNMENT) * _ALIGNMENT, -1)
     properties = torch.cuda.get_device_properties(device)
     return SymmetricRegion(
         process_group.rank(), process_group.size(), tuple(int(address) for address in handle.buffer_ptrs),
         torch.zeros(2, dtype=torch.int32, device=device), properties.multi_processor_count,
-        10 * properties.major + properties.minor, (buffer, handle),
+        10 * properties.major + properties.minor, (buffer, handle), marks,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import socket
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import overload
+from typing import Protocol, overload
 
 import psutil
 import torch
@@ -50,6 +50,16 @@ class Groups:
     dcp: Group = field(default_factory=Solo)
 
 
+class Marks(Protocol):
+    """What the calls of a rank's GPU are told to, where the GPU says where it is: `comm.device_marks`."""
+
+    def of_kernel(self) -> tuple[int, int]:
+        """(address of the counter, number of a call) for the kernel that is launched next, which marks the call by itself."""
+
+    def mark(self) -> None:
+        """Mark the call that is made, if no kernel has, by a kernel before it."""
+
+
 class TorchGroup:
     """A `Group` over one torch process group. Results are the same bits on every rank.
 
@@ -58,9 +68,10 @@ class TorchGroup:
     rounds than gloo's ring takes). On GPU it is NCCL's own sum.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, marks: Marks | None = None) -> None:
         self.process_group = process_group
         self.device = device
+        self.marks = marks
         self.calls: Counter[str] = Counter()  # all-reduces so far, by "STRATEGY/FUSION"
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
@@ -81,6 +92,7 @@ class TorchGroup:
         if self.device.type != "cpu":
             # Synchronous calls run on the caller's stream; the group's own method uses NCCL's stream and synchronizes the two
             # twice.
+            self._mark()
             dist.all_reduce(x, group=self.process_group)
             return x
         total = x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
@@ -91,6 +103,10 @@ class TorchGroup:
         else:
             total = self._sum_in_parts(total)
         return total.to(x.dtype)
+
+    def _mark(self) -> None:
+        if self.marks is not None:
+            self.marks.mark()
 
     def _sum_in_parts(self, x: Tensor) -> Tensor:
         """Rank r sums the r-th part of the x of all ranks in rank order, then all gather the sums."""
@@ -105,6 +121,7 @@ class TorchGroup:
         """[size, *x.shape]"""
         parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         if self.device.type != "cpu":
+            self._mark()
             dist.all_gather_into_tensor(parts.view(-1), x.view(-1), group=self.process_group)
         else:
             self.process_group._allgather_base(parts.view(-1), x.view(-1)).wait()
@@ -120,6 +137,7 @@ class TorchGroup:
         out = torch.empty_like(x) if splits is None else x.new_empty((sum(splits.received), *x.shape[1:]))
         if self.device.type != "cpu":
             sent, received = (None, None) if splits is None else (list(splits.sent), list(splits.received))
+            self._mark()
             dist.all_to_all_single(out, x, received, sent, group=self.process_group)
             return out
         row = math.prod(x.shape[1:]) * x.element_size()  # as bytes: gloo does not know every dtype
@@ -133,12 +151,14 @@ class TorchGroup:
         return sum_in_rank_order(by_rank(self.all_to_all(x), self.size))
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
+        self._mark()
         self.process_group.broadcast(x, source).wait()
         return x
 
     def send(self, x: Tensor, to: int) -> None:
         """gloo sends only once the receiver asks. x is copied, so that this rank can continue with its next step meanwhile."""
         if self.device.type != "cpu":
+            self._mark()
             self.process_group.send([x.contiguous()], to, 0).wait()
             return
         while self._sending and (self._sending[0][0].is_completed() or len(self._sending) >= SENDS_IN_FLIGHT):
@@ -147,6 +167,7 @@ class TorchGroup:
         self._sending.append((self.process_group.send([copy], to, 0), copy))
 
     def receive(self, x: Tensor, source: int) -> Tensor:
+        self._mark()
         self.process_group.recv([x], source, 0).wait()
         return x
 
@@ -154,6 +175,7 @@ class TorchGroup:
         if self.device.type == "cpu":
             self.process_group.barrier().wait()
         else:
+            self._mark()
             dist.barrier(self.process_group, device_ids=[self.device.index or 0])
 
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -204,12 +226,13 @@ def form(
     peer: str = "127.0.0.1",
     timeout: float = 300,
     returns_tokens: bool = False,
+    marks: Marks | None = None,
 ) -> Groups:
     """Form this rank's groups; collective over all ranks, and once per process. A group of one is `Solo`.
 
     `store`: an open store, or "host:port", where rank 0 listens. `peer`: the address of host 0; gloo uses the interface from
     which it is reached (NCCL finds its own). `timeout`: the limit of one collective in seconds. `returns_tokens`: form
-    `Groups.ends`, too.
+    `Groups.ends`, too. `marks`: of all groups but that one, which has a stream of its own.
     """
     if world != layout.world:
         raise LayoutError(f"{world} ranks do not fit the layout", held=f"{layout} has {layout.world} ranks")
@@ -240,7 +263,7 @@ def form(
                 continue
             process_group = all_ranks if len(ranks) == world else dist.new_group(list(ranks), backend=backend, timeout=limit)
             if rank in ranks:
-                own = TorchGroup(process_group, device)
+                own = TorchGroup(process_group, device, marks)
         return own
 
     tp = axis(sorted({tuple(layout.tp_group(r)) for r in range(world)}))
@@ -248,7 +271,7 @@ def form(
     dp = axis(sorted({tuple(layout.dp_group(r)) for r in range(world)}))
     ends = _form_ends(rank, layout, backend, device, limit) if returns_tokens else Solo()
     dcp = tp if layout.dcp == layout.tp else axis(sorted({tuple(layout.dcp_group(r)) for r in range(world)}))
-    groups = Groups(tp, pp, TorchGroup(all_ranks, device), dp, ends, dcp)
+    groups = Groups(tp, pp, TorchGroup(all_ranks, device, marks), dp, ends, dcp)
     for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.ends, groups.dcp):
         group.barrier()  # connects now, so that a failure is one of the start
     if backend == "gloo":  # NCCL connects more channels later

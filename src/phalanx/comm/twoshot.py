@@ -31,7 +31,7 @@ from phalanx.comm import chunked
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.oneshot import gather_sum
 from phalanx.comm.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal, slot
-from phalanx.comm.symmetric import SymmetricWorkspace, part_vectors
+from phalanx.comm.symmetric import SymmetricWorkspace, epoch_of, part_vectors
 from phalanx.kernels.ops.residual_rms_norm import finish_row
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.kernels.vectors import load, load_output, pack, store, unpack
@@ -94,8 +94,9 @@ def all_reduce(x: Tensor | Unscaled, workspace: SymmetricWorkspace, launch: Twos
     def one(source: Tensor, target: Tensor, vectors: int, constants: dict[str, Any]) -> None:
         run = launch or flat_launch(vectors, workspace.world, workspace.num_sms)
         twoshot[(run.programs,)](
-            source, target, workspace.addresses, workspace.epoch, workspace.half, vectors, part_vectors(vectors, workspace.world),
-            run.movers, BLOCK=run.flat, WARPS=run.warps, num_warps=run.warps, maxnreg=run.registers, **constants,
+            source, target, workspace.addresses, epoch_of(workspace), workspace.half, vectors,
+            part_vectors(vectors, workspace.world), run.movers,
+            BLOCK=run.flat, WARPS=run.warps, num_warps=run.warps, maxnreg=run.registers, **constants,
         )  # fmt: skip
 
     return chunked.all_reduce(x, workspace, workspace.twoshot_vectors, one)
@@ -175,7 +176,7 @@ def twoshot(
     """out = the sum over ranks of x, `vectors` vectors of 16 bytes.
 
     chunk: vectors that each rank reduces, world x chunk >= vectors; peers: the address of each rank's workspace; epoch: see
-    `signals.enter`; half: vectors in one half of a workspace; pitch: vectors of a row, None without scales.
+    `signals`; half: vectors in one half of a workspace; pitch: vectors of a row, None without scales.
     """
     dependents(SM)
     number = enter(epoch, SM)

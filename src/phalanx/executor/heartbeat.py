@@ -89,7 +89,7 @@ class HeartbeatMonitor:
         place = self.last(rank).place
         if not place.begun:
             return "it had begun no step"
-        unknown = place.queued or not (place.layer or place.inside or place.calls)
+        unknown = (place.queued and not place.on_device) or not (place.layer or place.inside or place.calls)
         at = "" if unknown else f", where it was {in_layer(place.layer)},"
         return f"it had begun step {place.begun}{at} and finished step {place.finished}"
 

@@ -105,9 +105,7 @@ class WorkDone(msgspec.Struct, tag=True, array_like=True):
 
 
 class RankPlace(msgspec.Struct, array_like=True, frozen=True):
-    """begun, finished: the last steps that a rank began and finished. Where it is in the former: fields as of
-    `layout.rank_progress.RankProgress`. calls: of collectives in this step, packed; empty on GPUs, where the host does not know of
-    them."""
+    """Where a rank is: fields as of `layout.rank_progress.Place`. calls: empty on GPUs that do not say where they are."""
 
     begun: int = 0
     finished: int = 0
@@ -115,6 +113,7 @@ class RankPlace(msgspec.Struct, array_like=True, frozen=True):
     inside: bool = False
     queued: bool = False
     calls: bytes = b""
+    on_device: bool = False
 
 
 NOWHERE = RankPlace()

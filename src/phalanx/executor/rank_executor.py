@@ -449,11 +449,11 @@ class RankExecutor:
             finished = place.finished if calls is None else max(place.finished, number)
             if calls is None and place.begun == number:
                 calls = place.calls
-            on_host = self._options.device == "cpu" and calls is not None
+            recorded = calls is not None and (self._options.device == "cpu" or place.on_device)
             states[rank] = RankState(
                 rank, heard.where, max(place.begun, finished), finished, place.layer, place.inside, place.queued,
-                unpack(calls or b"") if on_host else None, 0.0 if heard.last is None else now - heard.last,
-                unpack(self._in_flight.usual_calls.get(rank, b"")),
+                unpack(calls or b"") if recorded else None, 0.0 if heard.last is None else now - heard.last,
+                unpack(self._in_flight.usual_calls.get(rank, b"")), place.on_device,
             )  # fmt: skip
         return states
 

@@ -6,6 +6,8 @@
 3. Of the others, each rank that is in a collective waits for those that have not come to it. Those that are waited for, and wait
    for nobody, hold the step up.
 4. Where all have come, the link between them does.
+
+A GPU says to which collective it came last, and not whether it is in it still: it waits only where others have not come.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ SILENT_SECONDS = 5.0
 class RankState:
     """What the engine knows of a rank while a step does not end. where: names its process. begun, finished: steps. layer, inside,
     queued: as `RankProgress`. calls: in the step that does not end, also where this rank has finished it; None: unknown. silent:
-    seconds since its last heartbeat. usual: its calls in the last step that all have run."""
+    seconds since its last heartbeat. usual: its calls in the last step that all have run. on_device: its place is its GPU's, as
+    `layout.rank_progress.Place`."""
 
     rank: int
     where: str = ""
@@ -37,6 +40,7 @@ class RankState:
     calls: Sequence[Call] | None = None
     silent: float = 0.0
     usual: Sequence[Call] = ()
+    on_device: bool = False
 
     def is_queueing(self, step: int) -> bool:
         """Whether its host is still at the step."""
@@ -48,6 +52,10 @@ class RankState:
             return f"has finished step {step}"
         if self.begun < step:
             return f"has not begun step {step}: it finished step {self.finished}"
+        if self.on_device and self.begun == step:
+            if not self.calls:
+                return "has come to no collective of the step"
+            return f"came last to {self.calls[-1].words}, and is in it or computes behind it"
         if self.queued or self.begun > step:
             return f"has queued all of step {step}, and its device has not finished it"
         if self.inside and self.calls:
@@ -176,21 +184,29 @@ class _Waits:
 
     def culprit(self) -> Culprit:
         """Points 3 and 4 of the module's docstring; else the ranks that have not finished the step."""
+        late = [rank for rank, view in self.views.items() if view.begun == self.step and view.finished < self.step]
         awaited = sorted({peer for peers in self.missing.values() for peer in peers})
         if awaited:
             holding = [rank for rank in awaited if not self.missing.get(rank)]
-            linked = [rank for rank in holding if rank in self.missing]
+            linked = [rank for rank in holding if rank in self.missing and self._may_be_linked(rank, holding)]
             if holding:
                 return self._link(linked[0]) if linked else self._not_come(holding)
-        elif self.missing:
-            return self._link(min(self.missing))
-        late = [view for view in self.views.values() if view.finished < self.step]
-        if not late:
+        elif (first := next((rank for rank in sorted(self.missing) if self._may_be_linked(rank, late)), None)) is not None:
+            return self._link(first)
+        unfinished = [view for view in self.views.values() if view.finished < self.step]
+        if not unfinished:
             where = "; ".join(f"rank {view.rank} ({view.where}) has finished step {view.finished}" for view in self.views.values())
             return Culprit(f"all ranks have finished step {self.step}, and no result of it has come to the engine", where)
-        what = "; ".join(f"rank {view.rank} ({view.where}) {view.doing(self.step)}" for view in late)
-        ranks = [view.rank for view in late]
+        what = "; ".join(f"rank {view.rank} ({view.where}) {view.doing(self.step)}" for view in unfinished)
+        ranks = [view.rank for view in unfinished]
         return Culprit(f"{_names(ranks)} {'does' if len(ranks) == 1 else 'do'} not finish step {self.step}", what)
+
+    def _may_be_linked(self, rank: int, ranks: Sequence[int]) -> bool:
+        """Whether a rank that has come to a call with all of its peers may be in it. As a device does not say when a call ends, it
+        may where its peers are among `ranks`, too."""
+        view = self.views[rank]
+        assert view.calls
+        return not view.on_device or set(self._needed(rank, view.calls[-1])) <= set(ranks)
 
     def _needed(self, rank: int, call: Call) -> list[int]:
         """The other ranks that a call needs."""
@@ -248,9 +264,10 @@ class _Waits:
         assert calls
         ranks = sorted([rank, *self._needed(rank, calls[-1])])
         number = sum(each.group == calls[-1].group for each in calls)
+        or_else = ", or each of them computes behind it" if self.views[rank].on_device else ""
         return Culprit(
             f"{calls[-1].words}, number {number} of step {self.step}, does not end",
-            f"{_names(ranks)} have all come to it: the link between them stands still",
+            f"{_names(ranks)} have all come to it: the link between them stands still{or_else}",
         )  # fmt: skip
 
 

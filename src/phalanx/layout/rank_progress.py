@@ -4,14 +4,19 @@ step, at the cost of a list's append for each collective, and read by a thread t
 
 A call is one number: the layer, the group and the operation. Ranks of one tensor-parallel group make the same calls in each step,
 in one order: `executor.stuck` compares them.
+
+On CPU a call is recorded when it is made. On GPUs it is recorded when it is queued, or captured in a graph, and then added at each
+replay. How far the device has come in these records, it says itself: the first kernel of a call writes the call's number and a
+count to the host (`comm.device_marks`).
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol, TypeVar
 
 Result = TypeVar("Result")
 
@@ -33,6 +38,8 @@ BEFORE_LAYERS = 0
 BEHIND_LAYERS = 0xFFFF
 """The norm, the LM head and the sampler."""
 _WORD = "I" if array("I").itemsize == 4 else "L"
+UNCOUNTED = -16
+"""In the place of a call's number for kernels: it is not the first kernel of a call, or no step is recorded."""
 
 
 class Call(NamedTuple):
@@ -59,24 +66,63 @@ def in_layer(layer: int) -> str:
     return "behind the layers" if layer == BEHIND_LAYERS else f"in layer {layer - 1}"
 
 
+class DevicePlace(NamedTuple):
+    """What a device last said. step: that it runs. entered: calls of this step whose first kernel has begun. call: the last one."""
+
+    step: int
+    entered: int
+    call: int
+
+
+class Device(Protocol):
+    """A device that says where it is: `comm.device_marks`."""
+
+    def begin(self, step: int) -> None:
+        """Queue the beginning of a step."""
+
+    def read(self) -> DevicePlace: ...
+
+
+class Place(NamedTuple):
+    """Where a rank is. begun, finished: the last steps that it began and finished. layer, inside, queued: as `RankProgress`. calls:
+    in the step begun, packed. on_device: all of this is of the device. Then `inside` is whether it has come to a call at all, as
+    it does not say when a call ends; `queued`, whether it has not yet come to all that the host queued, or all is queued."""
+
+    begun: int
+    finished: int
+    layer: int
+    inside: bool
+    queued: bool
+    calls: bytes
+    on_device: bool
+
+
 class RankProgress:
     """Of this process. step: that it runs; 0 before the first. finished: the last one whose results it has. layer: BEFORE_LAYERS,
     n + 1 in layer n, BEHIND_LAYERS. queued: the device has all of the step. inside: how deep it is in collectives, which may call
     others: 0 where it computes. between_layers: called before each layer that is not replayed from a graph; it calls no
-    collective."""
+    collective. device: the GPU, where it says how far it is; None where what runs the step is at the place itself. pending: the
+    call that no kernel has been launched for yet; UNCOUNTED for none."""
 
-    __slots__ = ("between_layers", "calls", "finished", "inside", "layer", "queued", "step")
+    __slots__ = ("_recorded", "between_layers", "calls", "device", "finished", "inside", "layer", "pending", "queued", "step")
 
     def __init__(self) -> None:
         self.step = self.finished = self.layer = self.inside = 0
         self.queued = False
         self.between_layers: Callable[[], None] | None = None
+        self.device: Device | None = None
+        self.pending = UNCOUNTED
         self.calls = array(_WORD)
+        self._recorded: dict[int, array[int]] = {}  # of steps that the device has not finished
 
     def begin(self, step: int) -> None:
         """A step begins: its calls are counted from here."""
         self.calls = array(_WORD)
         self.step, self.layer, self.inside, self.queued = step, BEFORE_LAYERS, 0, False
+        if self.device is not None:
+            unfinished = {number: calls for number, calls in self._recorded.items() if number > self.finished}
+            self._recorded = {**unfinished, step: self.calls}
+            self.device.begin(step)
 
     def enter_layer(self, number: int) -> None:
         """Layer `number` of the model begins."""
@@ -88,27 +134,70 @@ class RankProgress:
         """What a group of this name tells its calls to."""
         return CallMarker(self, GROUPS.index(group))
 
+    @contextmanager
+    def capturing(self) -> Iterator[array[int]]:
+        """Inside, calls are recorded in what this yields, instead of in the step: a graph captures them."""
+        before = self.calls, self.step
+        self.calls, self.step = array(_WORD), self.step or -1
+        try:
+            yield self.calls
+        finally:
+            self.calls, self.step = before
+
+    def replay(self, calls: array[int]) -> None:
+        """A graph that captured these calls is about to be replayed."""
+        if self.step:
+            self.calls.extend(calls)
+            self.layer = BEHIND_LAYERS
+
+    def take_call(self) -> int:
+        """The number that the next kernel gives to the device: of the call that it begins, a multiple of 16, so that kernels are
+        compiled once for all; else UNCOUNTED."""
+        call, self.pending = self.pending, UNCOUNTED
+        return call
+
     @property
     def packed_calls(self) -> bytes:
         return pack(self.calls)
 
+    @property
+    def place(self) -> Place:
+        """Where this rank is now; for another thread than the one that runs steps."""
+        if self.device is None:
+            return Place(self.step, self.finished, self.layer, self.inside > 0, self.queued, self.packed_calls, False)
+        at = self.device.read()
+        recorded = self._recorded.get(at.step, array(_WORD))
+        calls = recorded[: at.entered]
+        if calls and len(calls) == at.entered and calls[-1] != at.call >> 4:
+            calls[-1] = at.call >> 4  # it left out calls that the host has queued
+        queued = len(recorded) > at.entered or self.step > at.step or self.queued
+        layer = calls[-1] >> 8 if calls else BEFORE_LAYERS
+        return Place(at.step, self.finished, layer, len(calls) > 0, queued, pack(calls), True)
+
 
 class CallMarker:
-    """Tells `RankProgress` of one group's calls. One that is made within another is a part of that, and not recorded."""
+    """Tells `RankProgress` of one group's calls. One that is made within another is a part of that, and not recorded. On a device,
+    one that launches nothing is no call."""
 
     __slots__ = ("_group", "_progress")
 
     def __init__(self, progress: RankProgress, group: int) -> None:
-        self._progress, self._group = progress, group << 8
+        self._progress, self._group = progress, group << 4
 
     def enter(self, operation: int) -> None:
         progress = self._progress
         if not progress.inside and progress.step:
-            progress.calls.append(progress.layer << 16 | self._group | operation)
+            call = progress.layer << 8 | self._group | operation
+            progress.calls.append(call)
+            progress.pending = call << 4
         progress.inside += 1
 
     def leave(self) -> None:
-        self._progress.inside -= 1
+        progress = self._progress
+        progress.inside -= 1
+        if progress.device is not None and not progress.inside and progress.pending != UNCOUNTED:
+            progress.calls.pop()
+            progress.pending = UNCOUNTED
 
     def call(self, operation: int, collective: Callable[[], Result]) -> Result:
         """What the collective returns. An error leaves the mark of its call, in which the rank was."""
@@ -133,6 +222,6 @@ def unpack(packed: bytes) -> list[Call]:
     if sys.byteorder == "big":
         words.byteswap()
     try:
-        return [Call(word >> 16, GROUPS[word >> 8 & 0xFF], OPERATIONS[word & 0xFF]) for word in words]
+        return [Call(word >> 8, GROUPS[word >> 4 & 0xF], OPERATIONS[word & 0xF]) for word in words]
     except IndexError:
         raise ValueError("no rank makes such a call") from None

@@ -48,8 +48,7 @@ class EngineChannel:
     @property
     def place(self) -> RankPlace:
         """Where this rank is now."""
-        here = self.progress
-        return RankPlace(here.step, here.finished, here.layer, here.inside > 0, here.queued, here.packed_calls)
+        return RankPlace(*self.progress.place)
 
     @property
     def digest(self) -> bytes:

@@ -29,6 +29,7 @@ from torch import Tensor
 from phalanx import kernels
 from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS, StepExtent
 from phalanx.kernels.sampling import sampling
+from phalanx.layout.rank_progress import BEFORE_LAYERS, RankProgress
 from phalanx.models.adapters import ModelAdapters
 from phalanx.models.batch import Batch, InnerStates, count_leading_decodes
 from phalanx.models.cache import LayerCache
@@ -67,10 +68,14 @@ class CudaGraphCapturer:
     """CUDA graphs in one memory pool, captured on a stream of their own.
 
     calls: counters that the work increments on the host (the collectives of a group); a replay adds what the captured work did.
+    progress: likewise, records the calls of collectives.
     """
 
-    def __init__(self, device: torch.device, calls: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, calls: dict[str, int] | None = None, progress: RankProgress | None = None
+    ) -> None:  # fmt: skip
         self._calls = {} if calls is None else calls
+        self._progress = RankProgress() if progress is None else progress
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
@@ -83,7 +88,8 @@ class CudaGraphCapturer:
             # "thread_local": other threads, such as NCCL's watchdog, may use the device meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                work()
+                with self._progress.capturing() as recorded:
+                    work()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
@@ -91,6 +97,7 @@ class CudaGraphCapturer:
         increments = [(name, new) for name, count in self._calls.items() if (new := count - before.get(name, 0))]
 
         def replay() -> None:
+            self._progress.replay(recorded)
             graph.replay()
             for name, count in increments:
                 self._calls[name] += count
@@ -240,6 +247,7 @@ class StepGraphs:
     def _forward(self, size: GraphSize, batch: Batch, caches: Sequence[LayerCache]) -> None:
         tokens, buffers, lm_head = size.tokens, self.buffers(size), self._model.lm_head
         columns = buffers.columns
+        self._model.progress.layer = BEFORE_LAYERS
         batch.attention = self._backend.plan(batch)  # first: later work reads early what it computes
         kernels.index_put_(self._tables.device.view(-1), columns.table_entries, columns.block_ids)
         batch.dp_tokens = None if self.dp_tokens is None else self.dp_tokens.of(size)

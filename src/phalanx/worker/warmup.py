@@ -12,6 +12,7 @@ import torch
 
 from phalanx import hardware
 from phalanx.comm.group import Group
+from phalanx.comm.marked_group import unmarked
 from phalanx.comm.tuned_group import TunedGroup
 from phalanx.config.host_facts import option_facts
 from phalanx.config.options import EngineOptions
@@ -48,10 +49,11 @@ def kernel_record(
         "expert exchange": "" if context.exchange_table is None else context.exchange_table.digest,
         "one-sided exchange": str(context.one_sided is not None),
     }  # fmt: skip
-    if isinstance(context.group, TunedGroup):
-        rules = context.group.rules
+    group = unmarked(context.group)
+    if isinstance(group, TunedGroup):
+        rules = group.rules
         refused = sorted(strategy.name for strategy in rules.refused)
-        facts["all-reduce"] = f"{rules.fingerprint}, table {context.group.digest}, without {refused}"
+        facts["all-reduce"] = f"{rules.fingerprint}, table {group.digest}, without {refused}"
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         facts["device"] = f"{gpu.name}, sm {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} multiprocessors"

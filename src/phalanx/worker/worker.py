@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from phalanx.comm.device_marks import DeviceMarks
     from phalanx.comm.group import Group
     from phalanx.comm.one_sided import OneSided
     from phalanx.comm.torch_group import Groups
@@ -225,8 +226,19 @@ class Worker:
         collective_timeout = max(timeout, self.options.step_timeout)
         return torch_group.form(
             self.rank, world, self._layout, store, device, peer=self._config["peer"], timeout=collective_timeout,
-            returns_tokens=self._returns_tokens,
+            returns_tokens=self._returns_tokens, marks=self._marks(device),
         )  # fmt: skip
+
+    def _marks(self, device: torch.device) -> DeviceMarks | None:
+        """What this rank's GPU tells its place to."""
+        from phalanx.kernels.capabilities import has_triton
+
+        if device.type != "cuda" or not has_triton():
+            return None
+        from phalanx.comm.device_marks import DeviceMarks
+
+        self.channel.progress.device = marks = DeviceMarks(self.channel.progress, device)
+        return marks
 
     def _with_table(self, groups: Groups, shape: ModelShape, device: torch.device) -> Groups:
         """The groups; the all-reduce of the tensor-parallel one follows the machine's table."""
@@ -360,7 +372,7 @@ class Worker:
         sampler = Sampler(options.index_batch_size, shape.vocab_size, device) if last else None
         capturer = None
         if options.cuda_graphs and device.type == "cuda":
-            capturer = CudaGraphCapturer(device, getattr(tp, "calls", None))
+            capturer = CudaGraphCapturer(device, getattr(tp, "calls", None), self.channel.progress)
         first = caches(1, slots=options.index_states)
         runner = ModelRunner(
             model, first, attention, sampler, groups.pp,
@@ -501,6 +513,7 @@ class Worker:
         """How many KV blocks this rank has memory for: on a GPU measured by the largest steps, whose kernels are compiled first."""
         import torch
 
+        from phalanx.comm.marked_group import unmarked
         from phalanx.comm.warmup import more_token_counts
         from phalanx.worker import memory_profile
         from phalanx.worker.self_check.quantized_kernels import check_quantized_kernels
@@ -514,7 +527,7 @@ class Worker:
             max_num_tokens=options.index_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.max_rows,
             block_size=options.block_size, max_drafts=options.max_drafts, groups=model.cache_groups,
             more_counts=partial(
-                more_token_counts, model.context.group, max_tokens=options.index_num_tokens or max_seq_len,
+                more_token_counts, unmarked(model.context.group), max_tokens=options.index_num_tokens or max_seq_len,
                 hidden=model.shape.hidden_size, dtype=model.context.dtype,
                 num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
             ),
