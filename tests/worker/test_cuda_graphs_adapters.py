@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode graphs with adapters, on CPU: steps of decode rows replay them, whichever rows have which adapter; a step without adapters
+"""Graphs with adapters, on CPU: steps replay them, whichever rows have which adapter; a step without adapters
 replays the others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from phalanx.worker.model_runner import ModelRunner
 from tests.support.adapters import write_adapter
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import prompts
-from tests.support.worker_graphs import CPU, ROWS, SLOTS, Counting, drive, make_runner
+from tests.support.worker_graphs import CPU, ROWS, SLOTS, TOKENS, Counting, drive, make_runner, step_runner
 
 IN_SLOTS = 3
 
@@ -31,8 +32,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [base, *(write_adapter(root / str(seed), base, seed=seed, size=1.0, **kind) for seed, kind in enumerate(kinds))]
 
 
-def adapted_runner(folders: list[Path], capturer: Counting | None) -> ModelRunner:
-    runner = make_runner(folders[0], capturer, adapters=AdapterBatch(IN_SLOTS, 8))
+def adapted_runner(
+    folders: list[Path], capturer: Counting | None, make: Callable[..., ModelRunner] = make_runner
+) -> ModelRunner:  # fmt: skip
+    runner = make(folders[0], capturer, adapters=AdapterBatch(IN_SLOTS, 8))
     shape, model = ModelShape.from_folder(folders[0]), runner._adapters
     assert model is not None
     for slot, folder in enumerate(folders[1:]):
@@ -59,10 +62,26 @@ def test_steps_with_adapters_replay_graphs(folders: list[Path], slots: list[int]
     assert capturer.replays == {number: 5, number - len(ROWS): 5}
 
 
+@pytest.mark.usefixtures("attention_by_reference")
+def test_prompts_with_adapters_replay_mixed_graphs(folders: list[Path]) -> None:
+    slots = [1, 0, -1, 2]
+    texts, capturer = prompts(len(slots), seed=1), Counting()
+    runner = adapted_runner(folders, capturer, step_runner)
+    wanted = drive(adapted_runner(folders, None, step_runner)).generate(texts, 6, adapters=slots)
+    capturer.replays.clear()
+    assert drive(runner).generate(texts, 6, adapters=slots) == wanted
+    mixed = len(graph_sizes(SLOTS, TOKENS)[1])
+    first = 2 * len(ROWS) + mixed
+    assert sum(capturer.replays.values()) == 6, "none was eager"
+    assert sum(count for number, count in capturer.replays.items() if number in range(first, first + mixed)) == 1
+    assert drive(runner).generate(texts, 6) != wanted
+
+
 def test_each_size_is_captured_twice() -> None:
     decode, mixed = graph_sizes(SLOTS, 64, adapted=True)
     plain, same = graph_sizes(SLOTS, 64)
-    assert (decode, mixed) == ([*plain, *(GraphSize(size.tokens, size.decode_rows, adapted=True) for size in plain)], same)
+    assert decode == [*plain, *(size._replace(adapted=True) for size in plain)]
+    assert mixed == [*same, *(size._replace(adapted=True) for size in same)]
 
 
 def test_tiles_of_any_rows_have_room() -> None:

@@ -61,14 +61,15 @@ class GraphSize(NamedTuple):
 
 def graph_sizes(max_rows: int, max_tokens: int, *, adapted: bool = False) -> tuple[list[GraphSize], list[GraphSize]]:
     """The sizes of decode graphs, up to `max_rows` rows, and of mixed graphs, up to as many decode rows and up to `max_tokens`
-    tokens: few enough to capture, close enough that padding costs little. adapted: then the same decode graphs with adapters, apart
+    tokens: few enough to capture, close enough that padding costs little. adapted: then the same graphs with adapters, too, apart
     from the others, so that a step without them costs nothing more."""
     rows = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
     tokens = _up_to(min(max_tokens, MIXED_GRAPH_TOKENS[-1]), MIXED_GRAPH_TOKENS) if max_tokens > 1 else []
     decode = [GraphSize(count, count) for count in _up_to(max_rows, rows)]
+    mixed = [GraphSize(count, min(count, max_rows), _prefill_rows(count, max_rows)) for count in tokens]
     if adapted:
-        decode += [size._replace(adapted=True) for size in decode]
-    return decode, [GraphSize(count, min(count, max_rows), _prefill_rows(count, max_rows)) for count in tokens]
+        decode, mixed = ([*sizes, *(size._replace(adapted=True) for size in sizes)] for sizes in (decode, mixed))
+    return decode, mixed
 
 
 def max_decode_rows(max_rows: int, max_drafts: int) -> int:

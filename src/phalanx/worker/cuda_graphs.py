@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of whole steps: forwards of some sizes, captured once and replayed without the host. Decode graphs are for R decode
-rows that all sample; mixed graphs for T tokens of any rows, decode and prefill. Where there are adapters, decode graphs are
-captured a second time, with their deltas.
+rows that all sample; mixed graphs for T tokens of any rows, decode and prefill. Where there are adapters, all are captured a second
+time, with their deltas.
 
 A step smaller than its graph is padded with tokens and rows that write nothing and whose output is not used. A decode graph of many
 rows has a second version for short rows, in which attention is faster as none of them is long. A graph reads and writes at fixed
@@ -175,7 +175,7 @@ class StepGraphs:
             self.mixed_buffers = MixedGraphBuffers(mixed_sizes[-1], model, first=first, dtype=dtype, device=device)
         indices, width = model.context.dp.size, max(size.tokens for size in self.sizes)
         self.dp_tokens = DpGraphTokens(indices, width, device) if indices > 1 else None
-        self._adapter_inputs = None if adapters is None else AdapterInputs(decode_sizes[-1].tokens, adapters.batch.slots, device)
+        self._adapter_inputs = None if adapters is None else AdapterInputs(width, adapters.batch.slots, device)
         self._inner: InnerStates | None = None
         if inner_layers:
             shape = width, len(inner_layers) * model.shape.hidden_size
@@ -183,9 +183,8 @@ class StepGraphs:
         self._captured: dict[GraphSize, Replay] = {}
         self._batches: dict[GraphSize, Batch] = {}
         self._short: dict[GraphSize, tuple[int, Replay]] = {}  # the limit of the KV length, and the graph for shorter rows
-        self._ready_decode: list[GraphSize] = []  # the captured sizes, in order
-        self._ready_adapted: list[GraphSize] = []
-        self._ready_mixed: list[GraphSize] = []
+        self._ready_decode: dict[bool, list[GraphSize]] = {}  # the captured sizes, in order; by whether they are adapted
+        self._ready_mixed: dict[bool, list[GraphSize]] = {}
         self._max_prefill_pairs = math.inf  # of a step that a mixed graph runs
 
     def capture(self, caches: Sequence[LayerCache], sizes: Sequence[GraphSize]) -> Iterator[GraphSize]:
@@ -200,9 +199,9 @@ class StepGraphs:
             limit = self._short_kv_limit(size)  # known once a forward has met all kinds of layers
             if limit:
                 self._short[size] = limit, self._capture(size, replace(batch, short=True), caches)
-            self._ready_decode = sorted(ready for ready in self._captured if not ready.prefill_rows and not ready.adapted)
-            self._ready_adapted = sorted(ready for ready in self._captured if ready.adapted)
-            self._ready_mixed = sorted(ready for ready in self._captured if ready.prefill_rows)
+            kind, ready = bool(size.prefill_rows), self._ready_mixed if size.prefill_rows else self._ready_decode
+            alike = (each for each in self._captured if (bool(each.prefill_rows), each.adapted) == (kind, size.adapted))
+            ready[size.adapted] = sorted(alike)
             self._max_prefill_pairs = self._graph_support.max_prefill_pairs()
             yield size
         if self._proposer is not None:
@@ -220,8 +219,7 @@ class StepGraphs:
 
     def reset(self) -> None:
         """Drop all graphs, and their memory."""
-        ready = self._ready_decode, self._ready_adapted, self._ready_mixed
-        for graphs in (self._captured, self._batches, self._short, *ready):
+        for graphs in (self._captured, self._batches, self._short, self._ready_decode, self._ready_mixed):
             graphs.clear()
         if self._proposer is not None:
             self._proposer.reset()
@@ -294,13 +292,13 @@ class StepGraphs:
         self, tokens: int, decodes: int, prefills: int, prefill_pairs: int, all_decodes: bool, adapted: bool
     ) -> GraphSize | None:
         if all_decodes:
-            ready = self._ready_adapted if adapted else self._ready_decode
+            ready = self._ready_decode.get(adapted, [])
             index = bisect_left(ready, (tokens,))
             if index < len(ready):
                 return ready[index]
-        if adapted or prefill_pairs > self._max_prefill_pairs:
+        if prefill_pairs > self._max_prefill_pairs:
             return None
-        for size in self._ready_mixed:
+        for size in self._ready_mixed.get(adapted, []):
             if tokens <= size.tokens and decodes <= size.decode_rows and prefills <= size.prefill_rows:
                 return size
         return None

@@ -135,7 +135,7 @@ class ModelRunner:
     max_rows: of a step, as a scheduler makes it for this many stages. Graphs have no more rows. max_drafts: that a row of a step
     verifies. proposer: of drafts, on the last stage. inner_layers: those of the proposer, on each stage; the inner states so far
     travel behind the residual stream. acceptance: rates that decide instead of the tokens, for measurements: see `accept_drafts`.
-    adapters: those of the model. Of steps with them only those of decode rows run as graphs.
+    adapters: those of the model.
 
     Where the model is `row_by_row` (see `LayerContext`), each token is a forward of its own, so that nothing else of the step has a
     part in it. Not with drafts, and not with several dp indices.
