@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.kernels.adapters.rows import GemvDelta
+
 FP8 = torch.float8_e4m3fn
 
 
@@ -48,7 +50,8 @@ class Unscaled(NamedTuple):
 class GemvArgs(NamedTuple):
     """The operands of a GEMV: x [T, in] and weight [out, in], in the same 16 or 32 bit; or the weight in e4m3, times scale [out]
     fp32, and x in e4m3, times x_scale, or to be quantized with x_scale, or with scales of its own where that is None. x_scale: one
-    fp32 number, of any shape, where T is 1. bias [out] is added before the output is rounded, to `dtype`."""
+    fp32 number, of any shape, where T is 1. bias [out] and the delta of the token's adapter are added before the output is rounded,
+    to `dtype`."""
 
     x: Tensor
     x_scale: Tensor | None
@@ -56,6 +59,7 @@ class GemvArgs(NamedTuple):
     scale: Tensor | None
     bias: Tensor | None
     dtype: torch.dtype
+    delta: GemvDelta | None = None
 
     @classmethod
     def of(

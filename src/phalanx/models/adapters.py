@@ -5,7 +5,7 @@ layers (`ModelAdapters`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,25 @@ class ModelAdapters:
             raise WeightError(f"{min(absent)} cannot be adapted on this rank", next="report this with the model's config.json")
         file = Path(folder) / WEIGHTS
         with opened(file) as reader:
-            factors = [self._of_layer(layer, by_layer, reader, file) for layer in self._layers]
+            memory = HostMemory(self._device)
+            factors = [self._of_layer(layer, by_layer, reader, file, memory) for layer in self._layers]
         if file_digest(folder, parts) != digest:
             raise WeightError(f"{file} has changed while it was read", next="load the adapter again")
         return factors
 
+    @torch.inference_mode()
     def place(self, slot: int, factors: HostFactors) -> None:
-        """Write an adapter into a slot of every layer, in the order of the device's queue. Raises EngineError for a slot that no
-        engine would name."""
+        """Write an adapter into a slot of every layer, over all that another one left there, in the order of the device's queue.
+        Raises EngineError for a slot that no engine would name."""
         if not 0 <= slot < self.batch.slots:
             raise EngineError(f"an adapter was to be placed into slot {slot}", held=f"there are {self.batch.slots}")
-        for layer, own in zip(self._layers, factors, strict=True):
-            layer.place(slot, own)
+        torch._foreach_zero_([tensor for layer in self._layers for tensor in layer.in_slot(slot)])
+        layers = list(zip(self._layers, factors, strict=True))
+        copies = [copy for layer, own in layers if own is not None for copy in layer.to_place(slot, own)]
+        targets, values = zip(*copies, strict=True)
+        torch._foreach_copy_(targets, values, non_blocking=True)
+        for layer, own in layers:
+            layer.placed(slot, own)
 
     def begin(self, slots: np.ndarray[Any, Any] | None) -> None:
         """A forward begins, or ends (None). slots [T]: of each token's adapter, -1 for none."""
@@ -73,30 +80,52 @@ class ModelAdapters:
                 layer.factors.ranks_cpu[0][0] = 0
         self.begin(None)
 
-    def _of_layer(self, layer: Adapted, by_layer: Mapping[str, AdapterPart], reader: Any, file: Path) -> LayerFactors | None:
+    def _of_layer(
+        self, layer: Adapted, by_layer: Mapping[str, AdapterPart], reader: Any, file: Path, memory: HostMemory
+    ) -> LayerFactors | None:  # fmt: skip
         own = {number: by_layer[name] for number, name in enumerate(layer.names) if name in by_layer}
         if not own:
             return None
         columns = layer.parts[0].columns
-        a = {
-            number: self._in_dtype(reader.get_slice(part.a)[:, columns.start : columns.stop], layer, part.a, file)
-            for number, part in own.items()
-        }
-        return LayerFactors(a, list(self._runs_of_b(layer, own, reader, file)))
 
-    def _runs_of_b(self, layer: Adapted, own: Mapping[int, AdapterPart], reader: Any, file: Path) -> Iterator[Tensor | None]:
+        def placed(values: Tensor, name: str) -> Tensor:
+            converted = memory.take(values.shape, layer.dtype).copy_(values)
+            if not bool(torch.isfinite(converted).all()):
+                raise WeightError(
+                    f"{name} in {file} holds a value that is not finite in {layer.dtype}",
+                    next="use another dtype, or train it again",
+                )
+            return converted
+
+        a = {number: placed(reader.get_slice(part.a)[:, columns.start : columns.stop], part.a) for number, part in own.items()}
+        b: list[Tensor | None] = []
         for number, run in layer.runs():
             part = own.get(number)
             if part is None:
-                yield None
+                b.append(None)
                 continue
             rows = slice(part.row + run.rows.start, part.row + run.rows.stop)
-            yield self._in_dtype(reader.get_slice(part.b)[rows].double() * part.scale, layer, part.b, file)
+            b.append(placed(reader.get_slice(part.b)[rows].double() * part.scale, part.b))
+        ranks = memory.take(torch.Size([len(layer.names)]), torch.int32).zero_()
+        for number, values in a.items():
+            ranks[number] = len(values)
+        return LayerFactors(a, b, ranks)
 
-    def _in_dtype(self, values: Tensor, layer: Adapted, name: str, file: Path) -> Tensor:
-        converted = values.to(layer.dtype).contiguous()
-        if not bool(torch.isfinite(converted).all()):
-            raise WeightError(
-                f"{name} in {file} holds a value that is not finite in {layer.dtype}", next="use another dtype, or train it again"
-            )
-        return converted.pin_memory() if self._device.type == "cuda" else converted
+
+class HostMemory:
+    """Host memory for tensors that come one after the other, page-locked where they go to a GPU. It is taken in blocks, since to
+    page-lock memory takes long, however little it is."""
+
+    BLOCK, UNIT = 16 << 20, 64
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned, self._block = device.type == "cuda", torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor of its own, of whatever values."""
+        size = shape.numel() * dtype.itemsize
+        room = -(-size // self.UNIT) * self.UNIT
+        if room > len(self._block):
+            self._block = torch.empty(max(room, self.BLOCK), dtype=torch.uint8, pin_memory=self._pinned)
+        taken, self._block = self._block[:size], self._block[room:]
+        return taken.view(dtype).view(shape)

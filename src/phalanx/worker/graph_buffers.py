@@ -233,33 +233,39 @@ class DpGraphTokens:
         return DpTokens([size.tokens] * len(self._counts), size.tokens, valid.view(-1).long() - 1)
 
 
+_LAST_NUMBER = (1 << 31) - 1
+
+
 class AdapterInputs:
     """Which tokens have which adapter, on the device at fixed addresses, in graphs of up to `width` tokens of adapters in `slots`
-    slots: see `AdapterRows`."""
+    slots, and the number of the step: see `AdapterRows`."""
 
     def __init__(self, width: int, slots: int, device: torch.device) -> None:
-        self._slots = slots
+        self._slots, self._number = slots, 0
         most = most_tiles(width, slots, FEW)
 
-        def views(matrix: Any) -> tuple[Any, Any]:
+        def views(matrix: Any) -> tuple[Any, Any, Any]:
             int32: Any = torch.int32 if isinstance(matrix, Tensor) else np.int32
-            return matrix[:width], matrix[width:].view(int32)[: 3 * most].reshape(most, 3)
+            others = matrix[width:].view(int32)
+            return matrix[:width], others[: 3 * most].reshape(most, 3), others[3 * most : 3 * most + 1]
 
-        both = torch.zeros(width + (3 * most + 1) // 2, dtype=torch.int64, device=device)
-        self._order, self._tiles = views(both)
-        self._ring = PinnedRing(both, views)
+        all_three = torch.zeros(width + (3 * most + 2) // 2, dtype=torch.int64, device=device)
+        self._order, self._tiles, self._step = views(all_three)
+        self._ring = PinnedRing(all_three, views)
 
     def rows(self, size: GraphSize) -> AdapterRows:
         """For the forward of a size, inside its graph: what the step that is replayed has is read there."""
         tile = tile_of(size.tokens)
         tiles = self._tiles[: most_tiles(size.tokens, self._slots, tile)]
-        return AdapterRows(size.tokens, self._order[: size.tokens], tiles, tile)
+        return AdapterRows(size.tokens, self._order[: size.tokens], tiles, tile, step=self._step)
 
     def fill(self, slots: Ints | None, size: GraphSize) -> None:
         """slots [T]: of each token's adapter, -1 for none; None: no token has any."""
         order, tiles = grouped(np.empty(0, dtype=np.int64) if slots is None else slots, tile_of(size.tokens))
-        with self._ring.next() as (order_views, tile_views):
+        self._number = self._number % _LAST_NUMBER + 1
+        with self._ring.next() as (order_views, tile_views, step):
             order_views[: len(order)] = order
+            step[:] = self._number
             tile_views[: len(tiles)], tile_views[len(tiles) :] = tiles, 0
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.kernels.adapters import reference
-from phalanx.kernels.adapters.rows import FEW, FEW_ROWS, MANY, AdapterFactors, AdapterRows, column_tiles
+from phalanx.kernels.adapters.rows import FEW, FEW_ROWS, MANY, AdapterFactors, AdapterRows
 from tests.support.kernels_compiled import compiled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
@@ -36,7 +36,8 @@ def factors_of(ranks: Sequence[Sequence[int]], inputs: int, room: int, dtype: to
             b[slot, begin:end, :rank] = torch.randn(end - begin, rank)
     numbers = [list(of_slot) for of_slot in ranks]
     table = torch.tensor(numbers, dtype=torch.int32)
-    return AdapterFactors(a.to(dtype), b.to(dtype), table, columns, column_tiles(columns, table.device), numbers)
+    empty = AdapterFactors.empty(len(ranks), room, inputs, columns, dtype, table.device)
+    return empty._replace(a=a.to(dtype), b=b.to(dtype), ranks=table, ranks_cpu=numbers)
 
 
 def check_like_the_reference() -> None:

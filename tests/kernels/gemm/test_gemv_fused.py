@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.kernels.adapters.rows import GemvDelta
 from tests.support.kernels_compiled import compiled
 from tests.support.kernels_interpreted import interpreted
 
@@ -47,7 +48,7 @@ def output_of(args: GemvArgs, tiling: tuple[int, int, int]) -> Tensor:
     from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
     from phalanx.kernels.gemm.heuristics import GemvTiling
 
-    x, x_scale, weight, scale, bias, dtype = args
+    x, x_scale, weight, scale, bias, dtype, _ = args
     assert bias is None
     if scale is None:
         return gemv(x, weight, **GemvTiling(*tiling)._asdict())
@@ -103,7 +104,7 @@ def check_a_bias_is_added_before_the_rounding() -> None:
         angles, slots = torch.rand(1, 4) * 7, torch.tensor([2])
         caches = [torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
         expected = [cache.clone() for cache in caches]
-        x, x_scale, weight, scale, bias, _ = args
+        x, x_scale, weight, scale, bias, *_ = args
         assert bias is not None
         exact = x.float() @ weight.float().t() * (1.0 if scale is None or x_scale is None else x_scale * scale)
         output = (exact + bias.float()).to(torch.bfloat16).view(1, 8, 8)
@@ -130,7 +131,7 @@ def test_compiles(kernel: str, kind: str, arch: int) -> None:
     constants = {
         "COLUMNS": 4096, "PADDED": 4096, "QUANTIZE": kind == "quantize", "STATIC": kind == "e4m3", "PAIRS": 1,
         "BLOCK": 4096 if fp8 else 2048,
-    }  # fmt: skip
+    } | dict.fromkeys(GemvDelta._fields)  # fmt: skip
     for name, here in (("x_scale", kind == "e4m3"), ("scale", fp8)):
         if here:
             pointers[name] = "fp32"

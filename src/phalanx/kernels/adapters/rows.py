@@ -25,7 +25,8 @@ class AdapterRows:
 
     order [N] int64: their places in the batch. tiles [M, 3] int32: slot, begin and end in `order` of tiles of at most `tile`
     tokens, each of one adapter. slots: that are met; None in a captured step, which is for the tokens that `order` and `tiles`
-    name when it is replayed: an empty tile is skipped.
+    name when it is replayed: an empty tile is skipped. step [1] int32: the number of a captured step, another one for each replay,
+    by which the programs of a kernel know sums of this step from those of the last (`kernels.adapters.gemv_delta`).
     """
 
     total: int
@@ -33,6 +34,7 @@ class AdapterRows:
     tiles: Tensor
     tile: int
     slots: Sequence[int] | None = None
+    step: Tensor | None = None
 
     @classmethod
     def of(cls, slots: Ints, device: torch.device) -> AdapterRows | None:
@@ -80,8 +82,8 @@ class AdapterFactors(NamedTuple):
     """The factors of one linear layer, of as many parts as have an A of their own (q, k and v), in S slots with room for rank R.
 
     a [S, parts * R, in]; b [S, out, R], times the scale; ranks [S, parts] int32: 0 where an adapter leaves the part alone.
-    columns: of the output, (part, begin, end), in order; tiles [M, 3] int32: the same in tiles of at most COLUMNS.
-    ranks_cpu: the same as `ranks`.
+    columns: of the output, (part, begin, end), in order; tiles [M, 3] int32: the same in tiles of at most COLUMNS; part_of [out]
+    int8: the same for each. ranks_cpu: the same as `ranks`. sums [parts * R] int64: see `kernels.adapters.gemv_delta`.
     """
 
     a: Tensor
@@ -89,7 +91,52 @@ class AdapterFactors(NamedTuple):
     ranks: Tensor
     columns: Sequence[tuple[int, int, int]]
     tiles: Tensor
+    part_of: Tensor
     ranks_cpu: list[list[int]]
+    sums: Tensor
+
+    @classmethod
+    def empty(
+        cls, slots: int, room: int, inputs: int, columns: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device
+    ) -> AdapterFactors:
+        """Of a layer that no slot's adapter changes yet."""
+        parts, outputs = 1 + max(part for part, _, _ in columns), columns[-1][2]
+        part_of = torch.empty(outputs, dtype=torch.int8, device=device)
+        for part, begin, end in columns:
+            part_of[begin:end] = part
+        return cls(
+            torch.zeros(slots, parts * room, inputs, dtype=dtype, device=device),
+            torch.zeros(slots, outputs, room, dtype=dtype, device=device),
+            torch.zeros(slots, parts, dtype=torch.int32, device=device), columns, column_tiles(columns, device), part_of,
+            [[0] * parts for _ in range(slots)], torch.zeros(parts * room, dtype=torch.int64, device=device),
+        )  # fmt: skip
+
+
+class GemvDelta(NamedTuple):
+    """What a GEMV of one token reads of its adapter, see `kernels.adapters.gemv_delta`."""
+
+    a: Tensor
+    b: Tensor
+    sums: Tensor
+    part_of: Tensor
+    tiles: Tensor
+    ranks: Tensor
+    step: Tensor
+    parts: int
+    room: int
+
+    @classmethod
+    def of(cls, factors: AdapterFactors, rows: AdapterRows) -> GemvDelta:
+        """rows: of one token in a captured step."""
+        assert rows.step is not None
+        return cls(
+            factors.a, factors.b, factors.sums, factors.part_of, rows.tiles, factors.ranks, rows.step, factors.ranks.shape[1],
+            factors.b.shape[2],
+        )  # fmt: skip
+
+    def programs(self, rows: int) -> int:
+        """How many of a kernel compute A times x, `rows` of it each."""
+        return self.parts * self.room // rows
 
 
 COLUMNS = 64

@@ -43,6 +43,7 @@ def _select(args: GemvArgs) -> heuristics.FusedGemvTiling | None:
         return None
     inputs = weight.shape[1]
     if args.scale is not None:
+        assert args.delta is None, "adapters multiply activations in 16 bit"
         return heuristics.select_fused_gemv(1, inputs, fp8=True, quantized=x.dtype == FP8) if has_fp8_kernels(x.device) else None
     known = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16) and inputs % 8 == 0
     return heuristics.select_fused_gemv(1, inputs, fp8=False) if known and has_triton() else None

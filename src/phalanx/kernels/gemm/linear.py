@@ -9,6 +9,7 @@ from torch import Tensor
 
 from phalanx.kernels.capabilities import has_triton
 from phalanx.kernels.gemm import heuristics
+from phalanx.kernels.scaled_tensors import GemvArgs
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -26,6 +27,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     if out is not None:
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
     return F.linear(x, weight, bias)
+
+
+def linear_with_delta(args: GemvArgs, out: Tensor | None = None) -> Tensor | None:
+    """`linear` of one token with the delta of its adapter, args.delta. None: no kernel takes the operands."""
+    tiling = heuristics.select_16bit(args.x.shape[0], args.weight.shape[1])
+    if tiling is None or args.scale is not None or not args.x.is_cuda or not _gemv_takes(args.x, args.weight, out):
+        return None
+    from phalanx.kernels.adapters.gemv_delta import gemv
+
+    return gemv(args, out, tiling)
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:

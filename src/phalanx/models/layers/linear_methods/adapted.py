@@ -17,7 +17,8 @@ from torch import Tensor
 from phalanx.comm.group import Group
 from phalanx.errors import ModelError
 from phalanx.kernels.adapters.dispatch import add_delta
-from phalanx.kernels.adapters.rows import AdapterBatch, AdapterFactors, AdapterRows, column_tiles
+from phalanx.kernels.adapters.rows import AdapterBatch, AdapterFactors, AdapterRows, GemvDelta
+from phalanx.kernels.gemm.linear import linear_with_delta
 from phalanx.kernels.scaled_tensors import GemvArgs, Unscaled
 from phalanx.layout.adapter import slot_rank
 from phalanx.models.layers.activation import Activation
@@ -27,10 +28,11 @@ from phalanx.models.slices import LayerContext, Scale, Slice, WeightPart
 
 class LayerFactors(NamedTuple):
     """What an adapter has for a layer on this rank, in host memory. a: by the number of its part, [rank, in]. b: one for each run
-    of the layer's rows, [rows, rank], times the scale; None for those that it leaves alone."""
+    of the layer's rows, [rows, rank], times the scale; None for those that it leaves alone. ranks [parts] int32."""
 
     a: Mapping[int, Tensor]
     b: Sequence[Tensor | None]
+    ranks: Tensor
 
 
 class Adapted(LinearMethod):
@@ -56,13 +58,8 @@ class Adapted(LinearMethod):
             else:
                 columns.append((number, rows.start, rows.stop))
         # No parameters: a checkpoint has none of them, and layers of one kind have the same.
-        self.factors = AdapterFactors(
-            torch.zeros(slots, len(self.names) * room, self.in_features, dtype=self.dtype, device=device),
-            torch.zeros(slots, self.out_features, room, dtype=self.dtype, device=device),
-            torch.zeros(slots, len(self.names), dtype=torch.int32, device=device), columns, column_tiles(columns, device),
-            [[0] * len(self.names) for _ in range(slots)],
-        )  # fmt: skip
-        self.row_order: list[int] = []
+        self.factors = AdapterFactors.empty(slots, room, self.in_features, columns, self.dtype, device)
+        self.row_order: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -73,25 +70,25 @@ class Adapted(LinearMethod):
         """Each part of the weight, with the number of its name."""
         return ((self.names.index(part.name), part) for part in self.parts)
 
-    @torch.inference_mode()
-    def place(self, slot: int, layer: LayerFactors | None) -> None:
-        """Write an adapter's factors into a slot, over all that another one left there; None: it leaves the layer alone. In the
-        order of the device's queue."""
-        a, b, ranks, room = self.factors.a[slot], self.factors.b[slot], [0] * len(self.names), self.factors.b.shape[2]
-        if layer is not None or any(self.factors.ranks_cpu[slot]):
-            a.zero_()
-            b.zero_()
-        if layer is not None:
-            for number, values in layer.a.items():
-                ranks[number] = len(values)
-                a[number * room : number * room + len(values)].copy_(values, non_blocking=True)
-            for (_, rows), values_b in zip(self._placed(), layer.b, strict=True):
-                if values_b is not None:
-                    b[rows, : values_b.shape[1]].copy_(values_b, non_blocking=True)
-            if self.row_order:
-                b.copy_(b[self.row_order])
-        self.factors.ranks_cpu[slot] = ranks
-        self.factors.ranks[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
+    def in_slot(self, slot: int) -> list[Tensor]:
+        """All that the layer has of a slot, on the device."""
+        return [self.factors.a[slot], self.factors.b[slot], self.factors.ranks[slot]]
+
+    def to_place(self, slot: int, layer: LayerFactors) -> Iterator[tuple[Tensor, Tensor]]:
+        """(Where to, what): the copies that bring an adapter's factors into a slot."""
+        a, b, ranks = self.in_slot(slot)
+        yield ranks, layer.ranks
+        for number, values in layer.a.items():
+            yield a[number * b.shape[1] :][: len(values)], values
+        for (_, rows), values_b in zip(self._placed(), layer.b, strict=True):
+            if values_b is not None:
+                yield b[rows, : values_b.shape[1]], values_b
+
+    def placed(self, slot: int, layer: LayerFactors | None) -> None:
+        """The copies have been queued. None: the adapter leaves the layer alone."""
+        self.factors.ranks_cpu[slot] = [0] * len(self.names) if layer is None else layer.ranks.tolist()
+        if layer is not None and self.row_order is not None:
+            self.factors.b[slot].copy_(self.factors.b[slot][self.row_order])
 
     def _rows(self) -> AdapterRows | None:
         """The tokens of this forward that have an adapter of this layer; None where none has. A graph is for all that may come."""
@@ -109,8 +106,17 @@ class Adapted(LinearMethod):
         assert x.shape[0] == rows.total, "a layer that sees other tokens than the batch cannot be adapted"
         return add_delta(out, x, self.factors, rows)
 
+    def _gemv(self, x: Activation, bias: Tensor | None, group: Group | None = None) -> Tensor | None:
+        """The output for one token of a captured step, delta and all, by one kernel, in a tensor of the group's where there is one.
+        None: a GEMM, and then the delta."""
+        if x.shape[0] > 1 or self.adapters.rows is None or not self.fuses("gemv"):
+            return None
+        out = None if group is None else group.empty(1, self.out_features, dtype=self.dtype, device=self.factors.a.device)
+        return linear_with_delta(self.gemv_args(x, bias), out)
+
     def multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
-        out = self._with_delta(self.method.multiply(x, bias), x)
+        fused = self._gemv(x, bias)
+        out = self._with_delta(self.method.multiply(x, bias), x) if fused is None else fused
         assert isinstance(out, Tensor)
         return out
 
@@ -120,24 +126,29 @@ class Adapted(LinearMethod):
         return out
 
     def unscaled(self, x: Activation, bias: Tensor | None = None) -> Tensor | Unscaled:
-        return self._with_delta(self.method.unscaled(x, bias), x)
+        out = self._gemv(x, bias)
+        return self._with_delta(self.method.unscaled(x, bias), x) if out is None else out
 
     def for_sum(self, x: Activation, bias: Tensor | None, group: Group) -> Tensor | Unscaled:
-        return self._with_delta(self.method.for_sum(x, bias, group), x)
+        out = self._gemv(x, bias, group)
+        return self._with_delta(self.method.for_sum(x, bias, group), x) if out is None else out
 
     def fuses(self, fusion: Fusion) -> bool:
         """As the method, but for what leaves no room for a delta."""
-        return self.method.fuses(fusion) and (fusion == "bias" or self._rows() is None)
+        rows = self._rows()
+        with_delta = fusion == "bias" or rows is None or (fusion == "gemv" and rows.step is not None)
+        return with_delta and self.method.fuses(fusion)
 
     def gemv_args(self, x: Activation, bias: Tensor | None) -> GemvArgs:
-        return self.method.gemv_args(x, bias)
+        args, rows = self.method.gemv_args(x, bias), self._rows()
+        return args if rows is None else args._replace(delta=GemvDelta.of(self.factors, rows))
 
     def write_into(self, x: Activation, bias: Tensor | None, targets: Sequence[tuple[slice, Tensor]]) -> None:
         self.method.write_into(x, bias, targets)
 
     def reorder_rows(self, rows: list[int]) -> None:
         self.method.reorder_rows(rows)
-        self.row_order = rows
+        self.row_order = torch.tensor(rows, device=self.factors.b.device)
 
     def input_scales(self, names: Iterable[str]) -> Iterator[Scale]:
         return self.method.input_scales(names)
