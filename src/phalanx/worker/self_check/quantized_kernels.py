@@ -79,8 +79,9 @@ def _error(output: Tensor, expected: Tensor) -> Tensor:
     """Of the worst token, relative to the norm of its outputs. Weights that are not finite are no matter of a kernel's."""
     output, expected = output.float(), expected.float()
     difference = torch.where(expected.isfinite(), output - expected, 0.0).norm(dim=-1)
-    size: Tensor = expected.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)
-    return (difference / size.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(torch.inf, torch.inf).max()
+    size = expected.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    worst: Tensor = (difference / size).nan_to_num(torch.inf, torch.inf).max()
+    return worst
 
 
 def _cases(model: Decoder, tokens: int) -> Iterator[Case]:
