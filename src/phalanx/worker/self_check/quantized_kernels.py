@@ -86,14 +86,14 @@ def _error(output: Tensor, expected: Tensor) -> Tensor:
 
 def _cases(model: Decoder, tokens: int) -> Iterator[Case]:
     """One layer of each kind and shape, with so many tokens."""
-    seen = set[str]()
+    tested = set[str]()
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             method = _own(module.method)
-            if not isinstance(method, Unquantized) and _is_new(method, seen):
+            if not isinstance(method, Unquantized) and _is_new(method, tested):
                 yield from _of_linear(module.method, method, _inputs(tokens, method.in_features, model))
     for index, block in model.moe_layers.items():
-        if _is_quantized(block.tensors()) and _is_new(block.experts, seen):
+        if _is_quantized(block.tensors()) and _is_new(block.experts, tested):
             yield _of_experts(f"the experts of layer {index}", block, _inputs(tokens, block.tensors().hidden, model))
 
 
@@ -105,11 +105,11 @@ def _is_quantized(experts: ExpertTensors) -> bool:
     return experts.packed is not None or experts.gate_up_scale is not None
 
 
-def _is_new(module: nn.Module, seen: set[str]) -> bool:
+def _is_new(module: nn.Module, tested: set[str]) -> bool:
     facts = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in module.named_parameters()]
     fact = f"{type(module).__name__} {facts}"
-    is_new = fact not in seen
-    seen.add(fact)
+    is_new = fact not in tested
+    tested.add(fact)
     return is_new
 
 
