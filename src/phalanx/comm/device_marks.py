@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # Kernels are written in Triton's language: its types are not Python's.
-"""What a rank's GPU tells the host about its place in a step. A CUDA graph says nothing while it runs, and a call of a collective
+"""What a rank's GPU tells the host about its place in a step. A captured graph says nothing while it runs, and a call of a collective
 returns when it is queued: so kernels write words into pinned memory of the host, which the host reads without a call of CUDA.
 
     counter [2] int64, on the device    calls so far; the address of words
