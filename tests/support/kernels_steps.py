@@ -15,7 +15,7 @@ from phalanx.comm.strategies import symmetric_strategies
 from phalanx.comm.symmetric import ReduceScatterBuffer
 from phalanx.comm.tuned_group import TunedGroup
 from phalanx.config.experts import ClampedSwiGlu, Experts, Scoring
-from phalanx.config.latent import Latent
+from phalanx.config.latent import Indexer, Latent
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import MXFP4, ON_LOAD, Quantization
 from phalanx.hardware.fingerprint import Fingerprint
@@ -24,6 +24,7 @@ from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models import registry
 from phalanx.models.cache import empty_caches
 from phalanx.models.layers.attention.sdpa import SdpaBackend
+from phalanx.models.layers.attention.sparse_latent import SparseLatentBackend
 from phalanx.models.layers.attention.triton import TritonBackend
 from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
 from phalanx.models.slices import LayerContext
@@ -54,6 +55,12 @@ DEEPSEEK = {
     "architecture": "DeepseekV3ForCausalLM", "num_kv_heads": 16, "head_dim": 192,
     "latent": Latent(1536, 512, 128, 64, 128, softmax_scale=0.1), "experts": Experts(
         16, 4, 2048, shared=1024, dense_layers=(0,), scoring_bias=True, scoring=Scoring("sigmoid", 4, 2, 2.5),
+    ),
+}  # fmt: skip
+SPARSE = DEEPSEEK | {
+    "architecture": "DeepseekV32ForCausalLM", "num_heads": 64, "num_kv_heads": 64, "latent": Latent(
+        1536, 512, 128, 64, 128, softmax_scale=0.1,
+        indexer=Indexer(heads=64, head_dim=128, topk=1500, interleaved=False, computes=(True, True)),
     ),
 }  # fmt: skip
 
@@ -164,6 +171,8 @@ def made_runner(case: Case, capturer: GraphCapturer) -> ModelRunner:
     if shape.latent is not None:
         attention = TritonLatentBackend(CPU, own_prefill=True, most_tokens=TOKENS)
     attention.workspace.num_sms = NUM_SMS
+    if shape.indexer is not None:
+        attention = SparseLatentBackend(attention, shape.indexer.topk)
     caches = empty_caches(model.declared_caches(), 1, BLOCK, CPU)
     sampler, pipeline = Sampler(case.slots, shape.vocab_size, CPU), Solo() if case.stages == 1 else Last(case.stages)
     return ModelRunner(

@@ -50,12 +50,15 @@ def with_module(parent: Path, family: str) -> tuple[Path, Path]:
     """A checkpoint with a module of multi-token prediction, and the one of transformers whose last layer is the module's."""
     qwen = family.startswith("qwen")
     traits: dict[str, Any] = {"num_hidden_layers": MTP_LAYERS + 1}
+    if family == "glm_moe_dsa":
+        traits["indexer_types"] = ["full", "shared", "full"]
     if qwen:
         traits["layer_types"] = ["linear_attention", "full_attention", "full_attention"]
     complete = write_checkpoint(parent / f"{family}_complete", family, **traits)
     folder = write_checkpoint(parent / family, family, **traits)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": MTP_LAYERS} | ({"layer_types": traits["layer_types"][:-1]} if qwen else {})
+    by_layer = {name: config[name][:-1] for name in ("layer_types", "indexer_types") if name in config}
+    config |= {"num_hidden_layers": MTP_LAYERS, **by_layer}
     if not qwen:
         config["num_nextn_predict_layers"] = 1
     config.pop("mlp_layer_types", None)

@@ -27,6 +27,7 @@ from tests.support.kernels_steps import (
     GPT_OSS,
     LONGEST,
     SLOTS,
+    SPARSE,
     TOKENS,
     Case,
     made_runner,
@@ -79,6 +80,8 @@ CASES = {
     "gpt-oss, 4 ranks": Case(GPT_OSS, ranks=4),
     "deepseek": Case(DEEPSEEK),
     "deepseek, fp8, 2 ranks": Case(DEEPSEEK, fp8=True, ranks=2),
+    "deepseek with an indexer of 64 heads": Case(SPARSE),
+    "deepseek with an indexer, fp8, 2 ranks, eager": Case(SPARSE, fp8=True, ranks=2, graphs=False),
     "deepseek of 64 heads": Case(DEEPSEEK | {"num_heads": 64, "num_kv_heads": 64}),
 }
 
@@ -92,8 +95,11 @@ def started(case: Case, capturer: Recorded) -> ModelRunner:
         more_token_counts, model.context.group, max_tokens=TOKENS, hidden=model.shape.hidden_size, dtype=BF16, num_sms=NUM_SMS
     )
     memory_profile.run_profiling_steps(
-        runner, memory_profile.profiling_steps(**sizes, more_counts=of_collectives, groups=model.cache_groups)
-    )
+        runner, memory_profile.profiling_steps(
+            **sizes, more_counts=of_collectives, groups=model.cache_groups,
+            topk=None if model.shape.indexer is None else model.shape.indexer.topk,
+        ),
+    )  # fmt: skip
     list(runner.capture())
     return runner
 
@@ -136,6 +142,7 @@ def test_steps_ask_for_no_kernel_that_the_start_has_not_compiled(name: str) -> N
     if name.startswith("deepseek"):
         decode = "_latent_decode_bands" if has_gluon() and "64 heads" in name else "_latent_decode"
         assert {decode, "_latent_rope_store", "_topk_softmax", "_plan", "_prefill"} <= kernels
+        assert ({"_index_scores", "_best_slots"} <= kernels) == ("indexer" in name)
     else:
         assert {"_decode", "_prefill"} <= kernels
         long = {variant for variant in first if variant.kernel == "_prefill_long_rows"}

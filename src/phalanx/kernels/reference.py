@@ -195,10 +195,12 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     """Store key and value [T, kv_heads, D] in caches [num_blocks, block_size, kv_heads, D] at slots [T] int64, block * block_size +
     offset; a slot of -1 stores nothing. The other slots are distinct."""
     for part, cache in ((key, key_cache), (value, value_cache)):
-        _write(part, cache, slots)
+        write_slots(part, cache, slots)
 
 
-def _write(part: Tensor, cache: Tensor, slots: Tensor) -> None:
+def write_slots(part: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """part [T, *shape] of tokens into cache [blocks, block_size, *shape], rounded to its dtype. slots [T] int64: block * block_size
+    + offset, or -1, which stores nothing."""
     flat = cache.view(-1, *cache.shape[2:])
     if not slots.is_cuda:
         kept = slots >= 0
@@ -214,12 +216,12 @@ def _write(part: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def _write_token_scales(scales: Tensor, token_scales: Tensor, slots: Tensor) -> None:
-    """scales [T, kv_heads, 2] into token_scales [num_blocks, kv_heads, block_size, 2], as `_write`."""
+    """scales [T, kv_heads, 2] into token_scales [num_blocks, kv_heads, block_size, 2], as `write_slots`."""
     kv_heads, block_size = token_scales.shape[1:3]
     head = torch.arange(kv_heads, device=slots.device)
     place = ((slots // block_size)[:, None] * kv_heads + head) * block_size + (slots % block_size)[:, None]
     place = torch.where(slots[:, None] < 0, slots[:, None], place)
-    _write(scales.view(-1, 1, 2), token_scales.view(-1, block_size, 1, 2), place.view(-1))
+    write_slots(scales.view(-1, 1, 2), token_scales.view(-1, block_size, 1, 2), place.view(-1))
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,7 +296,7 @@ def latent_rope_store(
     entry = torch.cat((rms_norm(latent[:, :rank], weight, eps).unsqueeze(1), key), dim=-1)
     if cache.dtype == torch.float8_e4m3fn:
         entry = entry.float().clamp(-448.0, 448.0).to(cache.dtype)
-    _write(entry, cache, slots)
+    write_slots(entry, cache, slots)
 
 
 # Attention over the paged KV cache

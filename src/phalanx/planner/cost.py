@@ -189,8 +189,6 @@ class Costs:
     def step_seconds(self, work: Work) -> tuple[float, ...]:
         """Seconds that each stage is busy with a step, the hop to the next one included."""
         local = self._share(work)
-        if self._topk is not None:  # see `SparseLatentBackend.graphs`
-            local = replace(local, eager=True)
         everywhere = max(work.tokens, 1)
         key = (everywhere, local.rows, local.eager)
         fixed = self._fixed.get(key)

@@ -120,7 +120,8 @@ def graph_bytes(
     adapted: those with adapters are captured, too."""
     rows, tokens = -(-max_batch_size // layout.pp), graph_tokens(shape, dtype, layout, max_num_tokens)
     most = max(tokens, min(max_num_tokens, FEW_GRAPH_TOKENS))
-    captured = GRAPH_BYTES * sum(map(len, graph_sizes(rows, most, adapted=adapted)))
+    decode, mixed = map(len, graph_sizes(rows, most, adapted=adapted))
+    captured = GRAPH_BYTES * (decode * (1 if shape.indexer is None else 2) + mixed)  # with an indexer, one is for short rows
     if shape.latent is not None:  # each head's query over latents, and what it attended to
         captured += 2 * tokens * -(-shape.num_heads // layout.tp) * layout.dcp * shape.latent.kv_rank * itemsize(dtype)
     return captured + int(document()["memory"][GRAPH_PAIR] * pair_bytes(shape, dtype, tokens))

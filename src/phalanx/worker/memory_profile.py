@@ -21,6 +21,7 @@ from phalanx.kernels.sampling.sampling import MANY_ROWS
 from phalanx.layout.cache import Cache, request_bytes
 from phalanx.layout.graphs import max_decode_rows
 from phalanx.layout.memory import GRAPH_BYTES, block_bytes, blocks_in, kv_budget
+from phalanx.models.layers.attention.sparse_rows import KERNEL_ROWS
 from phalanx.worker.model_runner import ModelRunner
 
 DEFAULT_CPU_BYTES = 1 << 30
@@ -86,14 +87,14 @@ LARGEST_STEPS = 2
 
 def profiling_steps(
     *, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int, max_drafts: int = 0,
-    more_counts: Callable[[Collection[int]], Sequence[int]] = lambda _: (), groups: int = 1,
+    more_counts: Callable[[Collection[int]], Sequence[int]] = lambda _: (), groups: int = 1, topk: int | None = None,
 ) -> list[StepBatch]:  # fmt: skip
     """The steps that need the most memory: all tokens in as few prompts as possible; and every slot sampling, with the rest of the
     tokens in one prompt. Each row wants everything that takes memory, of the sampler and of the logprobs of its prompt. Smaller
     steps of every kind follow: kernels are compiled at their first launch, and no request should wait for that.
 
-    groups: of layers, each of which takes blocks. more_counts: given the token counts of all these, further ones whose steps launch
-    other kernels: of prompts.
+    groups: of layers, each of which takes blocks. topk: of sparse attention, see `Indexer`. more_counts: given the token counts of
+    all these, further ones whose steps launch other kernels: of prompts.
     All their blocks are block 0, and their results mean nothing. The last step leaves every slot free.
     """
     prompts = _prompts(max_num_tokens, max_seq_len, max_batch_size, block_size)
@@ -109,7 +110,8 @@ def profiling_steps(
     more = [_step(_prompts(tokens, max_seq_len, max_batch_size, block_size), SAMPLING_VARIANTS[0]) for tokens in counts]
     sizes = {"max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
     drafts = verifying_steps(max_drafts, block_size=block_size, **sizes) if max_drafts else []
-    steps = [*largest, *drafts, *more, *smaller, StepBatch(released=list(range(max_batch_size)))]
+    sparse = [] if topk is None else sparse_steps(topk, block_size=block_size, **sizes)
+    steps = [*largest, *drafts, *more, *sparse, *smaller, StepBatch(released=list(range(max_batch_size)))]
     for row in {id(row): row for step in steps for row in step.rows}.values():  # steps share some
         row.blocks = row.blocks * groups
     return steps
@@ -136,6 +138,21 @@ def verifying_steps(
             step = _step(rows, params)
             step.propose = max_drafts
             steps.append(step)
+    return steps
+
+
+def sparse_steps(topk: int, *, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
+    """Steps whose tokens all see more than topk: as many as there may be, which take memory that no other step does, and fewer, for
+    each variant of the kernels that such tokens take."""
+    most = min(max_num_tokens, max_batch_size * (each := max(max_seq_len - topk, 0)))
+    steps = []
+    for tokens in [*warmup_token_counts(min(most, KERNEL_ROWS)), most] if most else []:
+        counts = [min(each, tokens - first) for first in range(0, tokens, each)]
+        rows = [
+            StepRow(slot, max_seq_len - count, count, [0] * count, [0] * -(-max_seq_len // block_size), samples=True)
+            for slot, count in enumerate(counts)
+        ]
+        steps.append(_step(rows, SAMPLING_VARIANTS[0]))
     return steps
 
 

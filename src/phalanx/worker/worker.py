@@ -526,6 +526,7 @@ class Worker:
         steps = memory_profile.profiling_steps(
             max_num_tokens=options.index_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.max_rows,
             block_size=options.block_size, max_drafts=options.max_drafts, groups=model.cache_groups,
+            topk=None if model.shape.indexer is None else model.shape.indexer.topk,
             more_counts=partial(
                 more_token_counts, unmarked(model.context.group), max_tokens=options.index_num_tokens or max_seq_len,
                 hidden=model.shape.hidden_size, dtype=model.context.dtype,

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.kernels.attention import indexer
+from phalanx.kernels.attention import dispatch, indexer
 from tests.support.kernels_compiled import compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+from tests.support.kernels_sparse import UNTOUCHED, best_slots
 
 pytest.importorskip("triton")
 
@@ -19,8 +20,6 @@ def check(
     lengths: list[int], count: int, *, heads: int = 4, dim: int = 24, block_size: int = 4, fp8: bool = False, device: str = "cpu"
 ) -> None:  # fmt: skip
     """Rows of these lengths over blocks in another order; what no row has is NaN."""
-    from phalanx.kernels.attention.index_choice import best_slots
-
     generator = torch.Generator().manual_seed(sum(lengths))
     used = [-(-length // block_size) for length in lengths]
     order = (torch.randperm(sum(used), generator=generator) + 1).tolist()
@@ -42,13 +41,11 @@ def check(
         assert scales is not None
         scales.fill_(0.5)
     every = [query, weights, cache, scales, tables, rows, torch.tensor(lengths, dtype=torch.int32)]
-    chosen, counts = best_slots(*(each if each is None else each.to(device) for each in every), count)
-    for row, length in enumerate(lengths):
-        read = indexer.read_index_keys(cache, scales, slots[row])
-        scores = indexer.index_scores(query[row, None, None], weights[row, None, None], read[None])[0, 0]
-        best = indexer.best_keys(scores, min(count, length))
-        assert counts[row] == len(best)
-        assert torch.equal(chosen[row, : int(counts[row])].cpu().long(), slots[row][best]), (row, length)
+    arguments = [each if each is None else each.to(device) for each in every]
+    chosen, expected = torch.full((2, len(lengths), count), UNTOUCHED, dtype=torch.int32, device=device)
+    dispatch.best_slots(*arguments, chosen)
+    best_slots(*arguments, expected)
+    assert torch.equal(chosen, expected)
 
 
 def check_lengths() -> None:
@@ -59,11 +56,19 @@ def check_longer_than_a_scan() -> None:
     check([1023, 1024, 1025, 2500], 100, block_size=16)
 
 
+def check_more_tiles_than_programs() -> None:
+    """Each program scores several tiles of its row."""
+    from phalanx.kernels.attention import index_choice
+
+    index_choice.SCORE_PROGRAMS = 5
+    check([1, 130, 700, 64], 12)
+
+
 def check_fp8() -> None:
     check([5, 90], 20, fp8=True, heads=20)
 
 
-CHECKS = (check_lengths, check_longer_than_a_scan, check_fp8)
+CHECKS = (check_lengths, check_longer_than_a_scan, check_fp8, check_more_tiles_than_programs)
 
 
 def test_in_the_interpreter() -> None:
@@ -77,7 +82,7 @@ def test_compiles(arch: int) -> None:
 
     kinds = {
         "query": "*bf16", "weights": "*fp32", "keys": "*bf16", "scales": "*fp32", "tables": "*i32", "table_rows": "*i64",
-        "lengths": "*i32", "out": "*fp32", "scores": "*fp32", "counts": "*i32",
+        "lengths": "*i32", "out": "*fp32", "scores": "*fp32",
         **dict.fromkeys(("heads", "count", "query_stride", "weights_stride", "table_stride", "out_stride", "score_stride"), "i32"),
     }  # fmt: skip
     sizes = {"HEADS": 64, "DIM": 128, "WIDTH": 128, "BLOCK_SIZE": 64, "TILE": 64, "SM": arch}

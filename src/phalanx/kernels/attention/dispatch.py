@@ -187,6 +187,22 @@ def latent_decode_attention(
     return kernel(*arguments, **options)
 
 
+def best_slots(
+    query: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None, block_tables: Tensor, table_rows: Tensor, lengths: Tensor,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Writes into out [R, count] int32 the slots of the `count` best keys of each row, in the order of their tokens; of a row with
+    fewer keys all of them, and the rest of its places stay as they are. On the host nothing is read: the launches may be captured,
+    and replayed with other lengths.
+
+    query [R, heads, dim], whose last dims are contiguous; weights [R, heads] fp32; keys [blocks, block_size, 1, dim] in query's
+    dtype, or in e4m3 with scales [blocks, block_size, 1, 1] fp32; block_tables [N, W] int32, of which row r has table_rows[r];
+    lengths [R] int32, which fit a table."""
+    from phalanx.kernels.attention.index_choice import best_slots as kernels
+
+    kernels(query, weights, keys, scales, block_tables, table_rows, lengths, out)
+
+
 def merge_by_lse(received: Tensor, width: int) -> Tensor:
     """received [ranks, T, heads, width + n]: of the same heads, each rank's outputs [T, heads, width] over its part of the tokens,
     and behind each the log-sum-exp of the scores: an fp32 number, in n elements of the dtype. Returns the outputs over all tokens

@@ -17,35 +17,37 @@ from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
 
 TILE = 64
-"""Keys of a program that scores."""
+"""Keys that a program scores at a time."""
+SCORE_PROGRAMS = 2048
+"""Programs of a launch that scores, at least, where rows have so many tiles: one of all tables' tiles each would be millions in a
+captured launch, and most of them beyond their row's length."""
 SCAN = 1024
 """Scores that a program takes at a time as it looks for the best."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["tables", "table_rows", "lengths"])
+@triton.jit(do_not_specialize=["out_stride", "table_stride"], do_not_specialize_on_alignment=["tables", "table_rows", "lengths"])
 def _index_scores(
     query, weights, keys, scales, tables, table_rows, lengths, out, heads, query_stride, weights_stride, table_stride, out_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, tile of its keys)."""
+    """Program (row, some tiles of its keys: every n-th one of n programs)."""
     row, length = tl.program_id(0).to(tl.int64), tl.load(lengths + tl.program_id(0))
-    position = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    if tl.program_id(1) * TILE >= length:
-        return
-    inside = position < length
-    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
-    slot = tl.load(table + position // BLOCK_SIZE, inside, 0).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     head, dim = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     own = tl.load(query + row * query_stride + head[:, None] * DIM + dim, (head[:, None] < heads) & (dim < DIM), 0.0)
     weight = tl.load(weights + row * weights_stride + head, head < heads, 0.0)
-    key = tl.load(keys + slot[:, None] * DIM + dim, inside[:, None] & (dim < DIM), 0)
-    if scales is not None:
-        key = widened(key, own, SM)
-    scored = tl.dot(own, tl.trans(key), input_precision="ieee")
-    total = tl.sum(tl.maximum(scored, 0.0) * weight[:, None], 0)
-    if scales is not None:
-        total *= tl.load(scales + slot, inside, 0.0)  # positive: ReLU lets it through
-    tl.store(out + row * out_stride + position, total, inside)
+    for first in range(tl.program_id(1) * TILE, length, tl.num_programs(1) * TILE):
+        position = first + tl.arange(0, TILE)
+        inside = position < length
+        slot = tl.load(table + position // BLOCK_SIZE, inside, 0).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        key = tl.load(keys + slot[:, None] * DIM + dim, inside[:, None] & (dim < DIM), 0)
+        if scales is not None:
+            key = widened(key, own, SM)
+        scored = tl.dot(own, tl.trans(key), input_precision="ieee")
+        total = tl.sum(tl.maximum(scored, 0.0) * weight[:, None], 0)
+        if scales is not None:
+            total *= tl.load(scales + slot, inside, 0.0)  # positive: ReLU lets it through
+        tl.store(out + row * out_stride + position, total, inside)
 
 
 @triton.jit
@@ -55,9 +57,9 @@ def _ordered(scores, position, length):
     return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tables", "table_rows", "lengths"])
+@triton.jit(do_not_specialize=["score_stride", "table_stride"], do_not_specialize_on_alignment=["tables", "table_rows", "lengths"])
 def _best_slots(
-    scores, tables, table_rows, lengths, out, counts, table_stride, score_stride, count,
+    scores, tables, table_rows, lengths, out, table_stride, score_stride, count,
     BLOCK_SIZE: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """Program (row): radix select of the count-th highest score, 8 bits at a time; then all above, and the first of its equals."""
@@ -92,34 +94,25 @@ def _best_slots(
         tl.store(out + row * count + place, slot, taken)
         written += tl.sum(taken.to(tl.int32), 0)
         equals += tl.sum(equal, 0)
-    tl.store(counts + row, written)
 
 
 def best_slots(
     query: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None, block_tables: Tensor, table_rows: Tensor, lengths: Tensor,
-    count: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The slots of the `count` best keys of each row, in the order of their tokens, [R, count] int32, and how many there are [R]
-    int32: all keys of a row that has no more.
-
-    query [R, heads, dim], whose last dims are contiguous; weights [R, heads] fp32; keys [blocks, block_size, 1, dim] in query's
-    dtype, or in e4m3 with scales [blocks, block_size, 1, 1] fp32; block_tables [N, W] int32, of which row r has table_rows[r];
-    lengths [R] int32, which fit a table."""
+    out: Tensor,
+) -> None:  # fmt: skip
+    """The kernels of `dispatch.best_slots`."""
     rows, heads, dim = query.shape
     block_size, longest = keys.shape[1], block_tables.shape[1] * keys.shape[1]
     scores = torch.empty((rows, longest), dtype=torch.float32, device=query.device)
-    out = torch.empty((rows, count), dtype=torch.int32, device=query.device)
-    counts = torch.empty(rows, dtype=torch.int32, device=query.device)
     if not rows:
-        return out, counts
+        return
     of_rows = block_tables, table_rows, lengths
-    _index_scores[(rows, triton.cdiv(longest, TILE))](
+    _index_scores[(rows, min(triton.cdiv(longest, TILE), triton.cdiv(SCORE_PROGRAMS, rows)))](
         query, weights, keys if scales is None else keys.view(torch.uint8), scales, *of_rows, scores, heads, query.stride(0),
         weights.stride(0), block_tables.stride(0), scores.stride(0), HEADS=max(16, triton.next_power_of_2(heads)), DIM=dim,
         WIDTH=max(16, triton.next_power_of_2(dim)), BLOCK_SIZE=block_size, TILE=TILE, SM=sm_arch(query.device), num_warps=4,
     )  # fmt: skip
     _best_slots[(rows,)](
-        scores, *of_rows, out, counts, block_tables.stride(0), scores.stride(0), count, BLOCK_SIZE=block_size, SCAN=SCAN,
+        scores, *of_rows, out, block_tables.stride(0), scores.stride(0), out.shape[1], BLOCK_SIZE=block_size, SCAN=SCAN,
         num_warps=8,
     )  # fmt: skip
-    return out, counts

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference import _write, quantize_fp8
+from phalanx.kernels.reference import quantize_fp8, write_slots
 
 SCORES_BYTES = 256 << 20
 """Of scores by head, fp32, at a time: a few heads' at least one."""
@@ -26,11 +26,11 @@ def store_index_keys(key: Tensor, cache: Tensor, scales: Tensor | None, slots: T
     """key [T, 1, head_dim]; cache [blocks, block_size, 1, head_dim] in key's dtype, or in e4m3, with scales [blocks, block_size, 1,
     1] fp32, by which a token's values are multiplied when read. slots: as of `reference.write_kv`."""
     if scales is None:
-        _write(key, cache, slots)
+        write_slots(key, cache, slots)
         return
     values, scale = quantize_fp8(key.squeeze(1))
-    _write(values.unsqueeze(1).view(torch.uint8), cache.view(torch.uint8), slots)  # which torch writes on every device
-    _write(scale.unsqueeze(1), scales, slots)
+    write_slots(values.unsqueeze(1).view(torch.uint8), cache.view(torch.uint8), slots)  # which torch writes on every device
+    write_slots(scale.unsqueeze(1), scales, slots)
 
 
 def read_index_keys(cache: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
