@@ -14,7 +14,9 @@ from phalanx import LLM, SamplingParams
 from phalanx.config.model import ModelShape
 from phalanx.layout import Layout
 from phalanx.layout.cache import token_bytes
+from phalanx.layout.draft import network_caches
 from phalanx.layout.memory import stage_caches
+from phalanx.layout.mtp import Mtp
 from tests.support.greedy_tokens import (
     BLOCK,
     NEW_TOKENS,
@@ -23,8 +25,10 @@ from tests.support.greedy_tokens import (
     assert_layout_gives,
     longest_request,
     prompts_of_all_lengths,
+    reference_tokens,
     references_of,
 )
+from tests.support.models_deepseek import with_module
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -73,6 +77,42 @@ def test_tokens_of_sparse_attention_with_drafts_equal_transformers(references):
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
+@pytest.fixture(scope="module")
+def with_modules(tmp_path_factory: pytest.TempPathFactory) -> References:
+    """Of sparse attention, with a module of multi-token prediction; GLM-5's stands behind a layer without an indexer."""
+    parent, families = tmp_path_factory.mktemp("modules"), {"v32": "deepseek_v32", "glm5-shared": "glm_moe_dsa"}
+    folders = {name: with_module(parent, family)[0] for name, family in families.items()}
+    return {name: (folder, reference_tokens(folder, prompts_of_all_lengths(), NEW_TOKENS)) for name, folder in folders.items()}
+
+
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(("name", "layout"), [("v32", (1, 1, 1)), ("v32", (1, 1, 2)), ("glm5-shared", (2, 1, 1))])
+def test_tokens_of_sparse_attention_with_modules_drafts_equal_transformers(with_modules, name, layout):
+    folder, expected = with_modules[name]
+    longest = longest_request(prompts_of_all_lengths())
+    stats = assert_layout_gives(
+        expected, folder, layout, cache_bytes=_cache_bytes(folder, layout[2], longest, module=True), speculative_config=MTP
+    )
+    assert stats.draft_tokens > 0
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("name", ["v32", "glm5-shared"])
+def test_tokens_on_a_gpu_with_modules_drafts_equal_transformers(with_modules, name):
+    """Decode steps, steps with prompts, and the module's passes are captured."""
+    folder, expected = with_modules[name]
+    prompts, params = prompts_of_all_lengths(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(
+        folder, device="cuda", dtype="fp32", max_seq_len=longest_request(prompts), max_num_tokens=64, max_batch_size=8,
+        speculative_config=MTP,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats().draft_tokens > 0
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
 @pytest.mark.parametrize("name", ["v3", "glm-lite", "mistral4"])
 def test_tokens_over_data_parallel_indices_equal_transformers(references, name):
     """Two groups of ranks, each with a cache, attention and shared experts of its own; the routed experts are split over both."""
@@ -99,8 +139,12 @@ def test_tokens_on_a_gpu_equal_transformers(references, name):
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
-def _cache_bytes(folder: Path, pp: int, longest: int) -> int:
-    """Room for one request at its largest and a half, on the rank with the most layers; each tensor-parallel rank has all of it."""
-    stages = stage_caches(ModelShape.from_folder(folder), "fp32", "fp32", Layout(pp=pp))
+def _cache_bytes(folder: Path, pp: int, longest: int, *, module: bool = False) -> int:
+    """Room for one request at its largest and a half, on the rank with the most layers; each tensor-parallel rank has all of it.
+    module: the last stage has one of multi-token prediction."""
+    shape = ModelShape.from_folder(folder)
+    stages = stage_caches(shape, "fp32", "fp32", Layout(pp=pp))
+    if module:
+        stages = (*stages[:-1], (*stages[-1], *network_caches(Mtp.of(shape), "fp32")))
     block = BLOCK * max(map(token_bytes, stages))
     return block * (3 * longest // (2 * BLOCK) + 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The multi-token prediction module in a checkpoint drafts what transformers' layers make of its tensors, of DeepSeek-V3, of
-GLM-4.5 and of Qwen3-Next; and whatever it drafts, requests get what they get without."""
+"""The multi-token prediction module in a checkpoint drafts what transformers' layers make of its tensors, of DeepSeek-V3 and V3.2,
+of GLM-4.5 and GLM-5 and of Qwen3-Next; and whatever it drafts, requests get what they get without."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.models_deepseek import module_names, with_module
 from tests.support.worker_drafts import K, Staged, pipeline_of, require_alike
 from tests.support.worker_graphs import CPU, SLOTS, TOKENS, make_runner, requests, serve
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next")
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "deepseek_v32", "glm_moe_dsa")
 PROMPT = [5, 9, 200, 7, 11, 42, 99, 3, 250, 8, 17]
 
 
@@ -103,7 +103,17 @@ def plain_runner(folder: Path) -> ModelRunner:
 
 @pytest.mark.parametrize(
     ("family", "tp"),
-    [("deepseek_v3", 1), ("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe_lite", 2), ("qwen3_next", 1), ("qwen3_next", 2)],
+    [
+        ("deepseek_v3", 1),
+        ("deepseek_v3", 2),
+        ("glm4_moe", 1),
+        ("glm4_moe_lite", 2),
+        ("qwen3_next", 1),
+        ("qwen3_next", 2),
+        ("deepseek_v32", 1),
+        ("deepseek_v32", 2),
+        ("glm_moe_dsa", 1),
+    ],
 )
 def test_drafts_are_those_of_the_reference(folders: dict[str, tuple[Path, Path]], family: str, tp: int) -> None:
     folder, complete = folders[family]

@@ -28,7 +28,8 @@ class Names:
 _DEEPSEEK = Names("model.layers.{layer}.", "model.layers.{layer}.", ("enorm", "hnorm", "shared_head.norm"), "eh_proj")
 _QWEN = Names("mtp.", "mtp.layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "fc", normed=True)
 MTP_ARCHITECTURES = {
-    "DeepseekV3ForCausalLM": _DEEPSEEK, "Glm4MoeForCausalLM": _DEEPSEEK, "Glm4MoeLiteForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK, "DeepseekV32ForCausalLM": _DEEPSEEK, "GlmMoeDsaForCausalLM": _DEEPSEEK,
+    "Glm4MoeForCausalLM": _DEEPSEEK, "Glm4MoeLiteForCausalLM": _DEEPSEEK,
     "Qwen3NextForCausalLM": _QWEN, "Qwen3_5ForCausalLM": _QWEN, "Qwen3_5MoeForCausalLM": _QWEN,
 }  # fmt: skip
 
@@ -60,7 +61,11 @@ class Mtp:
                 why=f"modules are read of {', '.join(MTP_ARCHITECTURES)}, one of each", next="use another method",
             )  # fmt: skip
         layers = target.num_layers
-        shape = replace(target, num_layers=layers + 2, windows=(*target.windows, *target.windows[-1:] * 2))
+        latent = target.latent
+        if latent is not None and latent.indexer is not None:  # the module's layer has one, whether or not the model's last one has
+            latent = replace(latent, indexer=replace(latent.indexer, computes=(*latent.indexer.computes, True, True)))
+        windows = (*target.windows, *target.windows[-1:] * 2)
+        shape = replace(target, num_layers=layers + 2, windows=windows, latent=latent)
         return cls(shape, layers)
 
     @property
