@@ -79,6 +79,8 @@ def test_tokens_over_ranks_are_those_of_the_values_that_int8_stands_for(written:
     ) as llm:  # fmt: skip
         planned = weight_bytes(shape, "fp32", layout)
         assert [rank.bytes["weights"] for rank in llm.facts.ranks] == [planned[rank // 2] for rank in range(4)]
+        kept = [states * request_bytes(caches[rank // 2]) for rank in range(4)]
+        assert [rank.bytes.get("state", 0) for rank in llm.facts.ranks] == kept
         for _ in range(2):  # the second time, slots hold what others left behind
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs] == alone

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family in which every second layer keeps a state for each request, in place of keys and values. `models_hybrid` computes it."""
+"""A family in which every second layer keeps a state for each request, in place of keys and values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.config import model_fields
-from phalanx.config.families import FAMILIES
 from phalanx.config.model import ModelShape
 from phalanx.layout.cache import CacheTensor
 from phalanx.layout.families import dense, registry
@@ -33,15 +31,3 @@ def hybrid(monkeypatch: pytest.MonkeyPatch, shape: ModelShape) -> ModelShape:
     """The shape of a dense model, as one of this family."""
     monkeypatch.setitem(registry.DECLARATIONS, HYBRID, DECLARATION)
     return replace(shape, architecture=HYBRID)
-
-
-def add_family(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
-    """Make the family known to this process: how its config.json is read, and what it declares."""
-    for known, entry in (
-        (FAMILIES, FAMILIES["LlamaForCausalLM"]), (model_fields.MODEL, model_fields.MODEL["LlamaForCausalLM"]),
-        (registry.DECLARATIONS, DECLARATION),
-    ):  # fmt: skip
-        if monkeypatch is None:
-            known[HYBRID] = entry
-        else:
-            monkeypatch.setitem(known, HYBRID, entry)
