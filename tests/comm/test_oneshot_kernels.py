@@ -18,7 +18,7 @@ from phalanx.comm.group import ResidualRmsNorm, finish
 from phalanx.comm.symmetric import BOARD_PLACES, SymmetricWorkspace
 from phalanx.kernels import reference
 from phalanx.kernels.scaled_tensors import Unscaled
-from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+from tests.support.kernels_interpreted import interpret, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
 import triton.language as tl
@@ -95,10 +95,4 @@ def main() -> None:
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.comm.test_oneshot_kernels").strip() == "checked"
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    main()
-    print("checked")
+    interpret([main])

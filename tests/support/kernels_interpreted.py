@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 import runpy
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +20,20 @@ import pytest
 
 def interpreted(module: str, *arguments: str) -> str:
     """What the module prints when it is executed in the interpreter, in a process of its own: Triton asks for it once, as it is
-    imported. An error in the module is an error here."""
+    imported. An error in the module is an error here. A module of checks (`interpret`) prints the name of each that has passed."""
+    pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-m", __name__, module, *arguments], env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=1000, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def interpret(checks: Sequence[Callable[[], None]]) -> None:
+    """The checks, functions of one module of tests, one after the other in the interpreter."""
+    names = [check.__name__ for check in checks]
+    assert interpreted(checks[0].__module__, *names).split() == names
 
 
 FILLED = 7.0
@@ -238,7 +246,18 @@ def main() -> None:
     lighten_types()
     fold_slices()
     sys.argv = sys.argv[1:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    checks = [name for name in sys.argv[1:] if name.isidentifier()]
+    if not checks:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    import torch
+
+    torch.manual_seed(0)
+    let_loops_begin_anywhere()
+    module = importlib.import_module(sys.argv[0])
+    for name in checks:
+        getattr(module, name)()
+        print(name)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from phalanx.kernels.attention.heuristics import PrefillTiling, count_prefill_tiles, max_prefill_tiles, select_prefill, tile_tokens
 from tests.support.kernels_attention import in_int8
 from tests.support.kernels_compiled import by_generation, compiled_as, spilled
-from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+from tests.support.kernels_interpreted import interpret
 from tests.support.kernels_prefill import KEPT, SIGNATURE, Case, Inputs, assert_near, inputs_of, options
 
 pytest.importorskip("triton")
@@ -160,7 +160,7 @@ CHECKS = [
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.attention.test_prefill").split() == [check.__name__ for check in CHECKS]
+    interpret(CHECKS)
 
 
 def test_tiles_are_counted_by_row() -> None:
@@ -278,11 +278,3 @@ def test_replayed_on_a_gpu_with_other_rows(case: Case, early: bool) -> None:
         outputs.append(out.clone())
     assert all(torch.equal(each, outputs[0]) for each in outputs)
     assert_near(case, outputs[0], wanted)
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    let_loops_begin_anywhere()
-    for each in CHECKS:
-        each()
-        print(each.__name__)

@@ -14,7 +14,7 @@ from phalanx.kernels.attention.heuristics import DecodeTiling
 from tests.support.kernels_attention import sinks_of
 from tests.support.kernels_compiled import compiled_as, spilled
 from tests.support.kernels_decode import SIGNATURE, Case, Inputs, check, compiled_kernel, inputs_of, options_of
-from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+from tests.support.kernels_interpreted import interpret
 
 pytest.importorskip("triton")
 
@@ -43,7 +43,7 @@ CHECKS = [check_splits_are_merged_as_blocks_and_apart]
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.attention.test_split_reduce").split() == [each.__name__ for each in CHECKS]
+    interpret(CHECKS)
 
 
 BLOCKS, PREFETCHED = DecodeTiling(33, 128, 128, 4, 2, 255, merge_splits=8), DecodeTiling(33, 128, 128, 4, 4, 168, prefetch=1)
@@ -127,11 +127,3 @@ def test_splits_merged_in_each_way_on_a_gpu(merge: tuple[int, int], kind: dict[s
     step = 2 * torch.finfo(case.dtype).eps
     for before, out in itertools.pairwise(outputs[0]):
         torch.testing.assert_close(out, reference.decode_attention(before, *rest, **options), rtol=step, atol=step)
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    let_loops_begin_anywhere()
-    for each in CHECKS:
-        each()
-        print(each.__name__)

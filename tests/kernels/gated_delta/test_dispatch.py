@@ -20,7 +20,7 @@ from phalanx.kernels.gated_delta.dispatch import launched
 from phalanx.kernels.gated_delta.reference import CHUNK, StateRows, max_chunk_rows
 from tests.support.kernels_compiled import by_generation, compiled, compiled_as
 from tests.support.kernels_gated_delta import HEADS, TAPS, Requests, inputs
-from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+from tests.support.kernels_interpreted import interpret
 
 pytest.importorskip("triton")
 
@@ -116,7 +116,7 @@ CHECKS = [
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.gated_delta.test_dispatch").split() == [check.__name__ for check in CHECKS]
+    interpret(CHECKS)
 
 
 REAL = GatedDelta((), 16, 32, 128, 128, conv=4)
@@ -163,10 +163,3 @@ def test_compiles(name: str, arch: int) -> None:
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     run_steps(dtype, "cuda", REAL)
     run_steps(dtype, "cuda", padding=5, absent=(2, 1))
-
-
-if __name__ == "__main__":
-    let_loops_begin_anywhere()
-    for check in CHECKS:
-        check()
-        print(check.__name__)

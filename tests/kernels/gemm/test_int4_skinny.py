@@ -50,7 +50,6 @@ def test_compiles(tokens: int, planes: int, zeros: bool) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [*(size for size in SIZES if size[1] % 8 == 0), (1024, 4096, 128, False), (2560, 8192, 64, True)])
 def test_on_gpu(size: tuple[int, int, int, bool], dtype: torch.dtype) -> None:

@@ -84,7 +84,6 @@ TOKENS = [1, 2, 17, 64, 300, 1025]
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -102,7 +101,6 @@ def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out:
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("cuts", [(0, 600, 1200), (0, 601, 1203), (0, 3, 1201)])
 def test_pieces_on_gpu(static: bool, cuts: tuple[int, ...]) -> None:
@@ -114,7 +112,6 @@ def test_pieces_on_gpu(static: bool, cuts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -156,7 +153,6 @@ def test_quantizing_mm_is_quantize_then_product(scale: torch.Tensor | None) -> N
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("inputs", [2048, 3584, 8192])
 def test_one_row_quantized_by_its_product_on_gpu(static: bool, inputs: int) -> None:
