@@ -75,7 +75,6 @@ def check(merged: Merged, llm: LLM, numbers: list[int], names: list[str | None])
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_graphs_on_a_gpu_give_the_tokens_of_eager_steps(tmp_path):
     """Eight requests with seven adapters and none, in CUDA graphs that were captured before any adapter came. The graph of eight
     rows has the shapes of the eager step, and so its kernels. Heads are of a size that our attention kernels take."""

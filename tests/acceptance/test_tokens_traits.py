@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from phalanx import LLM
 from tests.support.checkpoints import write_checkpoint
@@ -86,7 +85,6 @@ def test_tokens_equal_transformers(reference, family, layout):
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", CHECKPOINTS)
 def test_tokens_on_a_gpu_equal_transformers(reference, family):
     """In fp32, by the kernels of the GPU, in CUDA graphs where the attention has them."""

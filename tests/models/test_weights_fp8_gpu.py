@@ -105,7 +105,6 @@ def test_the_bound_can_fail(form: str, written: dict[str, tuple[Path, Path]]) ->
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("form", CHECKPOINTS)
 def test_on_gpu(form: str, written: dict[str, tuple[Path, Path]]) -> None:
     folder, meant = written[form]
@@ -128,7 +127,6 @@ def whole_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_whole_blocks_on_gpu(whole_blocks: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt is multiplied by torch, tokens after it are not."""
     device, cublas, ran, prompt = torch.device("cuda"), block_gemm._cublas, list[int](), 130
@@ -142,7 +140,6 @@ def test_whole_blocks_on_gpu(whole_blocks: tuple[Path, Path], monkeypatch: pytes
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_blocks_widened_on_gpu(written: dict[str, tuple[Path, Path]]) -> None:
     """As on a GPU without FP8 GEMMs: weights alone in FP8, within twice what bf16 makes of them on a CPU."""
     folder, meant = written["blocks of 128"]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from phalanx import LLM, SamplingParams
 from phalanx.config.model import ModelShape
@@ -87,7 +86,6 @@ ON_A_GPU = [
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("family", "fields"), ON_A_GPU)
 def test_the_same_bits_alone_and_in_any_crowd_on_a_gpu(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
     """Decode rows in graphs of many sizes and prompts in pieces, over blocks that others have computed. Speculation changes no
@@ -100,7 +98,6 @@ def test_the_same_bits_alone_and_in_any_crowd_on_a_gpu(tmp_path: Path, family: s
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("family", "fields", "words"),
     [

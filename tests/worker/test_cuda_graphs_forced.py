@@ -105,7 +105,6 @@ def test_on_cpu(tmp_path: Path, cache: dict[str, bool]) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @CACHES
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_on_gpu(tmp_path: Path, family: str, cache: dict[str, bool]) -> None:

@@ -103,7 +103,6 @@ def test_a_plan_is_gone_with_its_forward(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_steps_take_no_memory_from_the_device(tmp_path: Path, kind: str) -> None:
     device = torch.device("cuda", 0)
@@ -127,7 +126,6 @@ def test_a_thousand_steps_take_no_memory_from_the_device(tmp_path: Path, kind: s
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_steps_of_any_rows_take_no_memory_from_the_device(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     folder = write_checkpoint(

@@ -82,7 +82,6 @@ def test_a_right_start_reports_the_line_from_the_last_stage(
 
 
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["llama", "experts", "int4", "small fp8"])
 def test_a_right_start_on_a_gpu(name: str, folders: dict[str, Path], home: Path) -> None:
     """With graphs, and kernels of every kind."""
