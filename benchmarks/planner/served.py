@@ -42,7 +42,7 @@ import httpx
 
 from benchmarks import harness
 from benchmarks.serve import started
-from phalanx.bench import report, shapes
+from phalanx.bench import shapes
 from phalanx.bench.load import open_loop
 from phalanx.bench.prediction import calibrate
 from phalanx.bench.prediction.calibrate import Point
@@ -51,7 +51,7 @@ from phalanx.engine.scheduler import SchedulerOptions
 from phalanx.hardware.catalogue import GpuSpec
 from phalanx.layout import Layout
 from phalanx.layout.cache import kv_dtype
-from phalanx.planner import arrivals, simulate, subject
+from phalanx.planner import arrivals, scenario, simulate, subject
 from phalanx.planner.arrivals import Arrival
 from phalanx.planner.coefficients import Coefficients
 from phalanx.planner.cost import Costs, MachineModel
@@ -350,7 +350,7 @@ def percentiles(each: Sequence[Sample] | Sequence[Served]) -> dict[str, dict[str
         if count > 1:
             tpot.append((last - first) / (count - 1))
     return {
-        name: {str(percent): 1e3 * report.percentile(values, percent) for percent in GOALS}
+        name: {str(percent): 1e3 * scenario.percentile(values, percent / 100) for percent in GOALS}
         for name, values in (("ttft_ms", ttft), ("tpot_ms", tpot))
     }
 

@@ -30,7 +30,7 @@ def test_percentiles_are_numpys():
     values = [float(value) for value in numpy.random.default_rng(0).exponential(size=101)]
     for part in (0.0, 0.5, 0.9, 0.99, 1.0):
         assert scenario.percentile(values, part) == pytest.approx(numpy.quantile(values, part))
-    assert scenario.percentile([], 0.5) == 0.0
+    assert (scenario.percentile([], 0.5), scenario.percentile([4.0], 0.99)) == (0.0, 4.0)
 
 
 def test_the_fewest_replicas_hold_and_one_less_do_not():

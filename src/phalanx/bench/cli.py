@@ -4,9 +4,9 @@ engine's flags."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -134,13 +134,8 @@ def latency(raw_options: RawOptions, workload: Workloads = None, json: Json = No
     number cut it to its first layers: deepseek-v3:20.
     """
     from phalanx.bench import latency as bench
-    from phalanx.bench import offline, report, workloads
 
-    wanted = [workloads.parse(name, "decode") for name in workload or _DECODES]
-    report.json_path(json)
-    with offline.target(raw_options, commit) as target:
-        document = bench.run(target, wanted)
-    report.publish(document, [bench.table(document)], json)
+    _offline(bench, raw_options, "decode", workload or _DECODES, json, commit)
 
 
 def throughput(raw_options: RawOptions, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
@@ -149,13 +144,22 @@ def throughput(raw_options: RawOptions, workload: Workloads = None, json: Json =
     MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download. A colon and a
     number cut it to its first layers: deepseek-v3:20.
     """
-    from phalanx.bench import offline, report, workloads
     from phalanx.bench import throughput as bench
 
-    wanted = [workloads.parse(name, "batch") for name in workload or [_BATCH]]
+    _offline(bench, raw_options, "batch", workload or [_BATCH], json, commit)
+
+
+def _offline(
+    bench: Any, raw_options: RawOptions, kind: Literal["decode", "batch"], names: Sequence[str], json: str | None,
+    commit: str | None,
+) -> None:  # fmt: skip
+    """Measure workloads of one kind in an engine. bench: the module that measures and shows them."""
+    from phalanx.bench import offline, report, workloads
+
+    wanted = [workloads.parse(name, kind) for name in names]
     report.json_path(json)
     with offline.target(raw_options, commit) as target:
-        document = bench.run(target, wanted)
+        document = offline.run(target, wanted, bench.measure)
     report.publish(document, [bench.table(document)], json)
 
 

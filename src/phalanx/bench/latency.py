@@ -19,15 +19,6 @@ _FIRST_TOKENS = 3
 """Runs to the first token for each run to the last: they are short, and vary more, as prompts are at the power limit."""
 
 
-def run(target: BenchmarkTarget, workloads: Sequence[Workload]) -> report.Document:
-    """Start an engine, measure every workload, end it; the report. Raises what an LLM raises."""
-    offline.check(target, workloads)
-    bandwidth = roofline.measure(target.device)
-    with offline.engine(target) as (llm, start_s):
-        results = [measure(target, llm, workload, bandwidth) for workload in workloads]
-        return offline.document(target, llm.facts, bandwidth, start_s, results)
-
-
 def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> dict[str, Any]:
     """One decode workload: ms per token, seconds to the first token, and the fraction of the roofline."""
     ids = prompts(workload, llm.facts.vocab_size, target.options.seed)

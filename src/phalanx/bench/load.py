@@ -29,6 +29,7 @@ from phalanx.errors import EngineError, OptionError, RequestError
 from phalanx.hardware import provenance
 from phalanx.planner import arrivals
 from phalanx.planner.arrivals import Arrival
+from phalanx.planner.scenario import percentile
 from phalanx.progress import OnProgress
 
 PERCENTS = (50, 90, 95, 99)
@@ -366,7 +367,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
         return None
     figures = {
         "mean": sum(seconds) / len(seconds),
-        **{f"p{p}": report.percentile(seconds, p) for p in PERCENTS},
+        **{f"p{p}": percentile(seconds, p / 100) for p in PERCENTS},
         "max": max(seconds),
     }
     return {name: 1e3 * value for name, value in figures.items()}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.bench import report, shapes
+from phalanx.bench import report, roofline, shapes
 from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, longest, params
 from phalanx.config import EngineOptions
@@ -99,6 +99,8 @@ def self_check_lines(options: EngineOptions) -> list[str]:
         return [rank.self_check for rank in llm.facts.ranks if rank.self_check]
 
 
+Measure = Callable[[BenchmarkTarget, LLM, Workload, Bandwidth], dict[str, Any]]
+"""A workload's row of a report."""
 SecondsOf = Callable[[Sequence[Sequence[int]], int], float]
 """(prompts, output_len) -> seconds: `seconds_of` of one engine."""
 
@@ -115,6 +117,15 @@ def seconds_of(llm: LLM, prompts: Sequence[Sequence[int]], output_len: int) -> f
                 why="the figure would be that of other work",
             )  # fmt: skip
     return seconds
+
+
+def run(target: BenchmarkTarget, workloads: Sequence[Workload], measure: Measure) -> report.Document:
+    """Start an engine, measure every workload, end it; the report. Raises what an LLM raises."""
+    check(target, workloads)
+    bandwidth = roofline.measure(target.device)
+    with engine(target) as (llm, start_s):
+        results = [measure(target, llm, workload, bandwidth) for workload in workloads]
+        return document(target, llm.facts, bandwidth, start_s, results)
 
 
 def document(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -173,17 +172,6 @@ def caption(document: Document) -> str:
     if phases:
         lines.append(f"start, seconds of the slowest rank in each phase: {', '.join(phases)}")
     return "\n".join(lines)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie, linear between the two nearest ranks; nan for no values."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * percent / 100
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 def percent_text(fraction: float | None) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,6 @@ from phalanx.bench.workloads import Workload, prompts
 from phalanx.serve.llm import LLM
 
 _WARM_TOKENS = 4
-
-
-def run(target: BenchmarkTarget, workloads: Sequence[Workload]) -> report.Document:
-    """Start an engine, measure every workload, end it; the report. Raises what an LLM raises."""
-    offline.check(target, workloads)
-    bandwidth = roofline.measure(target.device)
-    with offline.engine(target) as (llm, start_s):
-        results = [measure(target, llm, workload, bandwidth) for workload in workloads]
-        return offline.document(target, llm.facts, bandwidth, start_s, results)
 
 
 def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> dict[str, Any]:
