@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,19 +171,10 @@ def _table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 def layout_options(machine: MachineModel, plan: Plan) -> dict[str, int]:
     """The engine's options that make the plan's layout, by their long names."""
     layout = plan.layout
-    nodes = -(-layout.world // machine.gpus_per_node)
+    sizes = layout.options if layout.gpus <= machine.gpus_per_node else replace(layout, replicas=1).options
+    sizes["nnodes"] = -(-layout.world // machine.gpus_per_node)
     chosen = {"tensor_parallel_size": layout.tp, "pipeline_parallel_size": layout.pp}
-    if layout.dp > 1:
-        chosen["expert_parallel_size"] = layout.dp
-    if layout.moe_ep > 1:
-        chosen["moe_expert_parallel_size"] = layout.moe_ep
-    if layout.dcp > 1:
-        chosen["decode_context_parallel_size"] = layout.dcp
-    if layout.redundant:
-        chosen["redundant_experts"] = layout.redundant
-    if layout.replicas > 1 and layout.gpus <= machine.gpus_per_node:
-        chosen["replicas"] = layout.replicas
-    return chosen | ({"nnodes": nodes} if nodes > 1 else {})
+    return chosen | {name: size for name, size in sizes.items() if size > 1}
 
 
 def options(model: str, shape: ModelShape, machine: MachineModel, request: PlanRequest, plan: Plan) -> dict[str, Any]:

@@ -149,28 +149,17 @@ def layouts(
     verify_plans: VerifyPlans = 3,
 ) -> None:
     """Predict memory, time per token and throughput of every layout of a model on a machine, and say why others are rejected."""
+    asked = dict(locals())
     from phalanx.bench import report
     from phalanx.bench.prediction import ranges
     from phalanx.planner import explain, search, subject
 
     report.json_path(json)
     yaml_path = report.json_path(yaml, what="the YAML file")
-    ranges.require(
-        gpus_per_node=gpus_per_node, nodes=nodes, isl=isl, osl=osl, concurrency=concurrency, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
-        max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len,
-        redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, dcp_size=dcp_size,
-        verify_plans=verify_plans,
-        kv_host_memory=kv_host_memory,
-    )  # fmt: skip
+    ranges.require(asked)
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
-    request = request_of(
-        shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
-        slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
-        max_seq_len=max_seq_len, redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
-        speculative_config=speculative_config, acceptance_length=acceptance_length, kv_host_memory=kv_host_memory,
-        dcp_size=dcp_size,
-    )  # fmt: skip
+    request = request_of(shape, machine.device, asked)
     result = search.search(shape, machine, request)
     document = explain.as_json(model, shape, machine, request, result)
     if json != "-":
@@ -213,13 +202,14 @@ def _write(document: dict[str, Any], json: str | None) -> None:
         report.write(path, document)
 
 
-def request_of(
-    shape: Any, device: str, *, dtype: str, kv_cache_dtype: str, isl: int, osl: int, concurrency: int, goal: str = "throughput",
-    slo_ttft: float | None = None, slo_tpot: float | None = None, max_batch_size: int | None = None, max_num_tokens: int = 8192,
-    max_seq_len: int | None = None, redundant_experts: int = 0, tp_size: int | None = None, pp_size: int | None = None,
-    ep_size: int | None = None, speculative_config: str | None = None, acceptance_length: float | None = None,
-    kv_host_memory: int = 0, dcp_size: int | None = None,
-) -> Any:  # fmt: skip
+_AS_ASKED = (
+    "isl", "osl", "concurrency", "goal", "max_batch_size", "max_num_tokens", "max_seq_len", "redundant_experts", "kv_host_memory",
+    "tp_size", "pp_size", "ep_size", "dcp_size",
+)  # fmt: skip
+"""Flags that a request has under the same name."""
+
+
+def request_of(shape: Any, device: str, asked: dict[str, Any]) -> Any:
     """What the flags ask for, with every "auto" replaced as an engine on this device ("cuda" or "cpu") does. Raises OptionError."""
     from phalanx.config.dtypes import DTYPE_SPELLINGS
     from phalanx.config.resolve import concrete_dtype, concrete_kv_cache_dtype
@@ -231,15 +221,12 @@ def request_of(
     from phalanx.planner.subject import shape_for
 
     dtypes = {"auto": "auto", "fp8": "fp8", "int4": "int4", **DTYPE_SPELLINGS}
-    if (spelling := dtype.removeprefix("torch.")) not in dtypes:
-        raise OptionError(f"dtype {dtype!r} is unknown", next=f"use one of {', '.join(dtypes)}")
-    dtype = dtypes[spelling]
-    for name, value, known in (
-        ("kv_cache_dtype", kv_cache_dtype, ("auto", "model", "fp8", "int8")),
-        ("goal", goal, ("latency", "throughput")),
-    ):  # fmt: skip
-        if value not in known:
-            raise OptionError(f"{name} {value!r} is unknown", next=f"known: {', '.join(known)}")
+    if (spelling := asked["dtype"].removeprefix("torch.")) not in dtypes:
+        raise OptionError(f"dtype {asked['dtype']!r} is unknown", next=f"use one of {', '.join(dtypes)}")
+    for name, known in (("kv_cache_dtype", ("auto", "model", "fp8", "int8")), ("goal", ("latency", "throughput"))):
+        if asked[name] not in known:
+            raise OptionError(f"{name} {asked[name]!r} is unknown", next=f"known: {', '.join(known)}")
+    speculative_config, acceptance_length = asked["speculative_config"], asked["acceptance_length"]
     speculation = None if speculative_config is None else SpeculativeConfig.of(speculative_config)
     if speculation is None and acceptance_length is not None:
         raise OptionError("acceptance_length has no effect without speculative_config", next="give both, or none")
@@ -256,13 +243,11 @@ def request_of(
             stated = gains.Speculation(speculation.num_speculative_tokens, draft, acceptance_length, table=entries)
         elif speculation.acceptance is not None:
             stated = gains.Speculation.of_rates(speculation.acceptance, draft, entries)
+    objectives: dict[str, Any] = {name: None if asked[name] is None else asked[name] / 1e3 for name in ("slo_ttft", "slo_tpot")}
     return PlanRequest(
-        concrete_dtype(dtype, shape, device), concrete_kv_cache_dtype(kv_cache_dtype, shape), isl, osl, concurrency,
-        goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
-        None if slo_tpot is None else slo_tpot / 1e3, max_batch_size, max_num_tokens, max_seq_len,
-        redundant_experts=redundant_experts, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
-        speculative_config=None if speculation is None else speculation.canonical(),
-        dcp_size=dcp_size, draft=draft, speculation=stated, kv_host_memory=kv_host_memory,
+        concrete_dtype(dtypes[spelling], shape, device), concrete_kv_cache_dtype(asked["kv_cache_dtype"], shape), **objectives,
+        speculative_config=None if speculation is None else speculation.canonical(), draft=draft, speculation=stated,
+        **{name: asked[name] for name in _AS_ASKED},
     )  # fmt: skip
 
 
@@ -308,6 +293,7 @@ def simulate(
 ) -> None:
     """Simulate a trace with the engine's own scheduler on the clock of the cost model. Shows latencies, goodput, cost, and the
     number of replicas that an objective needs."""
+    asked = dict(locals())
     from phalanx.bench import report
     from phalanx.bench.prediction import picture, ranges
     from phalanx.layout import Layout
@@ -315,22 +301,15 @@ def simulate(
 
     report.json_path(json)
     picture.picture_path(plot)
-    ranges.require(
-        gpus_per_node=gpus_per_node, nodes=nodes, isl=isl, osl=osl, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size,
-        dcp_size=dcp_size, replicas=replicas, requests=requests, speed=speed, concurrency=concurrency, slo_ttft=slo_ttft,
-        slo_tpot=slo_tpot, slo_part=slo_part, gpu_hour=gpu_hour, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
-        max_seq_len=max_seq_len, path_ms=path_ms, event_us=event_us, kv_host_memory=kv_host_memory,
-    )  # fmt: skip
+    ranges.require(asked)
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
     trace_rows = arrivals.paced(arrivals.of(trace, isl=isl, osl=osl, requests=requests, seed=seed), speed)
     longest = max(each.input_len + each.output_len for each in trace_rows)
-    request = request_of(
-        shape, machine.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
-        slo_tpot=slo_tpot, max_batch_size=256 if max_batch_size is None else max_batch_size, max_num_tokens=max_num_tokens,
-        max_seq_len=min(longest, shape.max_positions) if max_seq_len is None else max_seq_len, kv_host_memory=kv_host_memory,
-        speculative_config=speculative_config, acceptance_length=acceptance_length, dcp_size=dcp_size,
-    )  # fmt: skip
+    asked |= {"concurrency": 1, "goal": "throughput", "redundant_experts": 0, "tp_size": None, "pp_size": None, "ep_size": None}
+    asked["max_batch_size"] = 256 if max_batch_size is None else max_batch_size
+    asked["max_seq_len"] = min(longest, shape.max_positions) if max_seq_len is None else max_seq_len
+    request = request_of(shape, machine.device, asked)
     if request.speculative_config is not None and request.speculation is None:
         raise OptionError(
             "a simulation with speculative_config must know how many drafts are accepted",
@@ -365,6 +344,6 @@ def calibrate(
     from phalanx.bench.prediction import ranges
 
     report.json_path(json)
-    ranges.require(seconds=seconds)
+    ranges.require({"seconds": seconds})
     document = bench.run(model, device, seconds)
     _give(document, bench.text(document), json)

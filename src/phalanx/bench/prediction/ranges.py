@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.errors import OptionError
 from phalanx.planner.arrivals import MOST_TOKENS
@@ -41,8 +43,8 @@ RANGES = {
 """By flag. Burst and search take seconds at the most `concurrency` and GPUs, and would not end far beyond."""
 
 
-def require(**numbers: float | None) -> None:
-    """Raise OptionError for the first number, named by its flag, that is outside of its range. None: not given."""
-    for name, value in numbers.items():
-        if value is not None and not RANGES[name].holds(value):
+def require(asked: Mapping[str, Any]) -> None:
+    """Raise OptionError for the first number of these flags that is outside of its range. None: not given."""
+    for name, value in asked.items():
+        if name in RANGES and value is not None and not RANGES[name].holds(value):
             raise OptionError(f"{name}={value} is out of range", next=f"give {RANGES[name]}")
