@@ -11,7 +11,7 @@ from phalanx.deploy.budget import shm_quantity, startup
 from phalanx.deploy.k8s import name_of
 from phalanx.deploy.options import ComposeOptions, quantity, require_once
 from phalanx.deploy.pod import CLOSE_SECONDS, USER, drain_seconds, on_gpu, ranks_per_pod
-from phalanx.deploy.serve_flags import CACHE, KERNELS, MODELS_MOUNT, ServeFlags, arguments, require_portable
+from phalanx.deploy.serve_flags import CACHE, KERNELS, MODELS_MOUNT, ServeFlags, arguments, escaped, require_portable
 from phalanx.errors import OptionError
 
 KEY_FILE = "/run/secrets/api-key"
@@ -47,7 +47,7 @@ def text(flags: ServeFlags, options: ComposeOptions) -> str:
     if options.cache_path is None:
         document["volumes"] = {"cache": {}}
     if options.key_file is not None:
-        document["secrets"] = {"api-key": {"file": _escaped(options.key_file)}}
+        document["secrets"] = {"api-key": {"file": escaped(options.key_file)}}
     return yaml_text.dumps([document], comments=comments)
 
 
@@ -55,7 +55,7 @@ def _service(flags: ServeFlags, options: ComposeOptions, *, shm: str, seconds: i
     port = flags.serving.port
     own = {"host": "::", "kernel_cache_dir": KERNELS, **({"api_key_file": KEY_FILE} if options.key_file else {})}
     environment = {"HOME": "/tmp", "HF_HOME": f"{CACHE}/huggingface", **({"HF_TOKEN": "${HF_TOKEN}"} if options.hub_token else {})}
-    environment |= {name: _escaped(value) for name, value in (each.split("=", 1) for each in options.env)}
+    environment |= {name: escaped(value) for name, value in (each.split("=", 1) for each in options.env)}
     volumes: list[Any] = [_bind(options.cache_path, CACHE) if options.cache_path else f"cache:{CACHE}"]
     if options.model_path is not None:
         volumes.append({**_bind(options.model_path, MODELS_MOUNT), "read_only": True})
@@ -83,11 +83,7 @@ def _service(flags: ServeFlags, options: ComposeOptions, *, shm: str, seconds: i
 
 def _bind(path: str, target: str) -> dict[str, Any]:
     """A folder of the host, which must exist: Docker would make it for root, and the container's user could not write there."""
-    return {"type": "bind", "source": _escaped(path), "target": target, "bind": {"create_host_path": False}}
-
-
-def _escaped(text: str) -> str:
-    return text.replace("$", "$$")
+    return {"type": "bind", "source": escaped(path), "target": target, "bind": {"create_host_path": False}}
 
 
 def _address(address: str) -> str:

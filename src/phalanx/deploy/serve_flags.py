@@ -142,7 +142,7 @@ def arguments(flags: ServeFlags, *, folder: bool, own: dict[str, str]) -> list[s
     """The arguments of `phalanx serve`: the model, what the manifest sets (own, by option), then the options that are not at their
     default, in the order of the option models. `$` is doubled, since Kubernetes and Compose replace variables in arguments."""
     model = f"{MODELS_MOUNT}/{flags.engine.model}" if folder else flags.engine.model
-    words = [_escaped(model), *(f"--{name}={value}" for name, value in own.items())]
+    words = [escaped(model), *(f"--{name}={value}" for name, value in own.items())]
     for options in flags:
         for name, field in type(options).model_fields.items():
             value = getattr(options, name)
@@ -154,7 +154,7 @@ def arguments(flags: ServeFlags, *, folder: bool, own: dict[str, str]) -> list[s
 def _flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no_{name}"
-    return f"--{name}={_escaped(repr(value) if isinstance(value, float) else str(value))}"
+    return f"--{name}={escaped(repr(value) if isinstance(value, float) else str(value))}"
 
 
 def read_arguments(words: list[str]) -> ServeFlags:
@@ -178,5 +178,5 @@ def read_arguments(words: list[str]) -> ServeFlags:
     return ServeFlags(build_options(EngineOptions, raw), build_options(ServeOptions, raw))
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return text.replace("$", "$$")

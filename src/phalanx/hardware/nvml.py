@@ -133,9 +133,9 @@ def cure_of(error: Exception) -> str:
 def _gpu(nvml: Any, index: int, known: list[str]) -> Gpu:
     """Raises what NVML raises for a GPU that ails. known: gets its UUID and name as they are answered."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    uuid = text_of(nvml.nvmlDeviceGetUUID(handle))
     known.append(uuid)
-    name = _text(nvml.nvmlDeviceGetName(handle))
+    name = text_of(nvml.nvmlDeviceGetName(handle))
     known.append(name)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     sm = 10 * major + minor
@@ -173,10 +173,10 @@ def _instances(nvml: Any, handle: Any, index: int, sm: int) -> tuple[Gpu, ...] |
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
         except Exception:  # no instance in this place
             continue
-        name = _text(nvml.nvmlDeviceGetName(instance))
-        instances.append(Gpu(index, _text(nvml.nvmlDeviceGetUUID(instance)), name, sm, *_memory(nvml, instance)))
+        name = text_of(nvml.nvmlDeviceGetName(instance))
+        instances.append(Gpu(index, text_of(nvml.nvmlDeviceGetUUID(instance)), name, sm, *_memory(nvml, instance)))
     return tuple(instances)
 
 
-def _text(value: str | bytes) -> str:
+def text_of(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value

@@ -71,7 +71,7 @@ def collect(commit: str | None = None) -> Provenance:
     """commit: recorded where the sources are not a git checkout."""
     return Provenance(
         datetime.datetime.now(datetime.UTC), _checkout() or commit or "", _command(), detect_machine(), _cpu_model(), _driver(),
-        {"phalanx": __version__} | {name: text for name in _PACKAGES if (text := _version(name))},
+        {"phalanx": __version__} | {name: text for name in _PACKAGES if (text := installed(name))},
     )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def machine_facts(runtime: Mapping[str, str]) -> dict[str, str]:
     facts = {
         "phalanx": __version__,
         "python": platform.python_version(),
-        "triton": _version("triton"),
+        "triton": installed("triton"),
         "host": platform.platform(),
         **runtime,
         **({"driver": _driver()} if "gpu" in runtime else {"cpu": _cpu_count_and_model()}),
@@ -144,7 +144,8 @@ def _driver() -> str:
     return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
 
 
-def _version(name: str) -> str:
+def installed(name: str) -> str:
+    """The version of an installed package; "" where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

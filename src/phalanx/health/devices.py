@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.hardware.gauges import ALL_LINKS
-from phalanx.hardware.nvml import Ailment, Gpu, list_gpus
+from phalanx.hardware.nvml import Ailment, Gpu, list_gpus, text_of
 from phalanx.hardware.probe import choose_gpus
 
 T = TypeVar("T")
@@ -102,7 +102,6 @@ class Device:
     pcie_width: int | None = None
     max_pcie_generation: int | None = None
     max_pcie_width: int | None = None
-    pcie_replays: int | None = None
     ecc_uncorrected: int | None = None
     remap_pending: bool | None = None
     remap_failed: bool | None = None
@@ -199,7 +198,7 @@ def read(nvml: Any = None, visible: str | None = None, order: str | None = None,
             for a in devices for b in devices if a.index < b.index
         }  # fmt: skip
         ask = _Asker(nvml, None)
-        driver = _text(ask("nvmlSystemGetDriverVersion") or "")
+        driver = text_of(ask("nvmlSystemGetDriverVersion") or "")
         return replace(nothing, gpus=devices, pairs=pairs, driver=driver, cuda=ask("nvmlSystemGetCudaDriverVersion"))
     except Exception as error:  # a GPU that was lost since
         return replace(nothing, failure=f"{type(error).__name__}: {error}", refused=True)
@@ -253,7 +252,7 @@ def _device(nvml: Any, gpu: Gpu, handle: Any) -> Device:
         gpu.uuid,
         gpu.name,
         gpu.sm,
-        _text(pci.busId).lower() if pci is not None else "",
+        text_of(pci.busId).lower() if pci is not None else "",
         gpu.total_memory,
         gpu.total_memory - gpu.free_memory,
         holders=_holders(ask),
@@ -272,7 +271,6 @@ def _device(nvml: Any, gpu: Gpu, handle: Any) -> Device:
         pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
         max_pcie_generation=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
         max_pcie_width=ask("nvmlDeviceGetMaxPcieLinkWidth"),
-        pcie_replays=ask("nvmlDeviceGetPcieReplayCounter"),
         ecc_uncorrected=ask("nvmlDeviceGetTotalEccErrors", 1, 0),
         remap_pending=None if rows is None else bool(rows[2]),
         remap_failed=None if rows is None else bool(rows[3]),
@@ -316,7 +314,7 @@ def _links(ask: _Asker) -> tuple[Link, ...]:
                 index,
                 True,
                 None if version is None else GENERATIONS.get(int(version)),
-                "" if remote is None else _text(remote.busId).lower(),
+                "" if remote is None else text_of(remote.busId).lower(),
                 None if kind is None else kind == LINK_TO_SWITCH,
                 {name: int(count) for name, count in counts.items() if count},
             )
@@ -361,7 +359,3 @@ def _watts(milliwatts: int | None) -> float | None:
 
 def _flag(value: int | None) -> bool | None:
     return None if value is None else bool(value)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

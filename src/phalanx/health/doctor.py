@@ -9,7 +9,6 @@ import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.errors import PhalanxError
+from phalanx.hardware.provenance import installed
 from phalanx.health.check import Check, Finding, Level
 from phalanx.health.registry import every
 from phalanx.health.subject import Subject
@@ -141,14 +141,6 @@ def about(subject: Subject) -> dict[str, Any]:
 def _options(subject: Subject) -> dict[str, Any]:
     """Those that must be equal on every host."""
     return {} if subject.options is None else subject.options.model_dump(mode="json", exclude={"node_rank", "kernel_cache_dir"})
-
-
-def installed(name: str) -> str:
-    """The version of an installed package; "" where it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def show(report: Report, console: Console, *, verbose: bool = False) -> None:

@@ -34,7 +34,6 @@ class Outcome:
 
     seconds: float
     ttft_s: float
-    ttft_last_s: float
     ms_per_token: float
     output_tokens_per_second: float
     running: int
@@ -127,7 +126,7 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
             _, count = heapq.heappop(ends)
             done, decoding, contexts = done + count, decoding - count, max(contexts - count * (isl + osl - 1), 0.0)
     per_token = 1e3 * decode_s / decode_tokens if decode_tokens else 0.0
-    return Outcome(clock, _at(first, requests / 2), first[-1][0], per_token, requests * osl / clock, most)
+    return Outcome(clock, _at(first, requests / 2), per_token, requests * osl / clock, most)
 
 
 def prompt_stages(costs: Costs, tokens: int, singles: int, finished: int, kv: float, pairs: float) -> tuple[float, ...]:

@@ -184,7 +184,7 @@ def _rows(
 ) -> tuple[HiddenRange, ...]:  # fmt: skip
     sizes = sorted(decided)
     rows = []
-    for (first, last), hidden in zip(ranges(sizes, _BRIDGED_HIDDEN, _middle), sizes, strict=True):
+    for (first, last), hidden in zip(ranges(sizes, _BRIDGED_HIDDEN, middle), sizes, strict=True):
         rows.append(HiddenRange(first, last, _spans(grid[hidden], decided[hidden], incumbent)))
     return tuple(rows)
 
@@ -200,7 +200,7 @@ def _spans(row: dict[int, Times], decided: dict[int, Choice], incumbent: Choice)
             behind = row[high][here] - row[high][there]
             if ahead >= 0 and behind >= 0 and ahead + behind > 0:
                 return min(low + int((high - low) * ahead / (ahead + behind)), high - 1)
-        return _middle(low, high)
+        return middle(low, high)
 
     spans: list[Span] = []
     gains: list[float] = []
@@ -228,6 +228,6 @@ def ranges(points: Sequence[int], bridged: int, change: Callable[[int, int], int
     return list(zip(firsts, [*lasts, points[-1]], strict=True))
 
 
-def _middle(low: int, high: int) -> int:
+def middle(low: int, high: int) -> int:
     """The last size that is nearer to `low`, by ratio."""
     return min(max(math.isqrt(low * high), low), high - 1)

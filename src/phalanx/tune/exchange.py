@@ -26,7 +26,7 @@ from phalanx.tables.exchange import (
     ExchangeTable,
     machine_name,
 )
-from phalanx.tune.decide import UNSAMPLED, ranges
+from phalanx.tune.decide import UNSAMPLED, middle, ranges
 
 _BRIDGED_TOKENS, _BRIDGED_HIDDEN = 16, 4
 """Between points further apart than these factors nothing is decided."""
@@ -78,7 +78,7 @@ def decide(
     rows = []
     for payload in sorted({size.payload for size in times}, key=PAYLOADS.index):
         sizes = sorted({size.hidden for size in times if size.payload == payload})
-        for (first, last), hidden in zip(ranges(sizes, _BRIDGED_HIDDEN, _middle), sizes, strict=True):
+        for (first, last), hidden in zip(ranges(sizes, _BRIDGED_HIDDEN, middle), sizes, strict=True):
             own = {size.tokens: each for size, each in times.items() if (size.payload, size.hidden) == (payload, hidden)}
             rows.append(ExchangeRow(payload, first, last, _spans(own)))
     return ExchangeTable(fingerprint, tuple(rows), provenance or {})
@@ -86,7 +86,7 @@ def decide(
 
 def _spans(times: Mapping[int, Times]) -> tuple[ExchangeSpan, ...]:
     points, spans, gains = sorted(times), list[ExchangeSpan](), list[float]()
-    for (first, last), tokens in zip(ranges(points, _BRIDGED_TOKENS, _middle), points, strict=True):
+    for (first, last), tokens in zip(ranges(points, _BRIDGED_TOKENS, middle), points, strict=True):
         incumbent, challenger = times[tokens][INCUMBENT], times[tokens][CHALLENGER]
         exchange = CHALLENGER if challenger < incumbent * (1 - UNSAMPLED) else INCUMBENT
         if spans and spans[-1].exchange == exchange and spans[-1].last + 1 == first:
@@ -97,11 +97,6 @@ def _spans(times: Mapping[int, Times]) -> tuple[ExchangeSpan, ...]:
         gain = round(math.exp(statistics.fmean(map(math.log, gains))), 3)
         spans.append(ExchangeSpan(first, last, exchange, gain))
     return tuple(spans)
-
-
-def _middle(low: int, high: int) -> int:
-    """The last size that is nearer to `low`, by ratio."""
-    return min(max(math.isqrt(low * high), low), high - 1)
 
 
 def lines(table: ExchangeTable, hidden: int) -> Iterator[str]:

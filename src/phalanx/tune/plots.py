@@ -55,7 +55,7 @@ def visualize_2d_heatmap(
     figure, panels = _panels(frame, len(names), f"{title}: time")
     for axes, name in zip(panels, names, strict=True):
         grid = _grid(frame[frame["strategy"] == name], "time (us)", frame)
-        image = axes.imshow(grid, cmap=_colour_map("viridis_r"), norm=norm, aspect="auto", origin="lower")
+        image = axes.imshow(grid, cmap=_colour_map(), norm=norm, aspect="auto", origin="lower")
         axes.set_title(name, loc="left", color=_INK, fontweight="bold")
         _annotate(axes, grid, _time_text, lambda value: norm(value) > 0.45)
     bar = figure.colorbar(
@@ -232,10 +232,10 @@ def _panels(frame: DataFrame, count: int, title: str) -> tuple[Figure, list[Axes
     return figure, panels[:count]
 
 
-def _colour_map(name: str) -> Any:
+def _colour_map() -> Any:
     from matplotlib import colormaps
 
-    return colormaps[name].with_extremes(bad=_UNMEASURED)
+    return colormaps["viridis_r"].with_extremes(bad=_UNMEASURED)
 
 
 def _cells(grid: Any) -> list[tuple[int, int, float]]:

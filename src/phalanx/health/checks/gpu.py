@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.hardware import catalogue
+from phalanx.hardware.provenance import installed
 from phalanx.hardware.visible import is_unknown
 from phalanx.health.check import Finding, Need, check, error, note, ok, size, skipped, warning
-from phalanx.health.doctor import installed
 from phalanx.health.subject import Subject
 
 
