@@ -32,8 +32,8 @@ from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompletionResponse
 from phalanx.serve.openai.service import Service, ServingEngine
-from phalanx.serve.openai.stream import Chunks, LastEvent, event
 from phalanx.serve.openai.stream import Event as StreamEvent
+from phalanx.serve.openai.stream import choice_events
 from phalanx.serve.output_parsing import CallArguments, CallBegin, ContentText, Event, OutputFormat, OutputParser, ReasoningText
 from phalanx.serve.output_parsing.formats import forced_format
 from phalanx.serve.output_parsing.json_call import ends_arguments
@@ -79,22 +79,10 @@ class ChatHandler(Handler):
             **({} if self._params.prompt_logprobs is None else {"prompt_logprobs": self._prompt_logprobs}),
         }
 
-    async def events(self) -> AsyncGenerator[StreamEvent, None]:
-        options = self._request.stream_options
-        with_usage = bool(options and options.include_usage)
-        continuous = bool(options and options.continuous_usage_stats)
-        head = self._head("chat.completion.chunk")
-        chunks = Chunks({**head, "usage": None} if with_usage and not continuous else head)
-        last = LastEvent(self._params.n)
-        async with aclosing(self.deltas()) as deltas:
-            async for choice in deltas:
-                so_far = self._usage_body() if continuous else None
-                # An event without logprobs has a few short lists: counting their entries takes longer than encoding them.
-                data = chunks.of(choice, so_far) if choice["logprobs"] is None else await chunks.of_any(choice, so_far)
-                if not last.holds(choice, data):
-                    yield data
-        usage = event({**head, "choices": [], "usage": self._usage_body()}) if with_usage else b""
-        yield last.with_end(usage)
+    def events(self) -> AsyncGenerator[StreamEvent, None]:
+        head, options = self._head("chat.completion.chunk"), self._request.stream_options
+        short = lambda choice: choice["logprobs"] is None  # noqa: E731
+        return choice_events(head, self.deltas(), self._params.n, options, self._usage_body, short)
 
     def _usage_body(self) -> dict[str, Any] | None:
         return None if self.usage is None else self.usage.body()

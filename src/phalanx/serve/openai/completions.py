@@ -29,7 +29,7 @@ from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import CompletionResponse
 from phalanx.serve.openai.service import Service, ServingEngine
-from phalanx.serve.openai.stream import Chunks, Event, LastEvent, event
+from phalanx.serve.openai.stream import Event, choice_events
 from phalanx.serve.outputs import CompletionDelta
 from phalanx.serve.tokenizer import Tokenizer
 
@@ -69,21 +69,10 @@ class CompletionHandler(Handler):
                 _join(choices.setdefault(choice["index"], {}), choice)
         return {**self._head, "choices": [choices[i] for i in sorted(choices)], "usage": self._usage_body()}
 
-    async def events(self) -> AsyncGenerator[Event, None]:
-        options = self._request.stream_options
-        with_usage = bool(options and options.include_usage)
-        continuous = bool(options and options.continuous_usage_stats)
-        chunks = Chunks({**self._head, "usage": None} if with_usage and not continuous else self._head)
-        texts_only = self._request.logprobs is None and self._request.prompt_logprobs is None
-        last = LastEvent(len(self._prompts) * self._params.n)
-        async with aclosing(self._choices()) as choice_deltas:
-            async for choice in choice_deltas:
-                so_far = self._usage_body() if continuous else None
-                data = chunks.of(choice, so_far) if texts_only else await chunks.of_any(choice, so_far)
-                if not last.holds(choice, data):
-                    yield data
-        usage = event({**self._head, "choices": [], "usage": self._usage_body()}) if with_usage else b""
-        yield last.with_end(usage)
+    def events(self) -> AsyncGenerator[Event, None]:
+        request, count = self._request, len(self._prompts) * self._params.n
+        texts_only = request.logprobs is None and request.prompt_logprobs is None
+        return choice_events(self._head, self._choices(), count, request.stream_options, self._usage_body, lambda _: texts_only)
 
     def _usage_body(self) -> dict[str, Any] | None:
         if self._usage is None:

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from phalanx.serve.openai.api_errors import ApiError
 from phalanx.serve.openai.long_answers import PART, discard, encode_json, encode_parts, encode_small, entries_of, off_loop
+from phalanx.serve.openai.schema.fields import StreamOptions
 
 ErrorToResponse = Callable[[BaseException], ApiError]
 SEND_BYTES = 2**17
@@ -101,6 +102,25 @@ class Chunks:
 
 def _after(usage: Mapping[str, Any] | None) -> bytes:
     return b"]}\n\n" if usage is None else b'],"usage":%b}\n\n' % encode_small(usage)
+
+
+async def choice_events(
+    head: dict[str, Any], choices: AsyncGenerator[dict[str, Any], None], count: int, options: StreamOptions | None,
+    usage_body: Callable[[], Any], is_short: Callable[[dict[str, Any]], bool],
+) -> AsyncGenerator[Event, None]:  # fmt: skip
+    """The events of the deltas of `count` choices, with their usage as the options want it.
+
+    is_short: whether a delta has no logprobs: to count the entries of its few short lists takes longer than to encode them."""
+    with_usage = bool(options and options.include_usage)
+    continuous = bool(options and options.continuous_usage_stats)
+    chunks, last = Chunks({**head, "usage": None} if with_usage and not continuous else head), LastEvent(count)
+    async with aclosing(choices) as deltas:
+        async for choice in deltas:
+            so_far = usage_body() if continuous else None
+            data = chunks.of(choice, so_far) if is_short(choice) else await chunks.of_any(choice, so_far)
+            if not last.holds(choice, data):
+                yield data
+    yield last.with_end(event({**head, "choices": [], "usage": usage_body()}) if with_usage else b"")
 
 
 class JsonBody(Response):
