@@ -129,9 +129,9 @@ def test_tokens_over_data_parallel_indices_equal_transformers(references, name):
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("name", ["v2", "v2-lite", "v3", "glm-lite", "v32", "glm5-shared", "mistral4"])
-def test_tokens_on_a_gpu_equal_transformers(references, name):
+def test_tokens_on_a_gpu_equal_transformers(tmp_path, name):
     """In fp32, by the kernels that a GPU runs: captured decode steps, latents, experts in groups."""
-    folder, expected = references[name]
+    folder, expected = references_of(tmp_path, {name: CHECKPOINTS[name]}, 3)[name]
     longest = longest_request(prompts_of_all_lengths())
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     with LLM(folder, device="cuda", dtype="fp32", max_seq_len=longest, max_num_tokens=64, max_batch_size=8) as llm:

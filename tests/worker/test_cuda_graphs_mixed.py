@@ -144,6 +144,22 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folders: dict[str
     assert capturer.mixed == {32: 2}
 
 
+def test_a_capture_behind_steps_stores_nothing(folders: dict[str, Path]) -> None:
+    """As after sleep. What the last step asked for is not done again, by graphs of all sizes, some smaller than that step."""
+    prompt = prompts(1, seed=5)[0][:6]
+    runner = step_runner(folders["mistral"], Steps())
+    runner.run(StepBatch(admitted=[admitted(3, prompt)], rows=[StepRow(3, 0, 6, prompt, [1, 2], samples=True)])).results()
+    several = [StepRow(slot, 0, 6, prompt, [2 * slot + 1, 2 * slot + 2], samples=True) for slot in (4, 5, 6)]
+    runner.run(StepBatch(admitted=[admitted(row.slot, prompt) for row in several], rows=several)).results()
+    runner.run(StepBatch(rows=[StepRow(slot, 6, 1, [], [], samples=True) for slot in (3, 4)])).results()
+    kept = [runner._last_tokens, *tensors_of(runner)]
+    for part in kept[1:]:
+        part += 1  # a store would be one of something else
+    before = [part.clone() for part in kept]
+    runner.capture_again()
+    assert all(torch.equal(part, old) for part, old in zip(kept, before, strict=True))
+
+
 def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention reads lengths before the kernels before it have ended; and what it finds out of them, it finds first of all."""
     forward, planned, done = StepGraphs._forward, [], []

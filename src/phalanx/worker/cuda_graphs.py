@@ -218,7 +218,10 @@ class StepGraphs:
             self._capturer = capturer
 
     def reset(self) -> None:
-        """Drop all graphs, and their memory."""
+        """Drop all graphs, their memory, and the input of the last step."""
+        for inputs in (self.decode_buffers, self.mixed_buffers, self.dp_tokens, self._adapter_inputs):
+            if inputs is not None:
+                inputs.clear()
         for graphs in (self._captured, self._batches, self._short, self._ready_decode, self._ready_mixed):
             graphs.clear()
         if self._proposer is not None:

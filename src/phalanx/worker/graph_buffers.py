@@ -109,10 +109,16 @@ class GraphBuffers(ABC, Generic[Columns]):
         matrix = torch.zeros(len(_names(kind)) + model.cache_groups - 1, width, dtype=torch.int64, device=device)
         self.width = width
         self.columns = _views(kind, matrix)
-        self.columns.kv_slots[:] = self.columns.table_entries[:] = self.columns.more_kv_slots[:] = -1
         self._shape = width, model.shape.hidden_size
         self.hidden = None if first else torch.zeros(self._shape, dtype=dtype, device=device)
         self._ring = PinnedRing(matrix, lambda array: _views(kind, array))
+        self.clear()
+
+    def clear(self) -> None:
+        """Have the input of a step without tokens, of which nothing is stored. Graphs of all sizes run with it around their capture:
+        with the rows of a larger step they would read and write beyond their own."""
+        self._ring.clear()
+        self.columns.kv_slots[:] = self.columns.table_entries[:] = self.columns.more_kv_slots[:] = -1
 
     @property
     def max_new_blocks(self) -> int:
@@ -154,13 +160,17 @@ class DecodeGraphBuffers(GraphBuffers[DecodeColumns[Any]]):
 
     def __init__(self, max_rows: int, model: Decoder, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(DecodeColumns, max_rows, model, first=first, dtype=dtype, device=device)
-        self.columns.kv_lengths[:] = 1
         self._row_numbers = torch.arange(max_rows, dtype=torch.int64, device=device)
         self._query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self.out = None if last else torch.zeros(self._shape, dtype=dtype, device=device)
         if model.lm_head is not None:
             self.logits = torch.zeros(max_rows, model.lm_head.width, dtype=dtype, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+    def clear(self) -> None:
+        """As of `GraphBuffers`."""
+        super().clear()
+        self.columns.kv_lengths[:] = 1
 
     def batch(self, size: GraphSize, tables: Tensor, last_tokens: Tensor | None) -> Batch:
         rows, columns = size.decode_rows, self.columns
@@ -222,6 +232,7 @@ class DpGraphTokens:
         self._counts = torch.zeros(indices, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(width, dtype=torch.int64, device=device)
         self._ring = PinnedRing(self._counts, lambda array: array)
+        self.clear = self._ring.clear
 
     def fill(self, counts: Sequence[int]) -> None:
         with self._ring.next() as host:
@@ -252,6 +263,7 @@ class AdapterInputs:
         all_three = torch.zeros(width + (3 * most + 2) // 2, dtype=torch.int64, device=device)
         self._order, self._tiles, self._step = views(all_three)
         self._ring = PinnedRing(all_three, views)
+        self.clear = self._ring.clear
 
     def rows(self, size: GraphSize) -> AdapterRows:
         """For the forward of a size, inside its graph: what the step that is replayed has is read there."""
@@ -286,6 +298,10 @@ class PinnedRing(Generic[View]):
         self._views = [view(host.numpy()) for host in self._host]
         self._copied = [torch.cuda.Event() for _ in self._host] if on_gpu else []  # type: ignore[no-untyped-call]
         self._next = 0
+
+    def clear(self) -> None:
+        """Zeros on the device, behind the copies that are queued."""
+        self._target.zero_()
 
     @contextmanager
     def next(self) -> Iterator[View]:

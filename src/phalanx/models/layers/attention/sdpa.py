@@ -149,7 +149,8 @@ class Bundle:
             out = _capped_attention(q, k, v, mask, scale, cap)[..., :head_dim]
         elif self.queries == 1:  # the query heads of a key head are as its queries: nothing is repeated for them
             q, mask = q.reshape(self.rows, k.shape[1], -1, q.shape[-1]), mask.expand(-1, -1, heads // k.shape[1], -1)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).view(self.rows, heads, 1, -1)[..., :head_dim]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)  # on a GPU not contiguous
+            out = out.reshape(self.rows, heads, 1, -1)[..., :head_dim]
         else:
             gqa = heads != k.shape[1]
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)[..., :head_dim]
