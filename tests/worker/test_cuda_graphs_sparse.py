@@ -15,13 +15,13 @@ from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
 from phalanx.layout.mtp import Mtp
 from phalanx.models import registry, weights
+from phalanx.models.layers.attention.select import select_backend
 from phalanx.models.layers.attention.sparse_latent import SparseLatentBackend
 from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
 from phalanx.models.mtp import MtpHead
 from phalanx.models.slices import LayerContext
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.speculation.model_proposer import ModelProposer
-from tests.models.test_mtp import plain_runner
 from tests.support import kernels_sparse
 from tests.support.engine_drive import BLOCK
 from tests.support.models_deepseek import with_module
@@ -55,6 +55,11 @@ def mtp_of(folder: Path) -> ModelProposer:
 def runner_of(folder: Path, capturer: Counting | None, **options: Any) -> ModelRunner:
     shape = ModelShape.from_folder(folder)
     return make_runner(folder, capturer, attention=lambda: kernels_backend(shape), tokens=TOKENS, **options)
+
+
+def plain_runner(folder: Path) -> ModelRunner:
+    shape = ModelShape.from_folder(folder)
+    return make_runner(folder, None, attention=lambda: select_backend(CPU, torch.float32, shape.head_dim, shape.latent))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

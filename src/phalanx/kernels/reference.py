@@ -199,8 +199,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 
 def write_slots(part: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """part [T, *shape] of tokens into cache [blocks, block_size, *shape], rounded to its dtype. slots [T] int64: block * block_size
-    + offset, or -1, which stores nothing."""
+    """Store part [T, *shape], rounded, in cache [num_blocks, block_size, *shape]. slots: as of `write_kv`."""
     flat = cache.view(-1, *cache.shape[2:])
     if not slots.is_cuda:
         kept = slots >= 0
@@ -208,8 +207,7 @@ def write_slots(part: Tensor, cache: Tensor, slots: Tensor) -> None:
         flat[slots] = part.to(flat.dtype)
         return
     # No boolean index, whose size only the device knows: padding repeats what the token with the highest slot, or slot 0, stores.
-    padding = slots < 0
-    last = slots.argmax().view(1)
+    padding, last = slots < 0, slots.argmax().view(1)
     target = torch.where(padding, slots[last].clamp(min=0), slots)
     repeated = torch.where(padding[last, None, None], flat[:1], part[last])
     flat[target] = torch.where(padding[:, None, None], repeated, part).to(flat.dtype)

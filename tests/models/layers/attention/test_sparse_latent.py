@@ -65,17 +65,17 @@ def kernels_backend() -> SparseLatentBackend:
     return SparseLatentBackend(TritonLatentBackend(CPU, own_prefill=True, most_tokens=8192), TOPK)
 
 
-def check_plan(backend: SparseLatentBackend, batch: Batch, given: Batch, tokens: int | None = None, *, fp8: bool = False) -> None:
+def check_plan(backend: SparseLatentBackend, batch: Batch, graph: Batch, tokens: int | None = None, *, fp8: bool = False) -> None:
     """Outputs of three layers, the last of which uses what the second one chose, are those of plain torch for the first `tokens`.
-    given: the batch as the plan gets it."""
-    query, cache, options, index = inputs_of(given, fp8)
-    plans = SparseLatentBackend(SdpaLatentBackend(), TOPK).plan(batch), backend.plan(given)
+    graph: the batch as `backend` plans it."""
+    query, cache, options, index = inputs_of(graph, fp8)
+    plain, plan = SparseLatentBackend(SdpaLatentBackend(), TOPK).plan(batch), backend.plan(graph)
     own = len(batch.token_ids)
-    for asked in (*index, None):
-        of_batch = None if asked is None else IndexQuery(asked.query[:own], asked.weights[:own])
-        expected = plans[0].forward(query[:own], cache, index=of_batch, **options)
-        got = plans[1].forward(query, cache, index=asked, **options)
-        torch.testing.assert_close(got[:tokens], expected[:tokens], rtol=1e-4, atol=1e-4)
+    for queries in (*index, None):
+        first = None if queries is None else IndexQuery(queries.query[:own], queries.weights[:own])
+        expected = plain.forward(query[:own], cache, index=first, **options)
+        output = plan.forward(query, cache, index=queries, **options)
+        torch.testing.assert_close(output[:tokens], expected[:tokens], rtol=1e-4, atol=1e-4)
 
 
 def test_a_query_is_dense_up_to_topk_tokens() -> None:
