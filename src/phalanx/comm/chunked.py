@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import ResidualRmsNorm
-from phalanx.comm.symmetric import SymmetricWorkspace, epoch_of
+from phalanx.comm.symmetric import SymmetricWorkspace
 from phalanx.kernels.scaled_tensors import Unscaled
 
 Sum = Callable[[Tensor, Tensor, int, dict[str, Any]], None]
@@ -61,7 +61,7 @@ def all_reduce_norm(
             values[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
             norm_outputs.pointers(first, last), norm_outputs.residual if fusion.scale is None else fusion.scale,
             workspace.addresses,
-            epoch_of(workspace),
+            (workspace.epoch, *workspace.marks()),
         )  # fmt: skip
         launch(arguments, last - first, {**constants, **_scales(row_scales, column_scales, first)})
     return norm_outputs.outputs()

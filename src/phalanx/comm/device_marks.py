@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # Kernels are written in Triton's language: its types are not Python's.
-"""What a rank's GPU tells the host about its place in a step. A captured graph says nothing while it runs, and a call of a collective
-returns when it is queued: so kernels write words into pinned memory of the host, which the host reads without a call of CUDA.
+"""What a rank's GPU tells the host about its place in a step. A captured graph says nothing while it runs, and a call of a
+collective returns when it is queued: so kernels write words into pinned memory of the host, which reads them without a call of
+CUDA.
 
     counter [2] int64, on the device    calls so far; the address of words
     words [3] int64, on the host        count << 32 | number of the call that began last; the count before the step; the step
@@ -46,7 +47,7 @@ def begin_step(counter, step):
 
 
 class DeviceMarks:
-    """Of one rank. It is the `Device` of its `RankProgress`, and its groups' `Marks`. Both kernels are compiled here."""
+    """Of one rank. It is the `ReportingDevice` of its `RankProgress`, and its groups' `Marks`. Both kernels are compiled here."""
 
     def __init__(self, progress: RankProgress, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -62,15 +63,15 @@ class DeviceMarks:
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """As Device."""
+        """As ReportingDevice."""
         begin_step[(1,)](self._counter, step, num_warps=1)
 
     def read(self) -> DevicePlace:
-        """As Device."""
+        """As ReportingDevice."""
         last = int(self._words[LAST])
         return DevicePlace(int(self._words[STEP]), (last >> 32) - int(self._words[BEFORE]), last & 0xFFFFFFFF)
 
-    def of_kernel(self) -> tuple[int, int]:
+    def of_kernel(self) -> tuple[int, ...]:
         """As Marks."""
         return self._counter.data_ptr(), self._progress.take_call()
 

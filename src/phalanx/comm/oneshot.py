@@ -37,7 +37,7 @@ from phalanx.comm.signals import (
     slot,
     write_board,
 )
-from phalanx.comm.symmetric import SymmetricWorkspace, epoch_of
+from phalanx.comm.symmetric import SymmetricWorkspace
 from phalanx.kernels.ops.residual_rms_norm import add_residual, finish_row, normalize, square_sum
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.kernels.vectors import (
@@ -100,7 +100,7 @@ def all_reduce(x: Tensor | Unscaled, workspace: SymmetricWorkspace, launch: Ones
     def one(source: Tensor, target: Tensor, vectors: int, constants: dict[str, Any]) -> None:
         run = launch or flat_launch(vectors, workspace.num_sms)
         oneshot[(run.programs,)](
-            source, target, workspace.addresses, epoch_of(workspace), workspace.half, vectors,
+            source, target, workspace.addresses, (workspace.epoch, *workspace.marks()), workspace.half, vectors,
             BLOCK=run.block, WARPS=run.warps, LOOP=run.loop, num_warps=run.warps, **constants,
         )  # fmt: skip
 

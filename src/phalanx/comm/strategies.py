@@ -157,7 +157,7 @@ def _on_gpu(
     if any(share_text(base, "" if has_triton() else "no", device)):
         return "Triton is not installed"
     assert isinstance(base, TorchGroup)
-    workspace = formed(base, partial(form_workspace, base.process_group, device, message_bytes, base.marks))
+    workspace = formed(base, partial(form_workspace, base.process_group, device, message_bytes, base.kernel_marks))
     if isinstance(workspace, str):
         return workspace
     buffer = formed(base, partial(form_reduce_scatter_buffer, base.process_group, device, message_bytes)) if gemm_rs else None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.shared_memory import share_text
-from phalanx.comm.torch_group import Marks, TorchGroup
+from phalanx.comm.torch_group import KernelMarks, TorchGroup
 
 REDUCE_SCATTER_LIMIT_BYTES = 256 << 20
 """The longest message for which there is a reduce-scatter buffer. A group with longer ones has no buffer: all its sizes then run
@@ -50,7 +50,7 @@ class SymmetricWorkspace:
     """addresses: of each rank's workspace as this rank maps it; half: vectors of 16 bytes in one of its two halves; epoch: int32
     [2] on the device, the call's number and the tickets drawn; board: int64 [BOARD_PLACES, 2] on the device, where programs of one
     kernel exchange sums; num_sms: multiprocessors of the GPU; sm: its compute capability x 10; memory: keeps the mapping alive;
-    marks: what kernels tell their calls to, None for nothing."""
+    marks: gives what the kernel that is launched next gets in `epoch` behind that tensor: see `signals`."""
 
     rank: int
     world: int
@@ -61,7 +61,7 @@ class SymmetricWorkspace:
     num_sms: int
     sm: int
     memory: tuple[object, ...] = ()
-    marks: Marks | None = None
+    marks: KernelMarks = tuple
 
     @cached_property
     def oneshot_vectors(self) -> int:
@@ -136,7 +136,7 @@ def form_reduce_scatter_buffer(
 
 
 def form_workspace(
-    process_group: dist.ProcessGroup, device: torch.device, message_bytes: int, marks: Marks | None = None
+    process_group: dist.ProcessGroup, device: torch.device, message_bytes: int, marks: KernelMarks = tuple
 ) -> SymmetricWorkspace:  # fmt: skip
     """Allocate and map the group's workspace; collective. Every pair of the group's GPUs must reach each other's memory. Raises
     RuntimeError on every rank where one of them has no room for it."""
@@ -165,16 +165,11 @@ class SymmetricRegion:
     num_sms: int
     sm: int
     memory: tuple[object, ...] = ()
-    marks: Marks | None = None
-
-
-def epoch_of(memory: SymmetricWorkspace | SymmetricRegion) -> tuple[Any, ...]:
-    """The argument `epoch` of the kernel that is launched next: see `signals`."""
-    return (memory.epoch,) if memory.marks is None else (memory.epoch, *memory.marks.of_kernel())
+    marks: KernelMarks = tuple
 
 
 def form_region(
-    process_group: dist.ProcessGroup, device: torch.device, size: int, marks: Marks | None = None
+    process_group: dist.ProcessGroup, device: torch.device, size: int, marks: KernelMarks = tuple
 ) -> SymmetricRegion:  # fmt: skip
     """Allocate and map `size` bytes of each rank, rounded up to whole pages; collective, as `form_workspace`."""
     buffer, handle = _shared(process_group, device, -(-size // _ALIGNMENT) * _ALIGNMENT, -1)

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, overload
@@ -50,11 +51,16 @@ class Groups:
     dcp: Group = field(default_factory=Solo)
 
 
+KernelMarks = Callable[[], tuple[int, ...]]
+"""Gives what the kernel that is launched next gets, to tell its call by itself: (address of a counter, number of the call), or
+nothing."""
+
+
 class Marks(Protocol):
     """What the calls of a rank's GPU are told to, where the GPU says where it is: `comm.device_marks`."""
 
-    def of_kernel(self) -> tuple[int, int]:
-        """(address of the counter, number of a call) for the kernel that is launched next, which marks the call by itself."""
+    def of_kernel(self) -> tuple[int, ...]:
+        """As KernelMarks."""
 
     def mark(self) -> None:
         """Mark the call that is made, if no kernel has, by a kernel before it."""
@@ -72,6 +78,7 @@ class TorchGroup:
         self.process_group = process_group
         self.device = device
         self.marks = marks
+        self.kernel_marks: KernelMarks = tuple if marks is None else marks.of_kernel
         self.calls: Counter[str] = Counter()  # all-reduces so far, by "STRATEGY/FUSION"
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
@@ -225,9 +232,8 @@ def form(
     *,
     peer: str = "127.0.0.1",
     timeout: float = 300,
-    returns_tokens: bool = False,
-    marks: Marks | None = None,
-) -> Groups:
+    returns_tokens: bool = False, marks: Marks | None = None,
+) -> Groups:  # fmt: skip
     """Form this rank's groups; collective over all ranks, and once per process. A group of one is `Solo`.
 
     `store`: an open store, or "host:port", where rank 0 listens. `peer`: the address of host 0; gloo uses the interface from

@@ -31,7 +31,7 @@ from phalanx.comm import chunked
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.oneshot import gather_sum
 from phalanx.comm.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal, slot
-from phalanx.comm.symmetric import SymmetricWorkspace, epoch_of, part_vectors
+from phalanx.comm.symmetric import SymmetricWorkspace, part_vectors
 from phalanx.kernels.ops.residual_rms_norm import finish_row
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.kernels.vectors import load, load_output, pack, store, unpack
@@ -94,7 +94,7 @@ def all_reduce(x: Tensor | Unscaled, workspace: SymmetricWorkspace, launch: Twos
     def one(source: Tensor, target: Tensor, vectors: int, constants: dict[str, Any]) -> None:
         run = launch or flat_launch(vectors, workspace.world, workspace.num_sms)
         twoshot[(run.programs,)](
-            source, target, workspace.addresses, epoch_of(workspace), workspace.half, vectors,
+            source, target, workspace.addresses, (workspace.epoch, *workspace.marks()), workspace.half, vectors,
             part_vectors(vectors, workspace.world), run.movers,
             BLOCK=run.flat, WARPS=run.warps, num_warps=run.warps, maxnreg=run.registers, **constants,
         )  # fmt: skip

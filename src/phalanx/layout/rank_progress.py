@@ -74,7 +74,7 @@ class DevicePlace(NamedTuple):
     call: int
 
 
-class Device(Protocol):
+class ReportingDevice(Protocol):
     """A device that says where it is: `comm.device_marks`."""
 
     def begin(self, step: int) -> None:
@@ -110,7 +110,7 @@ class RankProgress:
         self.step = self.finished = self.layer = self.inside = 0
         self.queued = False
         self.between_layers: Callable[[], None] | None = None
-        self.device: Device | None = None
+        self.device: ReportingDevice | None = None
         self.pending = UNCOUNTED
         self.calls = array(_WORD)
         self._recorded: dict[int, array[int]] = {}  # of steps that the device has not finished

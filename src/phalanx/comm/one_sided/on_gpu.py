@@ -42,7 +42,7 @@ from torch import Tensor
 from phalanx.comm.oneshot import sum_in_rank_order
 from phalanx.comm.signals import at, clear, dependents, draw_ticket, enter, leave, mark_call, poll, push, seal, slot
 from phalanx.comm.strategies import formed
-from phalanx.comm.symmetric import SymmetricRegion, epoch_of, form_region
+from phalanx.comm.symmetric import SymmetricRegion, form_region
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.moe.tensors import Routing
@@ -127,8 +127,9 @@ class GpuOneSided:
         dispatch[(programs,)](
             values.view(torch.int32), _words(by_row), *((0, 0) if by_row is None else by_row.stride()),
             routing.weights.view(torch.int32), routing.ids, out.view(torch.int32),
-            _words(out_scale), weights.view(torch.int32), ids, region.addresses, epoch_of(region), self.sizes.half // _VECTOR,
-            count, rows, vectors, pitch, scale_words, experts // region.world,
+            _words(out_scale), weights.view(torch.int32), ids, region.addresses,
+            (region.epoch, *region.marks()), self.sizes.half // _VECTOR, count,
+            rows, vectors, pitch, scale_words, experts // region.world,
             TOP_K=top_k, SLOTS=_power_of_2(top_k), HEADER=header_vectors(top_k), BLOCK=block, **self._constants,
         )  # fmt: skip
         received = Routing(weights, ids)
@@ -145,8 +146,8 @@ class GpuOneSided:
         out = sums.new_empty((count, sums.shape[1]))
         programs = min(rows * -(-pitch // block), _PER_SM * (_WARPS // warps) * region.num_sms)
         combine[(programs,)](
-            sums.view(torch.int32), sent.ids, received.ids, out.view(torch.int32), region.addresses, epoch_of(region),
-            2 * self.sizes.half, count, rows, pitch, experts // region.world,
+            sums.view(torch.int32), sent.ids, received.ids, out.view(torch.int32), region.addresses,
+            (region.epoch, *region.marks()), 2 * self.sizes.half, count, rows, pitch, experts // region.world,
             KIND=DTYPE_NAMES[sums.dtype], TOP_K=top_k, SLOTS=_power_of_2(top_k), BLOCK=block,
             **{**self._constants, "WARPS": warps, "num_warps": warps},
         )  # fmt: skip
@@ -164,7 +165,7 @@ class GpuOneSided:
 def form(group: TorchGroup, *, hidden: int, top_k: int, dtype: torch.dtype, rows: int) -> GpuOneSided | str:
     """See `one_sided.form`."""
     sizes = RegionSizes.of(group.size, rows, hidden * dtype.itemsize, top_k)
-    region = formed(group, partial(form_region, group.process_group, group.device, sizes.total, group.marks))
+    region = formed(group, partial(form_region, group.process_group, group.device, sizes.total, group.kernel_marks))
     return region if isinstance(region, str) else GpuOneSided(region, sizes)
 
 

@@ -28,7 +28,7 @@ from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.sequence_parallel.rs_norm_ag import Outputs, collect, finish_row, launch_of
 from phalanx.comm.sequence_parallel.sharded_residual import local_residual
 from phalanx.comm.signals import await_flag, dependents, draw_ticket, enter, leave, raise_flag
-from phalanx.comm.symmetric import ReduceScatterBuffer, SymmetricWorkspace, epoch_of
+from phalanx.comm.symmetric import ReduceScatterBuffer, SymmetricWorkspace
 from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.vectors import add, load, unpack
 
@@ -93,7 +93,7 @@ class GemmRs:
         gemm_rs_norm_ag[(launch.programs,)](
             buffer.local, residual.view(torch.int32), fusion.weight.view(torch.int32), outputs.pointers(0, rows),
             outputs.gathered.view(torch.int32), outputs.residual if fusion.scale is None else fusion.scale, workspace.addresses,
-            buffer.flags, epoch_of(workspace), workspace.half, rows, hidden, launch.movers, fusion.eps,
+            buffer.flags, (workspace.epoch, *workspace.marks()), workspace.half, rows, hidden, launch.movers, fusion.eps,
             KIND=DTYPE_NAMES[residual.dtype], QUANT=outputs.mode, KEEP_NORM=outputs.keep_norm, RANK=workspace.rank,
             WORLD=workspace.world, BLOCK=launch.block, TAKE=launch.take, WARPS=launch.warps, SM=workspace.sm,
             num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=workspace.sm >= 90,

@@ -47,7 +47,7 @@ from phalanx.comm.sequence_parallel.narrow_signals import (
 )
 from phalanx.comm.sequence_parallel.sharded_residual import ShardedResidual, local_residual
 from phalanx.comm.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal
-from phalanx.comm.symmetric import SymmetricWorkspace, epoch_of
+from phalanx.comm.symmetric import SymmetricWorkspace
 from phalanx.comm.twoshot import scatter
 from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.ops.residual_rms_norm import add_residual, normed, square_sum
@@ -166,7 +166,8 @@ class RsNormAg:
                 values[first:last].view(torch.int32), None if row_scales is None else row_scales[first:last], column_scales,
                 residual[first:last].view(torch.int32), fusion.weight.view(torch.int32), outputs.pointers(first, last),
                 outputs.gathered[first:last].view(torch.int32), outputs.residual if fusion.scale is None else fusion.scale,
-                workspace.addresses, epoch_of(workspace), workspace.half, last - first, hidden, launch.movers, fusion.eps,
+                workspace.addresses, (workspace.epoch, *workspace.marks()), workspace.half, last - first, hidden, launch.movers,
+                fusion.eps,
                 KIND=DTYPE_NAMES[values.dtype], QUANT=outputs.mode, KEEP_NORM=outputs.keep_norm, RANK=workspace.rank,
                 WORLD=workspace.world, BLOCK=launch.block, FLAT=launch.flat, TAKE=launch.take, WARPS=launch.warps,
                 SM=workspace.sm, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=workspace.sm >= 90,
