@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.kernels.adapters import reference
 from phalanx.kernels.adapters.rows import AdapterFactors, AdapterRows, GemvDelta
 from phalanx.kernels.scaled_tensors import GemvArgs
-from tests.kernels.adapters.test_expand import WIDTHS, factors_of
+from tests.support.kernels_adapters import WIDTHS, factors_of
 from tests.support.kernels_compiled import compiled
 from tests.support.kernels_interpreted import interpret
 
