@@ -115,8 +115,8 @@ class GraphBuffers(ABC, Generic[Columns]):
         self.clear()
 
     def clear(self) -> None:
-        """Have the input of a step without tokens, of which nothing is stored. Graphs of all sizes run with it around their capture:
-        with the rows of a larger step they would read and write beyond their own."""
+        """Have the input of a step without tokens, of which nothing is stored. Graphs run with it around their capture: with the
+        rows of a larger step they would read and write beyond their own."""
         self._ring.clear()
         self.columns.kv_slots[:] = self.columns.table_entries[:] = self.columns.more_kv_slots[:] = -1
 
