@@ -15,7 +15,6 @@ LONG_FILES: dict[str, str] = {
     "phalanx.worker.worker": "the life of a rank from its first message to its last; what each phase does is in files of its own",
 }
 LONG_FUNCTIONS: dict[str, str] = {
-    "phalanx.bench.prediction.cli.layouts": "28 parameters, one line for each flag of the command",
     "phalanx.bench.prediction.cli.simulate": "32 parameters, one line for each flag of the command, and 37 lines of body",
     "phalanx.kernels.gemm.int4_skinny._int4_skinny": "a pipeline: one function has its buffers and barriers",
 }

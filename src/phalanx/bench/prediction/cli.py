@@ -149,17 +149,17 @@ def layouts(
     verify_plans: VerifyPlans = 3,
 ) -> None:
     """Predict memory, time per token and throughput of every layout of a model on a machine, and say why others are rejected."""
-    asked = dict(locals())
+    flags = dict(locals())
     from phalanx.bench import report
     from phalanx.bench.prediction import ranges
     from phalanx.planner import explain, search, subject
 
     report.json_path(json)
     yaml_path = report.json_path(yaml, what="the YAML file")
-    ranges.require(asked)
+    ranges.require(flags)
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
-    request = request_of(shape, machine.device, asked)
+    request = request_of(shape, machine.device, flags)
     result = search.search(shape, machine, request)
     document = explain.as_json(model, shape, machine, request, result)
     if json != "-":
@@ -209,7 +209,7 @@ _AS_ASKED = (
 """Flags that a request has under the same name."""
 
 
-def request_of(shape: Any, device: str, asked: dict[str, Any]) -> Any:
+def request_of(shape: Any, device: str, flags: dict[str, Any]) -> Any:
     """What the flags ask for, with every "auto" replaced as an engine on this device ("cuda" or "cpu") does. Raises OptionError."""
     from phalanx.config.dtypes import DTYPE_SPELLINGS
     from phalanx.config.resolve import concrete_dtype, concrete_kv_cache_dtype
@@ -221,12 +221,12 @@ def request_of(shape: Any, device: str, asked: dict[str, Any]) -> Any:
     from phalanx.planner.subject import shape_for
 
     dtypes = {"auto": "auto", "fp8": "fp8", "int4": "int4", **DTYPE_SPELLINGS}
-    if (spelling := asked["dtype"].removeprefix("torch.")) not in dtypes:
-        raise OptionError(f"dtype {asked['dtype']!r} is unknown", next=f"use one of {', '.join(dtypes)}")
+    if (spelling := flags["dtype"].removeprefix("torch.")) not in dtypes:
+        raise OptionError(f"dtype {flags['dtype']!r} is unknown", next=f"use one of {', '.join(dtypes)}")
     for name, known in (("kv_cache_dtype", ("auto", "model", "fp8", "int8")), ("goal", ("latency", "throughput"))):
-        if asked[name] not in known:
-            raise OptionError(f"{name} {asked[name]!r} is unknown", next=f"known: {', '.join(known)}")
-    speculative_config, acceptance_length = asked["speculative_config"], asked["acceptance_length"]
+        if flags[name] not in known:
+            raise OptionError(f"{name} {flags[name]!r} is unknown", next=f"known: {', '.join(known)}")
+    speculative_config, acceptance_length = flags["speculative_config"], flags["acceptance_length"]
     speculation = None if speculative_config is None else SpeculativeConfig.of(speculative_config)
     if speculation is None and acceptance_length is not None:
         raise OptionError("acceptance_length has no effect without speculative_config", next="give both, or none")
@@ -243,11 +243,11 @@ def request_of(shape: Any, device: str, asked: dict[str, Any]) -> Any:
             stated = gains.Speculation(speculation.num_speculative_tokens, draft, acceptance_length, table=entries)
         elif speculation.acceptance is not None:
             stated = gains.Speculation.of_rates(speculation.acceptance, draft, entries)
-    objectives: dict[str, Any] = {name: None if asked[name] is None else asked[name] / 1e3 for name in ("slo_ttft", "slo_tpot")}
+    objectives: dict[str, Any] = {name: None if flags[name] is None else flags[name] / 1e3 for name in ("slo_ttft", "slo_tpot")}
     return PlanRequest(
-        concrete_dtype(dtypes[spelling], shape, device), concrete_kv_cache_dtype(asked["kv_cache_dtype"], shape), **objectives,
+        concrete_dtype(dtypes[spelling], shape, device), concrete_kv_cache_dtype(flags["kv_cache_dtype"], shape), **objectives,
         speculative_config=None if speculation is None else speculation.canonical(), draft=draft, speculation=stated,
-        **{name: asked[name] for name in _AS_ASKED},
+        **{name: flags[name] for name in _AS_ASKED},
     )  # fmt: skip
 
 
@@ -293,7 +293,7 @@ def simulate(
 ) -> None:
     """Simulate a trace with the engine's own scheduler on the clock of the cost model. Shows latencies, goodput, cost, and the
     number of replicas that an objective needs."""
-    asked = dict(locals())
+    flags = dict(locals())
     from phalanx.bench import report
     from phalanx.bench.prediction import picture, ranges
     from phalanx.layout import Layout
@@ -301,15 +301,15 @@ def simulate(
 
     report.json_path(json)
     picture.picture_path(plot)
-    ranges.require(asked)
+    ranges.require(flags)
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
     trace_rows = arrivals.paced(arrivals.of(trace, isl=isl, osl=osl, requests=requests, seed=seed), speed)
     longest = max(each.input_len + each.output_len for each in trace_rows)
-    asked |= {"concurrency": 1, "goal": "throughput", "redundant_experts": 0, "tp_size": None, "pp_size": None, "ep_size": None}
-    asked["max_batch_size"] = 256 if max_batch_size is None else max_batch_size
-    asked["max_seq_len"] = min(longest, shape.max_positions) if max_seq_len is None else max_seq_len
-    request = request_of(shape, machine.device, asked)
+    flags |= {"concurrency": 1, "goal": "throughput", "redundant_experts": 0, "tp_size": None, "pp_size": None, "ep_size": None}
+    flags["max_batch_size"] = 256 if max_batch_size is None else max_batch_size
+    flags["max_seq_len"] = min(longest, shape.max_positions) if max_seq_len is None else max_seq_len
+    request = request_of(shape, machine.device, flags)
     if request.speculative_config is not None and request.speculation is None:
         raise OptionError(
             "a simulation with speculative_config must know how many drafts are accepted",

@@ -43,8 +43,8 @@ RANGES = {
 """By flag. Burst and search take seconds at the most `concurrency` and GPUs, and would not end far beyond."""
 
 
-def require(asked: Mapping[str, Any]) -> None:
+def require(flags: Mapping[str, Any]) -> None:
     """Raise OptionError for the first number of these flags that is outside of its range. None: not given."""
-    for name, value in asked.items():
+    for name, value in flags.items():
         if name in RANGES and value is not None and not RANGES[name].holds(value):
             raise OptionError(f"{name}={value} is out of range", next=f"give {RANGES[name]}")
