@@ -12,33 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from phalanx.config.experts import (
-    Experts,
-    read_deepseek_v2,
-    read_deepseek_v3,
-    read_deepseek_v32,
-    read_ernie_moe,
-    read_glm4_moe,
-    read_glm4_moe_lite,
-    read_glm_moe_dsa,
-    read_gpt_oss,
-    read_granite_hybrid,
-    read_hy_v3,
-    read_llama4,
-    read_minimax_m2,
-    read_mistral4,
-    read_mixtral,
-    read_nemotron_h,
-    read_qwen3_5_moe,
-    read_qwen3_moe,
-    read_qwen3_next,
-)
+from phalanx.config import experts, mamba
+from phalanx.config.experts import Experts
 from phalanx.config.gated_delta import GatedDelta, read_gated_delta
 from phalanx.config.json_fields import JsonFields
 from phalanx.config.latent import GLM5, Latent, LatentDefaults, read_latent, read_sparse_latent
 from phalanx.config.mamba import Block, Mamba2, read_blocks
-from phalanx.config.mamba import read_granite_hybrid as read_granite_mamba
-from phalanx.config.mamba import read_nemotron_h as read_nemotron_mamba
 from phalanx.config.rope import BY_TYPE, FULL, PROPORTIONAL, SLIDING, Rope
 from phalanx.errors import ModelError
 
@@ -269,7 +248,7 @@ _SHARED_EXPERT = "num_experts num_experts_per_tok moe_intermediate_size shared_e
 _QWEN3_NEXT = Family(
     32768, f"{_GATED_DELTA} {_SHARED_EXPERT} norm_topk_prob decoder_sparse_step mlp_only_layers",
     "mtp_num_hidden_layers mtp_use_dedicated_embeddings", _GATED_DELTA_IS, kv_heads=2, head_dim=256, qk_norm=True, norm_offset=True,
-    rotary_portion=0.25, gated_delta=read_gated_delta, experts=read_qwen3_next,
+    rotary_portion=0.25, gated_delta=read_gated_delta, experts=experts.read_qwen3_next,
 )  # fmt: skip
 
 _NO_LIMIT: tuple[Any, ...] = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
@@ -285,7 +264,7 @@ FAMILIES = {
         attn_temperature_tuning attn_scale floor_scale intermediate_size_mlp moe_layers interleave_moe_layer_step num_local_experts
         num_experts_per_tok
         """, "for_llm_compressor", model_type="llama4_text", kv_heads=8, head_dim=128, mlp_bias=None, qk_norm_plain=True,
-        experts=read_llama4, rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True, nope_interval=4,
+        experts=experts.read_llama4, rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True, nope_interval=4,
     ),
     "Ministral3ForCausalLM": Family(
         262144, "head_dim sliding_window rope_interleave", model_type="ministral3", kv_heads=8, head_dim=128, window="stated",
@@ -300,48 +279,48 @@ FAMILIES = {
         refused={"use_qk_norm": (True,)}, window="chosen", qk_norm=True,
     ),
     "MixtralForCausalLM": Family(
-        131072, f"head_dim sliding_window {_EXPERTS}", kv_heads=8, window="stated", experts=read_mixtral, rms_norm_eps=1e-5,
+        131072, f"head_dim sliding_window {_EXPERTS}", kv_heads=8, window="stated", experts=experts.read_mixtral, rms_norm_eps=1e-5,
         rope_theta=1_000_000.0,
     ),
     "Qwen3MoeForCausalLM": Family(
         32768, f"""
         head_dim attention_bias {_WINDOW_OF_SOME} {_EXPERTS} moe_intermediate_size norm_topk_prob decoder_sparse_step
         mlp_only_layers
-        """, "max_window_layers", {"use_qk_norm": (True,)}, kv_heads=4, window="used", qk_norm=True, experts=read_qwen3_moe,
+        """, "max_window_layers", {"use_qk_norm": (True,)}, kv_heads=4, window="used", qk_norm=True, experts=experts.read_qwen3_moe,
     ),
     "GptOssForCausalLM": Family(
         131072, f"head_dim attention_bias sliding_window layer_types swiglu_alpha swiglu_limit {_EXPERTS}",
         "experts_per_token initial_context_length", kv_heads=8, head_dim=64, window="pattern", window_pattern=2, window_size=128,
-        attention_bias=True, sinks=True, experts=read_gpt_oss, rms_norm_eps=1e-5, rope_theta=150_000.0, yarn=_GPT_OSS_YARN,
+        attention_bias=True, sinks=True, experts=experts.read_gpt_oss, rms_norm_eps=1e-5, rope_theta=150_000.0, yarn=_GPT_OSS_YARN,
         dtype="bfloat16",
     ),
     "DeepseekV2ForCausalLM": Family(
         2048, f"{_DEEPSEEK} topk_method num_experts", "head_dim qk_head_dim", {"scoring_func": ("softmax",)},
-        experts=read_deepseek_v2, latent=read_latent,
+        experts=experts.read_deepseek_v2, latent=read_latent,
     ),
     "DeepseekV3ForCausalLM": Family(
         4096, f"{_DEEPSEEK} num_local_experts num_mtp_layers", "head_dim qk_head_dim",
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}, model_types=("kimi_k2",),
-        experts=read_deepseek_v3, latent=read_latent, mtp_layers=1,
+        experts=experts.read_deepseek_v3, latent=read_latent, mtp_layers=1,
     ),
     "DeepseekV32ForCausalLM": Family(
         163840, _INDEXER, "head_dim qk_head_dim layer_types", {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-        experts=read_deepseek_v32, latent=read_sparse_latent, mtp_layers=1,
+        experts=experts.read_deepseek_v32, latent=read_sparse_latent, mtp_layers=1,
     ),
     "GlmMoeDsaForCausalLM": Family(
         202752, _SHARED_INDEXER, "head_dim qk_head_dim layer_types index_share_for_mtp_iteration",
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-        experts=read_glm_moe_dsa, latent=_GLM5_LATENT, rms_norm_eps=1e-5, mtp_layers=1,
+        experts=experts.read_glm_moe_dsa, latent=_GLM5_LATENT, rms_norm_eps=1e-5, mtp_layers=1,
     ),
     "Glm4MoeLiteForCausalLM": Family(
         202752, f"{_LATENT_EXPERTS} n_group topk_group mlp_layer_types num_local_experts num_nextn_predict_layers num_mtp_layers",
         "head_dim qk_head_dim", {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "first_k_dense_replace": (1,)},
-        experts=read_glm4_moe_lite, latent=_GLM_LATENT, rms_norm_eps=1e-5, mtp_layers=1,
+        experts=experts.read_glm4_moe_lite, latent=_GLM_LATENT, rms_norm_eps=1e-5, mtp_layers=1,
     ),
     "Mistral4ForCausalLM": Family(
         1_048_576, f"{_LATENT_EXPERTS} first_k_dense_replace num_local_experts", "head_dim qk_head_dim",
         {"scoring_func": ("softmax",), "topk_method": ("greedy",), "n_group": (1,), "topk_group": (1,)}, model_type="mistral4",
-        experts=read_mistral4, latent=_MISTRAL4_LATENT, rotary_portion=1.0, yarn=_MISTRAL4_YARN, temperature=True,
+        experts=experts.read_mistral4, latent=_MISTRAL4_LATENT, rotary_portion=1.0, yarn=_MISTRAL4_YARN, temperature=True,
     ),
     "SeedOssForCausalLM": Family(
         524288, "head_dim attention_bias attention_out_bias mlp_bias", kv_heads=8, head_dim=128, attention_bias=True,
@@ -364,7 +343,7 @@ FAMILIES = {
         layer_types layers_block_type num_local_experts num_experts_per_tok shared_intermediate_size mamba_n_heads mamba_n_groups
         mamba_d_head mamba_d_state mamba_d_conv mamba_expand
         """, "mamba_chunk_size init_method", {**_MAMBA_IS, "normalization_function": ("rmsnorm",)}, model_type="granitemoehybrid",
-        mlp_bias=None, multipliers=granite_multipliers, mamba=read_granite_mamba, experts=read_granite_hybrid,
+        mlp_bias=None, multipliers=granite_multipliers, mamba=mamba.read_granite_hybrid, experts=experts.read_granite_hybrid,
     ),
     "NemotronHForCausalLM": Family(
         4096, """
@@ -379,8 +358,8 @@ FAMILIES = {
             **_MAMBA_IS, "use_conv_bias": (True,), "mamba_hidden_act": ("silu",), "residual_in_fp32": (False,),
             "moe_latent_size": (), "sliding_window": (), "attention_head_dim": (128,),
         }, kv_heads=8, head_dim=128, input_bias=None, output_bias=None, mlp_bias=None, norms="single",
-        eps_field="layer_norm_epsilon", activation="relu2", activation_field="mlp_hidden_act", mamba=read_nemotron_mamba,
-        blocks=read_blocks, experts=read_nemotron_h, rms_norm_eps=1e-5, nope_full=True,
+        eps_field="layer_norm_epsilon", activation="relu2", activation_field="mlp_hidden_act", mamba=mamba.read_nemotron_h,
+        blocks=read_blocks, experts=experts.read_nemotron_h, rms_norm_eps=1e-5, nope_full=True,
         prefixes=("backbone.",),
     ),
     "Glm4MoeForCausalLM": Family(
@@ -388,12 +367,12 @@ FAMILIES = {
         head_dim attention_bias use_qk_norm n_routed_experts num_local_experts n_shared_experts n_group topk_group norm_topk_prob
         routed_scaling_factor num_experts_per_tok moe_intermediate_size first_k_dense_replace num_nextn_predict_layers
         num_mtp_layers
-        """, kv_heads=8, output_bias=None, experts=read_glm4_moe, rms_norm_eps=1e-5, rotary_portion=0.5, mtp_layers=1,
+        """, kv_heads=8, output_bias=None, experts=experts.read_glm4_moe, rms_norm_eps=1e-5, rotary_portion=0.5, mtp_layers=1,
     ),
     "MiniMaxM2ForCausalLM": Family(
         196608, f"head_dim rotary_dim {_EXPERTS} attn_type_list", "use_mtp mtp_transformer_layers num_mtp_modules",
         {"scoring_func": ("sigmoid",), "use_routing_bias": (True,), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",)},
-        model_type="minimax_m2", kv_heads=8, head_dim=128, qk_norm=True, qk_norm_whole=True, experts=read_minimax_m2,
+        model_type="minimax_m2", kv_heads=8, head_dim=128, qk_norm=True, qk_norm_whole=True, experts=experts.read_minimax_m2,
         rope_theta=5_000_000.0, rotary_portion=1.0,
     ),
     "Phi3ForCausalLM": Family(
@@ -423,14 +402,14 @@ FAMILIES = {
         moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min num_nextn_predict_layers
         """, "moe_capacity moe_multimodal_dispatch_use_allgather moe_group moe_orthogonal_loss_lambda",
         {"moe_gate": ("topk",), "moe_use_aux_free": (True,)}, model_type="ernie4_5_moe", kv_heads=4, input_bias=None,
-        output_bias=None, mlp_bias=None, experts=read_ernie_moe, rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True,
+        output_bias=None, mlp_bias=None, experts=experts.read_ernie_moe, rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True,
         tied=True,
     ),
     "HYV3ForCausalLM": Family(
         131072, """
         head_dim attention_bias num_experts num_local_experts num_experts_per_tok num_shared_experts moe_intermediate_size
         router_scaling_factor mlp_layer_types num_nextn_predict_layers num_mtp_layers
-        """, "enable_moe_fp32_combine", model_type="hy_v3", kv_heads=8, head_dim=128, qk_norm=True, experts=read_hy_v3,
+        """, "enable_moe_fp32_combine", model_type="hy_v3", kv_heads=8, head_dim=128, qk_norm=True, experts=experts.read_hy_v3,
         rms_norm_eps=1e-5, rope_theta=11_158_840.0, mtp_layers=1,
     ),
     "CohereForCausalLM": Family(
@@ -469,7 +448,7 @@ FAMILIES = {
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": replace(_QWEN3_NEXT, fields=_GATED_DELTA, model_type="qwen3_5_text", kv_heads=4, experts=None),
     "Qwen3_5MoeForCausalLM": replace(
-        _QWEN3_NEXT, fields=f"{_GATED_DELTA} {_SHARED_EXPERT}", model_type="qwen3_5_moe_text", experts=read_qwen3_5_moe
+        _QWEN3_NEXT, fields=f"{_GATED_DELTA} {_SHARED_EXPERT}", model_type="qwen3_5_moe_text", experts=experts.read_qwen3_5_moe
     ),
 }  # fmt: skip
 """By the architecture in config.json."""

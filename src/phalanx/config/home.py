@@ -18,10 +18,9 @@ NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME")
 """Where Python and torch look for the name of the user before they ask for the entry of its number."""
 
 
-def without_home(environ: MutableMapping[str, str] | None = None) -> bool:
+def without_home(environ: MutableMapping[str, str] = os.environ) -> bool:
     """Whether neither HOME nor an entry of the users' list names a home folder: `~` cannot be expanded then."""
-    variables = os.environ if environ is None else environ
-    return not variables.get("HOME") and not _entry()
+    return not environ.get("HOME") and not _entry()
 
 
 def temporary_home() -> Path:
@@ -29,15 +28,14 @@ def temporary_home() -> Path:
     return Path(tempfile.gettempdir()) / f"phalanx-{os.getuid()}"
 
 
-def ensure_home(environ: MutableMapping[str, str] | None = None) -> None:
+def ensure_home(environ: MutableMapping[str, str] = os.environ) -> None:
     """Give this process and its children a home folder, and a user's name, where the host has none for this user: torch, Triton and
     the Hub's client need both. The log says so."""
-    variables = os.environ if environ is None else environ
-    if not _entry() and not any(variables.get(name) for name in NAMES):
-        variables["USER"] = f"uid-{os.getuid()}"
-    if not without_home(variables):
-        if not variables.get("HOME"):
-            variables.pop("HOME", None)  # an empty one is a home of "": caches at the root
+    if not _entry() and not any(environ.get(name) for name in NAMES):
+        environ["USER"] = f"uid-{os.getuid()}"
+    if not without_home(environ):
+        if not environ.get("HOME"):
+            environ.pop("HOME", None)  # an empty one is a home of "": caches at the root
         return
     folder = temporary_home()
     try:
@@ -46,7 +44,7 @@ def ensure_home(environ: MutableMapping[str, str] | None = None) -> None:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
             folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
-    variables["HOME"] = str(folder)
+    environ["HOME"] = str(folder)
     logger.warning("user %d has no home folder: %s is used; set HOME to keep downloads and kernels", os.getuid(), folder)
 
 

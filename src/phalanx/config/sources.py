@@ -55,7 +55,7 @@ class RawOptions:
 
 
 def read_sources(
-    flags: Mapping[str, Any], *, file: str | Path | None = None, environ: Mapping[str, str] | None = None
+    flags: Mapping[str, Any], *, file: str | Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> RawOptions:
     """The options of all sources. Flags override the environment, which overrides the file. A flag of None was not given.
 
@@ -67,7 +67,7 @@ def read_sources(
     set_flags = {name: value for name, value in flags.items() if value is not None}
     for source, names in (
         (_from_file(Path(file), known) if file is not None else {}, f"the file {file}"),
-        (_from_environment(os.environ if environ is None else environ, known), PREFIX + "{upper}"),
+        (_from_environment(environ, known), PREFIX + "{upper}"),
         (_canonical(set_flags, known, "flag", "--"), "--{name}"),
     ):
         for name, value in source.items():
@@ -95,10 +95,9 @@ def build_options(options: type[Options], raw_options: RawOptions) -> Options:
         raise OptionError(problem.failure, held=origin, why=problem.why, next=problem.next) from None
 
 
-def client_api_key(environ: Mapping[str, str] | None = None) -> str | None:
+def client_api_key(environ: Mapping[str, str] = os.environ) -> str | None:
     """The API key with which this process asks a server, of PHALANX_API_KEY or PHALANX_API_KEY_FILE. Raises OptionError."""
-    variables = os.environ if environ is None else environ
-    names = {name: variables.get(PREFIX + name.upper()) or None for name in ("api_key", "api_key_file")}
+    names = {name: environ.get(PREFIX + name.upper()) or None for name in ("api_key", "api_key_file")}
     return next(iter(ServeOptions.of(**names).read_api_keys()), None)
 
 
@@ -118,23 +117,22 @@ class Torchrun:
     master_port: int
 
 
-def torchrun(environ: Mapping[str, str] | None = None) -> Torchrun | None:
+def torchrun(environ: Mapping[str, str] = os.environ) -> Torchrun | None:
     """None if torchrun did not start this process. Raises OptionError if its variables are not numbers."""
-    variables = os.environ if environ is None else environ
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     # Other tools set RANK and the like, too; only torchrun sets its own variables beside them.
-    if "TORCHELASTIC_RUN_ID" not in variables or not all(name in variables for name in names):
+    if "TORCHELASTIC_RUN_ID" not in environ or not all(name in environ for name in names):
         return None
     try:
-        rank, world, local, port = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
+        rank, world, local, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
     except ValueError as error:
         raise OptionError(
             "an environment variable of torchrun is not a number", held=str(error), why=f"{', '.join(names)} place this rank"
         ) from None
-    return Torchrun(rank, world, local, variables["MASTER_ADDR"], port)
+    return Torchrun(rank, world, local, environ["MASTER_ADDR"], port)
 
 
-def place_process(options: EngineOptions, environ: Mapping[str, str] | None = None) -> tuple[EngineOptions, int]:
+def place_process(options: EngineOptions, environ: Mapping[str, str] = os.environ) -> tuple[EngineOptions, int]:
     """The options of this process, and the index of its first GPU.
 
     Under torchrun, each process is a node of one rank. Otherwise the options stay as they are, and the GPU is 0. Raises
@@ -154,7 +152,7 @@ def place_process(options: EngineOptions, environ: Mapping[str, str] | None = No
     return options.model_copy(update={"nnodes": run.world_size, **address}), run.local_rank
 
 
-def _choose_launcher(options: EngineOptions, environ: Mapping[str, str] | None) -> EngineOptions:
+def _choose_launcher(options: EngineOptions, environ: Mapping[str, str]) -> EngineOptions:
     """With launcher "auto": Ray's where it is meant, else the options as they are."""
     default = EngineOptions.model_fields["master_addr"].default
     if options.launcher != "auto" or options.nnodes == 1 or options.node_rank > 0 or options.master_addr != default:
@@ -166,12 +164,11 @@ def _choose_launcher(options: EngineOptions, environ: Mapping[str, str] | None) 
     return options.model_copy(update={"launcher": "ray"})
 
 
-def ray_address(environ: Mapping[str, str] | None = None) -> str | None:
+def ray_address(environ: Mapping[str, str] = os.environ) -> str | None:
     """The Ray cluster that this host belongs to: RAY_ADDRESS, else what `ray start` wrote on this host; None without one."""
-    variables = os.environ if environ is None else environ
-    if variables.get("RAY_ADDRESS", "auto") not in ("", "auto"):
-        return variables["RAY_ADDRESS"]
-    folder = Path(variables.get("RAY_TMPDIR") or variables.get("TMPDIR") or "/tmp")
+    if environ.get("RAY_ADDRESS", "auto") not in ("", "auto"):
+        return environ["RAY_ADDRESS"]
+    folder = Path(environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp")
     try:
         return (folder / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError):
@@ -187,37 +184,34 @@ _OF_THE_HOST = {"CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES"}
 _FORCED_BY_RAY = {"OMP_NUM_THREADS"}
 
 
-def variables_to_pass_on(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def variables_to_pass_on(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables of this process that its ranks on other hosts get, too; none that describes this host, and no option.
 
     (A token of the Hub is passed on: the other hosts download the model with it.)
     """
-    variables = os.environ if environ is None else environ
-    return {name: value for name, value in variables.items() if name.startswith(PASSED_ON) and name not in _OF_THE_HOST}
+    return {name: value for name, value in environ.items() if name.startswith(PASSED_ON) and name not in _OF_THE_HOST}
 
 
-def adopt_variables(passed: Mapping[str, str], environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
+def adopt_variables(passed: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
     """Set the variables that another host passed on, in the process of a Ray actor: its children inherit them. Returns those that
     this host sets to another value, with that value: this host's own value stays, since an interface may have another name here.
 
     Ray itself sets OMP_NUM_THREADS in each actor, for one core: it is replaced, or removed where nothing is passed on.
     """
-    variables = os.environ if environ is None else environ
     for name in _FORCED_BY_RAY - passed.keys():
-        variables.pop(name, None)
+        environ.pop(name, None)
     differing = {}
     for name, value in passed.items():
         if name in _FORCED_BY_RAY:
-            variables[name] = value
-        elif variables.setdefault(name, value) != value:
-            differing[name] = variables[name]
+            environ[name] = value
+        elif environ.setdefault(name, value) != value:
+            differing[name] = environ[name]
     return differing
 
 
-def differing_variables(wanted: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def differing_variables(wanted: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables of `wanted` that the environment sets to another value, with that value."""
-    variables = os.environ if environ is None else environ
-    return {name: variables[name] for name, value in wanted.items() if variables.get(name, value) != value}
+    return {name: environ[name] for name, value in wanted.items() if environ.get(name, value) != value}
 
 
 def _from_file(path: Path, known: Iterable[str]) -> dict[str, Any]:
