@@ -79,9 +79,11 @@ def test_compiles(dtype: str, arch: int) -> None:
     sizes = dict.fromkeys(("tokens", "inputs", "outputs", "parts", "room"), "i32")
     kinds = sizes | dict.fromkeys(("x", "a", "b", "out"), f"*{dtype}") | {"low": "*fp32", "order": "*i64"}
     kinds |= dict.fromkeys(("tiles", "columns", "ranks"), "*i32")
-    constants = {"TILE": FEW, "RANKS": shrink.RANKS, "BLOCK": 64, "SPLIT": 1024}
-    compiled(shrink._shrink, kinds, constants, arch)
-    compiled(expand._expand, kinds, {"TILE": MANY, "RANKS": shrink.RANKS, "COLUMNS": COLUMNS, "SPLITS": 8}, arch)
+    itemsize = 4 if dtype == "fp32" else 2
+    for tile in (FEW, MANY):
+        width, block = shrink.tile_sizes(tile, 48, itemsize)
+        compiled(shrink._shrink, kinds, {"TILE": tile, "RANKS": width, "BLOCK": block, "SPLIT": 1024}, arch)
+        compiled(expand._expand, kinds, {"TILE": tile, "RANKS": expand.RANKS, "COLUMNS": COLUMNS, "SPLITS": 8, "ALIGNED": 16}, arch)
 
 
 def test_the_reference_is_the_product_of_whole_matrices() -> None:

@@ -139,7 +139,7 @@ class GemvDelta(NamedTuple):
         return self.parts * self.room // rows
 
 
-COLUMNS = 64
+COLUMNS = 128
 """Of the output, that one program of a kernel computes."""
 
 

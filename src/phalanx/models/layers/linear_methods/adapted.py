@@ -8,7 +8,8 @@ requests have no adapter of this layer, the layer is what it is without this cla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from phalanx.comm.group import Group
 from phalanx.errors import ModelError
-from phalanx.kernels.adapters.dispatch import add_delta
+from phalanx.kernels.adapters.dispatch import Delta
 from phalanx.kernels.adapters.rows import AdapterBatch, AdapterFactors, AdapterRows, GemvDelta
 from phalanx.kernels.gemm.linear import linear_with_delta
 from phalanx.kernels.scaled_tensors import GemvArgs, Unscaled
@@ -97,14 +98,17 @@ class Adapted(LinearMethod):
             return rows
         return rows if any(any(self.factors.ranks_cpu[slot]) for slot in rows.slots) else None
 
-    def _with_delta(self, out: Tensor | Unscaled, x: Activation) -> Tensor | Unscaled:
+    def _with_delta(self, gemm: Callable[[], Tensor | Unscaled], x: Activation) -> Tensor | Unscaled:
+        """The output of `gemm` for x, with the delta of adapters."""
         rows = self._rows()
         if rows is None:
-            return out
+            return gemm()
         assert isinstance(x, Tensor)
-        assert isinstance(out, Tensor)
         assert x.shape[0] == rows.total, "a layer that sees other tokens than the batch cannot be adapted"
-        return add_delta(out, x, self.factors, rows)
+        delta = Delta.begin(x, self.factors, rows)
+        out = gemm()
+        assert isinstance(out, Tensor)
+        return delta.add_to(out)
 
     def _gemv(self, x: Activation, bias: Tensor | None, group: Group | None = None) -> Tensor | None:
         """The output for one token of a captured step, delta and all, by one kernel, in a tensor of the group's where there is one.
@@ -116,22 +120,22 @@ class Adapted(LinearMethod):
 
     def multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
         fused = self._gemv(x, bias)
-        out = self._with_delta(self.method.multiply(x, bias), x) if fused is None else fused
+        out = self._with_delta(partial(self.method.multiply, x, bias), x) if fused is None else fused
         assert isinstance(out, Tensor)
         return out
 
     def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
-        out = self._with_delta(self.method.plain_multiply(x, bias), x)
+        out = self._with_delta(partial(self.method.plain_multiply, x, bias), x)
         assert isinstance(out, Tensor)
         return out
 
     def unscaled(self, x: Activation, bias: Tensor | None = None) -> Tensor | Unscaled:
         out = self._gemv(x, bias)
-        return self._with_delta(self.method.unscaled(x, bias), x) if out is None else out
+        return self._with_delta(partial(self.method.unscaled, x, bias), x) if out is None else out
 
     def for_sum(self, x: Activation, bias: Tensor | None, group: Group) -> Tensor | Unscaled:
         out = self._gemv(x, bias, group)
-        return self._with_delta(self.method.for_sum(x, bias, group), x) if out is None else out
+        return self._with_delta(partial(self.method.for_sum, x, bias, group), x) if out is None else out
 
     def fuses(self, fusion: Fusion) -> bool:
         """As the method, but for what leaves no room for a delta."""
