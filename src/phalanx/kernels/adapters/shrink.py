@@ -52,8 +52,8 @@ def _shrink(
             values = tl.load(x + token[:, None] * inputs + k[None, :], inside[:, None] & (k < inputs)[None, :], 0.0)
             total = tl.dot(values, factors, total, input_precision="ieee")
             k += BLOCK
-            mine = (k < inputs) & (k < (split + 1) * SPLIT)
-            factors = tl.load(row + k[:, None], computed[None, :] & mine[:, None], 0.0)
+            in_split = (k < inputs) & (k < (split + 1) * SPLIT)
+            factors = tl.load(row + k[:, None], computed[None, :] & in_split[:, None], 0.0)
         target = (split.to(tl.int64) * tokens + place)[:, None] * (parts * room) + rank[None, :]
         tl.store(low + target, total, inside[:, None] & computed[None, :])
 
