@@ -21,7 +21,8 @@ from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, 
 from phalanx.kernels.moe.heuristics import tile_size
 from phalanx.layout import Layout
 from phalanx.layout.families import known
-from phalanx.planner import coefficients, cost, subject
+from phalanx.planner import burst, coefficients, cost, subject
+from phalanx.planner.burst import Limits
 from phalanx.planner.cost import Costs, Work
 
 MACHINE, _ = subject.machine_for("H200")
@@ -329,3 +330,28 @@ def test_decode_steps_of_sparse_attention_are_replayed():
 def test_caches_of_shared_indexers_are_smaller():
     full, shared = (sum(costs(name, tp=8)._attention_seconds.scores) for name in ("glm-5", "glm-5.2"))
     assert shared == pytest.approx(full * 21 / 78)
+
+
+def test_the_price_of_deterministic_is_as_measured():
+    """benchmarks/results/deterministic_8b_*.json."""
+    shape, machine = subject.shape_for("llama-3-8b"), subject.machine_for("H200")[0]
+
+    def figures(machine):
+        costs = Costs(shape, "bf16", "fp8", Layout(), machine)
+        decodes = [burst.decode_round(costs, rows, 192, 512) for rows in (1, 64)]
+        batch = burst.run(costs, 256, 512, 512, Limits(512, 8192, 1_797_040))
+        prefill = costs.seconds(Work(8192, 64, pairs=64 * 128 * 129 / 2))
+        return [*decodes, 1 / batch.output_tokens_per_second, prefill]
+
+    free, invariant = figures(machine), figures(machine.deterministic)
+    measured = [4.422 / 3.871, 5.609 / 5.116, 15129 / 10393, 0.2415 / 0.182]
+    assert [b / a for a, b in zip(free, invariant, strict=True)] == pytest.approx(measured, rel=0.02)
+
+
+def test_a_deterministic_cpu_computes_its_prompts_token_by_token():
+    shape, gpu = subject.shape_for("llama-3-8b"), subject.machine_for("H200")[0]
+    machine = replace(gpu, gpu=replace(gpu.gpu, sm=0))
+    costs = Costs(shape, "fp32", "fp32", Layout(), machine.deterministic)
+    one, many = (costs.seconds(Work(tokens, 0)) for tokens in (1, 100))
+    assert 80 < many / one <= 100
+    assert Costs(shape, "fp32", "fp32", Layout(), machine).seconds(Work(100, 0)) < many / 2

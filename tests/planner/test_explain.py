@@ -205,3 +205,15 @@ def test_host_memory_of_a_model_with_states_is_told_in_tokens_and_states(capsys)
     assert "and 100 states of prefixes, of which a hit needs one" in text
     assert main([*plan, "--kv_host_memory", "99"]) == 1
     assert "holds not a single KV block and a state" in capsys.readouterr().err
+
+
+def test_the_price_of_deterministic_is_printed():
+    name, shape, machine, request, result = planned("llama-3-8b", "H200", 1, dtype="bf16", deterministic=True, tp_size=1)
+    text = explain.text(name, shape, machine, request, result)
+    (line,) = (line for line in text.splitlines() if line.startswith("--deterministic: time per token"))
+    assert "output tokens per second" in line
+    assert "--deterministic" in next(line for line in text.splitlines() if line.startswith("phalanx serve")).split()
+    assert "deterministic: True" in text
+    assert result.plans[0].output_tokens_per_second.label == "estimated"
+    without = explain.text(*planned("llama-3-8b", "H200", 1, dtype="bf16", tp_size=1))
+    assert "deterministic" not in without

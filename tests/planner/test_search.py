@@ -369,3 +369,10 @@ def test_a_model_with_a_state_for_each_request_is_planned(monkeypatch):
     huge = search.search(mixed, machine("H100"), request(max_batch_size=65_536))
     assert not huge.plans
     assert any("too much" in each.reason for each in huge.rejected)
+
+
+def test_groups_of_experts_are_no_layout_of_deterministic():
+    shape, machine = subject.shape_for("mixtral-8x7b"), subject.machine_for("H200")[0]
+    rejected = search.examine(shape, machine, PlanRequest(deterministic=True), Layout(dp=2))
+    assert isinstance(rejected, search.Rejected)
+    assert "deterministic" in rejected.reason

@@ -59,8 +59,6 @@ def choose(options: EngineOptions, shape: ModelShape, machine: MachineModel) -> 
 def _holds(options: EngineOptions, plan: Plan) -> bool:
     """Whether the layout is one for which the options that depend on it have an effect."""
     moves = options.rebalance_experts_every is None or plan.layout.moe_ep > 1
-    if options.deterministic and plan.layout.dp > 1:  # which `resolve` refuses
-        return False
     return moves and (options.expert_exchange in ("AUTO", "ALL_GATHER") or plan.layout.dp > 1)
 
 
@@ -78,5 +76,5 @@ def request_of(options: EngineOptions, shape: ModelShape) -> PlanRequest:
         redundant_experts=options.redundant_experts,
         speculative_config=options.speculative_config,
         draft=None if options.speculation is None else network_for(options.speculation, shape),
-        adapters=(options.max_loras, options.max_lora_rank),
+        adapters=(options.max_loras, options.max_lora_rank), deterministic=options.deterministic,
     )  # fmt: skip

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,12 @@ _LIKE = {
     "e_long_prompt_fp8": "e_prompt_fp8",
 }  # fmt: skip
 """Coefficient -> the one that it was, in files that are older than it."""
+
+
+INVARIANT_ONE, INVARIANT_FEW, INVARIANT_FLOPS, INVARIANT_KV = 17.0, 2.0, 0.75, 0.45
+"""What `--deterministic` costs on a GPU: microseconds that a layer's chain takes longer at one token and at more, the part of the
+operations that its GEMMs reach, and of the bandwidth that its attention of decodes does. Fitted to 8B on one H200 in four ways: one
+row, 64 rows, a prefill of 8,192 tokens and 256 requests at once (benchmarks/results/deterministic_8b_*.json)."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,17 @@ class Coefficients:
         values = {**{name: values[like] for name, like in _LIKE.items() if like in values}, **values}
         chosen = (each for each in fields(cls) if each.default is MISSING or each.name in values)
         return cls(**{each.name: float(values[each.name]) for each in chosen})
+
+    @property
+    def batch_invariant(self) -> Coefficients:
+        """Those of steps whose sums have one order for any number of tokens. Long prompts have no kernel of their own then."""
+        reads = {name: getattr(self, name) * INVARIANT_KV for name in ("e_kv", "e_kv_fp8", "e_far", "e_far_fp8")}
+        return replace(
+            self, c_one=self.c_one + INVARIANT_ONE, c_few=self.c_few + INVARIANT_FEW, c_layer=self.c_layer + INVARIANT_FEW,
+            e_flops=self.e_flops * INVARIANT_FLOPS, tflops_per_watt=self.tflops_per_watt * INVARIANT_FLOPS,
+            ps_head=self.ps_head / INVARIANT_KV, ps_head_fp8=self.ps_head_fp8 / INVARIANT_KV, e_long_prompt=self.e_prompt,
+            e_long_prompt_fp8=self.e_prompt_fp8, **reads,
+        )  # fmt: skip
 
 
 @cache

@@ -71,7 +71,8 @@ LONG_STEP = GEMM_RS_BYTES // (2 * 8192)
 class MachineModel:
     """Where a plan runs. network: between nodes; coefficients: of its class; memory: bandwidth beside that of the machines that
     these were fitted on, which differ by 3 percent. known: "measured" where the coefficients were fitted on
-    this very GPU, "derived" for another of its generation, "estimated" beyond."""
+    this very GPU, "derived" for another of its generation, "estimated" beyond. token_by_token: a step computes each of its tokens
+    alone."""
 
     gpu: GpuSpec
     link: str
@@ -81,6 +82,14 @@ class MachineModel:
     coefficients: Coefficients
     known: Label
     memory: float = 1.0
+    token_by_token: bool = False
+
+    @property
+    def deterministic(self) -> MachineModel:
+        """With `--deterministic`: on a CPU token by token, on GPUs by kernels that were measured with one model."""
+        if self.device == "cpu":
+            return replace(self, token_by_token=True)
+        return replace(self, coefficients=self.coefficients.batch_invariant, known="estimated")
 
     @property
     def bandwidth(self) -> float:
@@ -274,7 +283,9 @@ class Costs:
     def _stage(self, stage: int, work: Work, everywhere: int) -> float:
         """What does not depend on contexts. everywhere: tokens of all groups of experts together."""
         machine, cs, layout = self.machine, self.machine.coefficients, self.layout
-        tokens = max(work.tokens, 1)
+        tokens, forwards = max(work.tokens, 1), 1
+        if machine.token_by_token:
+            tokens, forwards, everywhere = 1, tokens, 1
         seconds = 0.0
         gemms, layers, moe_layers, between = _stage_gemms(self.shape, self.dtype, layout, stage)
         for gemm in gemms:
@@ -289,6 +300,7 @@ class Costs:
         if layout.dp > 1 and moe_layers:
             payload = "e4m3" if self._experts_in_fp8 else "16 bit"
             seconds += moe_layers * self._exchange(payload).us(hidden_bytes) * 1e-6
+        seconds, hidden_bytes = seconds * forwards, hidden_bytes * forwards
         if stage == layout.pp - 1:
             seconds += self._head_seconds(max(work.rows, 1)) + cs.c_step * 1e-6
         if layout.pp > 1:

@@ -18,7 +18,7 @@ from phalanx.layout.families.registry import hub_id
 from phalanx.layout.weights import weight_bytes
 from phalanx.planner.cost import MachineModel
 from phalanx.planner.footprint import Sizes, host_tokens
-from phalanx.planner.search import BATCH_SIZE, Figure, Plan, PlanRequest, SearchResult, block_size, closest
+from phalanx.planner.search import BATCH_SIZE, Figure, Plan, PlanRequest, Rejected, SearchResult, block_size, closest, examine
 
 LABELS = {
     "measured": "coefficients measured on this machine", "table": "a machine class that was measured",
@@ -97,6 +97,7 @@ def text(
         lines += ["", *(f"note: {note}" for note in result.plans[0].notes)]
         lines += host_memory(shape, machine, request, result.plans[0])
         lines += [] if result.plans[0].gain is None else result.plans[0].gain.lines()
+        lines += price(shape, machine, request, result.plans[0])
         label = result.plans[0].output_tokens_per_second.label
         lines.append(f"label {label}: {LABELS[label]}; {RANGES[result.plans[0].checked]}")
         lines.append(
@@ -193,7 +194,24 @@ def options(model: str, shape: ModelShape, machine: MachineModel, request: PlanR
         chosen["speculative_config"] = request.speculative_config
     if request.kv_host_memory:
         chosen["kv_host_memory"] = request.kv_host_memory
+    if request.deterministic:
+        chosen["deterministic"] = True
     return {"model": checkpoint_of(model), **layout_options(machine, plan), **chosen}
+
+
+def price(shape: ModelShape, machine: MachineModel, request: PlanRequest, plan: Plan) -> list[str]:
+    """A line with what `--deterministic` costs the plan; none without."""
+    if not request.deterministic:
+        return []
+    free = examine(shape, machine, replace(request, deterministic=False, slo_ttft=None, slo_tpot=None), plan.layout)
+    if isinstance(free, Rejected):
+        return []
+    slower = 100 * (plan.ms_per_token.value / free.ms_per_token.value - 1)
+    fewer = 100 * (1 - plan.output_tokens_per_second.value / free.output_tokens_per_second.value)
+    return [
+        f"--deterministic: time per token {plan.ms_per_token.value:.3g} ms instead of {free.ms_per_token.value:.3g} "
+        f"({slower:+.0f} %), output tokens per second {fewer:.0f} % fewer"
+    ]
 
 
 def host_memory(shape: ModelShape, machine: MachineModel, request: PlanRequest, plan: Plan) -> list[str]:
@@ -239,6 +257,7 @@ def simulation(model: str, shape: ModelShape, machine: MachineModel, request: Pl
     for name, bound in (("slo_ttft", request.slo_ttft), ("slo_tpot", request.slo_tpot)):
         flags |= {} if bound is None else {name: f"{bound * 1e3:g}"}
     words = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items())
+    words += " --deterministic" if request.deterministic else ""
     return [f"to simulate a steady load: phalanx plan simulate poisson:{rate:.3g} --requests 500 {words}"]
 
 
@@ -251,7 +270,8 @@ _SHORT = {
 def command(model: str, shape: ModelShape, machine: MachineModel, request: PlanRequest, plan: Plan) -> list[str]:
     """The serve command and the same as YAML for `--config`."""
     chosen = options(model, shape, machine, request, plan)
-    flags = " ".join(f"--{_SHORT.get(name, name)} {shlex.quote(str(value))}" for name, value in chosen.items() if name != "model")
+    words = {_SHORT.get(name, name): "" if value is True else f" {shlex.quote(str(value))}" for name, value in chosen.items()}
+    flags = " ".join(f"--{name}{value}" for name, value in words.items() if name != "model")
     lines = [f"phalanx serve {shlex.quote(chosen['model'])} {flags}"]
     if plan.layout.replicas > 1 and "replicas" not in chosen:
         world = plan.layout.world

@@ -39,12 +39,12 @@ the difference of two such predictions the square root of 2 times that."""
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked of a plan. dtype, kv_cache_dtype: as the engine's options, but concrete; isl, osl: tokens in and out of each of
-    `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's part.
-    redundant_experts, speculative_config: as the engine's options. draft: the network that the latter names, of which plans
-    count the memory. kv_host_memory: of each host, in bytes. speculation: its drafts and how many are accepted, where this is
-    stated; plans have the gain then. adapters: as of `footprint.Sizes`. *_size: only layouts with this size, None for any; of
-    dcp_size: for those in which the cache then holds more of the requests."""
+    """What is asked of a plan. dtype, kv_cache_dtype: as the engine's options, but concrete; isl, osl: tokens in and out of
+    each of `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's
+    part. redundant_experts, speculative_config: as the engine's options. draft: the network that the latter names, of which
+    plans count the memory. deterministic: as the engine's option. kv_host_memory: of each host, in bytes. speculation: its
+    drafts and how many are accepted, where this is stated; plans have the gain then. adapters: as of `footprint.Sizes`. *_size:
+    only layouts with this size, None for any; of dcp_size: for those in which the cache then holds more of the requests."""
 
     dtype: str = "bf16"
     kv_cache_dtype: str = "model"
@@ -66,6 +66,7 @@ class PlanRequest:
     speculation: Speculation | None = None
     adapters: tuple[int, int] = (0, 1)
     kv_host_memory: int = 0
+    deterministic: bool = False
     tp_size: int | None = None
     pp_size: int | None = None
     ep_size: int | None = None
@@ -272,6 +273,8 @@ def fitting(shape: ModelShape, machine: MachineModel, request: PlanRequest, layo
     fit."""
     if reason := _illegal(shape, machine, layout) or _without_draft(request.draft, layout):
         return Rejected(layout, reason)
+    if request.deterministic and layout.dp > 1:  # which `resolve` refuses
+        return Rejected(layout, f"ep {layout.dp} pads the steps of its groups to one size, and deterministic knows no such steps")
     kv = kv_dtype(request.kv_cache_dtype, request.dtype)
     share = -(-request.concurrency // layout.replicas)
     slots = min(max(BATCH_SIZE, -(-share // 8) * 8), 512) if request.max_batch_size is None else request.max_batch_size
@@ -280,7 +283,8 @@ def fitting(shape: ModelShape, machine: MachineModel, request: PlanRequest, layo
     rank_bytes, rank, short = memory(shape, machine, request, layout, slots, kv)
     if not footprint.requests_held(rank.kv_tokens, layout.dp, request.seq_len):
         return Rejected(layout, _too_small(rank_bytes, rank.kv_tokens // layout.dp, short, request), short)
-    costs = Costs(shape, request.dtype, kv, layout, machine, request.strategy, request.exchange)
+    priced = machine.deterministic if request.deterministic else machine
+    costs = Costs(shape, request.dtype, kv, layout, priced, request.strategy, request.exchange)
     return Fitting(costs, slots, rank_bytes, rank)
 
 

@@ -46,6 +46,7 @@ HostBytes = Annotated[
     int,
     typer.Option("--kv_host_memory", help="Bytes, as for `phalanx serve`: the report says how many tokens of prefixes they keep."),
 ]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="As for `phalanx serve`: the report has its price.")]
 Speculation = Annotated[
     str | None,
     typer.Option("--speculative_config", help="As for `phalanx serve`: the memory of a draft model or head is counted."),
@@ -135,6 +136,7 @@ def layouts(
     max_seq_len: SeqLen = None,
     redundant_experts: Copies = 0,
     kv_host_memory: HostBytes = 0,
+    deterministic: Deterministic = False,
     speculative_config: Speculation = None,
     acceptance_length: AcceptanceLength = None,
     json: Json = None,
@@ -204,7 +206,7 @@ def _write(document: dict[str, Any], json: str | None) -> None:
 
 _AS_ASKED = (
     "isl", "osl", "concurrency", "goal", "max_batch_size", "max_num_tokens", "max_seq_len", "redundant_experts", "kv_host_memory",
-    "tp_size", "pp_size", "ep_size", "dcp_size",
+    "deterministic", "tp_size", "pp_size", "ep_size", "dcp_size",
 )  # fmt: skip
 """Flags that a request has under the same name."""
 
@@ -283,6 +285,7 @@ def simulate(
     max_seq_len: SeqLen = None,
     prefix_caching: Prefixes = True,
     kv_host_memory: HostBytes = 0,
+    deterministic: Deterministic = False,
     speculative_config: Speculation = None,
     acceptance_length: AcceptanceLength = None,
     path_ms: PathMs = None,
