@@ -21,8 +21,8 @@ TILE = 64
 SCORE_PROGRAMS = 2048
 """Programs of a launch that scores, at least, where rows have so many tiles: one of all tables' tiles each would be millions in a
 captured launch, and most of them beyond their row's length."""
-SCAN = 1024
-"""Scores that a program takes at a time as it looks for the best."""
+SCAN, SCAN_WARPS = 4096, 16
+"""Scores that a program takes at a time as it looks for the best, and its warps."""
 
 
 @triton.jit(do_not_specialize=["out_stride", "table_stride"], do_not_specialize_on_alignment=["tables", "table_rows", "lengths"])
@@ -96,23 +96,31 @@ def _best_slots(
         equals += tl.sum(equal, 0)
 
 
+def index_scores(
+    query: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None, block_tables: Tensor, table_rows: Tensor, lengths: Tensor
+) -> Tensor:
+    """[R, tokens of a table] fp32: of each row's keys, and behind them anything. Arguments as of `dispatch.best_slots`."""
+    rows, heads, dim = query.shape
+    block_size, longest = keys.shape[1], block_tables.shape[1] * keys.shape[1]
+    scores = torch.empty((rows, longest), dtype=torch.float32, device=query.device)
+    if rows:
+        _index_scores[(rows, min(triton.cdiv(longest, TILE), triton.cdiv(SCORE_PROGRAMS, rows)))](
+            query, weights, keys if scales is None else keys.view(torch.uint8), scales, block_tables, table_rows, lengths, scores,
+            heads, query.stride(0), weights.stride(0), block_tables.stride(0), scores.stride(0),
+            HEADS=max(16, triton.next_power_of_2(heads)), DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)),
+            BLOCK_SIZE=block_size, TILE=TILE, SM=sm_arch(query.device), num_warps=4,
+        )  # fmt: skip
+    return scores
+
+
 def best_slots(
     query: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None, block_tables: Tensor, table_rows: Tensor, lengths: Tensor,
     out: Tensor,
 ) -> None:  # fmt: skip
     """The kernels of `dispatch.best_slots`."""
-    rows, heads, dim = query.shape
-    block_size, longest = keys.shape[1], block_tables.shape[1] * keys.shape[1]
-    scores = torch.empty((rows, longest), dtype=torch.float32, device=query.device)
-    if not rows:
-        return
-    of_rows = block_tables, table_rows, lengths
-    _index_scores[(rows, min(triton.cdiv(longest, TILE), triton.cdiv(SCORE_PROGRAMS, rows)))](
-        query, weights, keys if scales is None else keys.view(torch.uint8), scales, *of_rows, scores, heads, query.stride(0),
-        weights.stride(0), block_tables.stride(0), scores.stride(0), HEADS=max(16, triton.next_power_of_2(heads)), DIM=dim,
-        WIDTH=max(16, triton.next_power_of_2(dim)), BLOCK_SIZE=block_size, TILE=TILE, SM=sm_arch(query.device), num_warps=4,
-    )  # fmt: skip
-    _best_slots[(rows,)](
-        scores, *of_rows, out, block_tables.stride(0), scores.stride(0), out.shape[1], BLOCK_SIZE=block_size, SCAN=SCAN,
-        num_warps=8,
-    )  # fmt: skip
+    scores = index_scores(query, weights, keys, scales, block_tables, table_rows, lengths)
+    if len(out):
+        _best_slots[(len(out),)](
+            scores, block_tables, table_rows, lengths, out, block_tables.stride(0), scores.stride(0), out.shape[1],
+            BLOCK_SIZE=keys.shape[1], SCAN=SCAN, num_warps=SCAN_WARPS,
+        )  # fmt: skip
