@@ -105,6 +105,12 @@ class Quantization:
         return "FP8" if self.weights in _FP8 else self.weights.upper()
 
     @property
+    def head(self) -> Quantization | None:
+        """The scheme of the output head; None where it is not quantized, as with a load in FP8 or int4. A tied head has none."""
+        scheme = self.of("lm_head")
+        return None if scheme is None or scheme.on_load or scheme.linear_method is None else scheme
+
+    @property
     def beside_weight(self) -> tuple[str, ...]:
         """The ends of the names of the tensors that a checkpoint may have of a layer, beside its weight or in place of it."""
         if self.weights == "nvfp4":
@@ -144,7 +150,7 @@ _IN_LINEAR = {
     "nvfp4": f"{_LINEAR}.nvfp4:Nvfp4Linear", "int8": f"{_LINEAR}.int8:Int8",
 }  # fmt: skip
 _IN_EXPERTS = {
-    **dict.fromkeys(_FP8, f"{_EXPERTS}.grouped:GroupedExperts"), "mxfp4": f"{_EXPERTS}.mxfp4:Mxfp4Experts",
+    **dict.fromkeys((*_FP8, "int8"), f"{_EXPERTS}.grouped:GroupedExperts"), "mxfp4": f"{_EXPERTS}.mxfp4:Mxfp4Experts",
     **dict.fromkeys(("int4", "nvfp4"), f"{_EXPERTS}.packed:PackedExperts"),
 }  # fmt: skip
 """`Weights` -> the method."""
@@ -191,12 +197,12 @@ TABLES = {
         {"modules_to_fuse": ({},), "desc_act": (False,)},
     ),
     "gptq": FieldTable.of(
-        "quant_method bits group_size sym desc_act dynamic checkpoint_format format",
+        "quant_method bits group_size sym desc_act dynamic checkpoint_format format lm_head",
         "damp_percent static_groups true_sequential meta model_name_or_path model_file_base_name quantizer backend dataset"
         " tokenizer exllama_config use_exllama disable_exllama max_input_length cache_block_outputs model_seqlen use_cuda_fp16"
         " batch_size pad_token_id block_name_to_quantize module_name_preceding_first_block act_group_aware mse adapter pack_impl"
         " damp_auto_increment offload_to_disk offload_to_disk_path gptaq",
-        {"lm_head": (False,), "is_marlin_format": (False,), "pack_dtype": ("int32",), "modules_in_block_to_quantize": ()},
+        {"is_marlin_format": (False,), "pack_dtype": ("int32",), "modules_in_block_to_quantize": ()},
     ),
     "mxfp4": FieldTable.of("quant_method", "modules_to_not_convert dequantize swizzle"),
 }
@@ -207,6 +213,8 @@ _MODELOPT: dict[str, tuple[Weights, Activations]] = {
     "W4A16_NVFP4": ("nvfp4", "none"),
 }  # fmt: skip
 """quant_algo -> weights and activations. NVFP4 is run with activations in 16 bit."""
+_HEAD: tuple[str, ...] = (r"lm_head\Z",)
+"""What the tools of AWQ, and of GPTQ and FP8 where nothing is said of it, leave in 16 bit."""
 _GROUP_FORMATS = ("float-quantized", "pack-quantized", "nvfp4-pack-quantized", "int-quantized")
 _GROUP = FieldTable.of("targets weights input_activations format", "", {"output_activations": ()})
 _SCHEME = FieldTable.of(
@@ -312,7 +320,7 @@ def _fp8(config: JsonFields) -> Quantization:
         raise _unsupported(config, "fmt", "only e4m3 is supported")
     lists = ("modules_to_not_convert", "ignored_layers")
     ignore = tuple(_module(config, each, name) for each in lists for name in config.optional_texts(each) or [])
-    ignore += (r"lm_head\Z",)
+    ignore += _HEAD
     kv = _kv_scheme(config)
     if config.value("weight_block_size") is None:
         activations: Activations = "static" if scheme == "static" else "token"
@@ -445,7 +453,7 @@ def _awq(config: JsonFields) -> Quantization:
     if not config.flag("zero_point", True):
         raise _unsupported(config, "zero_point", "files of version gemm have zeros")
     # As AutoAWQ and vLLM read it: an entry is any part of a layer's name.
-    ignore = tuple(f".*{re.escape(name)}" for name in config.optional_texts("modules_to_not_convert") or [])
+    ignore = tuple(f".*{re.escape(name)}" for name in config.optional_texts("modules_to_not_convert") or []) + _HEAD
     int4 = Int4("awq", _columns(config, size, 128), zeros=True)
     return Quantization("awq", "int4", "none", ignore=ignore, int4=int4)
 
@@ -454,7 +462,7 @@ def _gptq(config: JsonFields) -> Quantization:
     form = config.text(config.either("checkpoint_format", "format"), "gptq").lower()
     if form not in ("gptq", "gptq_v2"):
         raise _unsupported(config, config.either("checkpoint_format", "format"))
-    groups, skipped = [], tuple[str, ...]()
+    groups, skipped = [], tuple[str, ...]() if config.flag("lm_head", False) else _HEAD
     for pattern, changed in (config.optional_mapping("dynamic") or {}).items():
         expression = _regex(config, "dynamic", pattern.removeprefix("+:").removeprefix("-:"))
         if pattern.startswith("-:"):

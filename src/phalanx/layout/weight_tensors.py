@@ -26,6 +26,8 @@ def tensors(shape: ModelShape) -> Tensors:
 def scales(shape: ModelShape) -> set[str]:
     """The names that the scales of a checkpoint may have."""
     names, quantization = set[str](), shape.quantization
+    if quantization is not None and quantization.head is not None and not shape.tie_word_embeddings:
+        names.update(f"lm_head.{end}" for end in quantization.head.beside_weight)
     for layer in range(shape.num_layers):
         names.update(*kv_scales(layer).values())
         for tensor in families.layer_tensors(shape, layer):

@@ -38,14 +38,18 @@ def tensor_bytes(shape: ModelShape, tensor: WeightTensor, dtype: str, layout: La
         return count * elements * 4
     if scheme is None:
         return count * elements * size
+    if tensor.part == "head":  # without the padding of the vocabulary
+        local = min(local[0], shape.vocab_size), local[1]
     return count * quantized_bytes(scheme, *local, in_pairs=size == 2)
 
 
 def scheme_of(shape: ModelShape, tensor: WeightTensor, dtype: str) -> Quantization | None:
     """How the weights of a GEMM are quantized; None: they are not."""
     quantization = shape.quantization or on_load(dtype)
-    plain = not tensor.gemm or tensor.part in ("router", "head") or tensor.kept != "quantized"
-    return None if plain or quantization is None else quantization.of(tensor.name.removesuffix(".weight"))
+    plain = not tensor.gemm or tensor.part == "router" or tensor.kept != "quantized"
+    if plain or quantization is None:
+        return None
+    return quantization.head if tensor.part == "head" else quantization.of(tensor.name.removesuffix(".weight"))
 
 
 def stored_in(shape: ModelShape, tensor: WeightTensor, dtype: str) -> str:
@@ -118,8 +122,15 @@ def stage_layers(shape: ModelShape, dtype: str, pp: int) -> tuple[range, ...]:
     kinds = kind_of(shape)
     sizes = [sum(layer_bytes(shape, kinds[layer], dtype, Layout()) for layer in run) for run in runs]
     vocabulary, norm = (count * shape.hidden_size * itemsize(dtype) for count in (shape.vocab_size, 1))
-    divided = stages(sizes, pp, first_bytes=vocabulary, last_bytes=vocabulary + norm)
+    last = tensor_bytes(shape, head(shape), dtype, Layout()) + norm
+    divided = stages(sizes, pp, first_bytes=vocabulary, last_bytes=last)
     return tuple(range(runs[part.start].start, runs[part.stop - 1].stop) for part in divided)
+
+
+def head(shape: ModelShape) -> WeightTensor:
+    """The output head; a tied one is the embedding."""
+    outer = {tensor.part: tensor for tensor in outer_tensors(shape)}
+    return outer.get("head", outer["embedding"])
 
 
 def embedding_bytes(shape: ModelShape, dtype: str, layout: Layout) -> int:
@@ -142,6 +153,8 @@ def weight_bytes(shape: ModelShape, dtype: str, layout: Layout) -> tuple[int, ..
         first, last = layers.start == 0, layers.stop == shape.num_layers
         total += vocabulary if first else 0
         if last:
-            total += tensor_bytes(shape, outer["norm"], dtype, layout) + (0 if first and shape.tie_word_embeddings else vocabulary)
+            shared = first and shape.tie_word_embeddings
+            total += tensor_bytes(shape, outer["norm"], dtype, layout)
+            total += 0 if shared else tensor_bytes(shape, head(shape), dtype, layout)
         stage_bytes.append(total)
     return tuple(stage_bytes)

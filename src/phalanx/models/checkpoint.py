@@ -192,7 +192,7 @@ def _why_unknown(name: str, layers: int) -> str:
     if layer is not None and int(layer[1]) >= layers:
         return f"config.json has num_hidden_layers={layers}"
     if name.startswith("lm_head.") and name != HEAD:
-        return "the output head is read in 16 or 32 bit, without scales and biases"
+        return "by config.json the output head is in 16 or 32 bit, without scales; it has no bias"
     if name.endswith(_OF_QUANTIZATION):
         return "it belongs to a quantization, and by config.json this layer has none, or another one"
     if name.endswith(".bias"):

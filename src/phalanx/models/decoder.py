@@ -97,8 +97,10 @@ class Decoder(nn.Module, ABC):
         tied = self.embed_tokens if shape.tie_word_embeddings else None
         self.lm_head = None
         if last:
+            quantized = name == "lm_head" and context.quantization is not None and context.quantization.head is not None
             self.lm_head = ParallelLMHead(
-                name, *vocabulary, tied=tied, multiplier=factors.logits, cap=factors.logits_cap, context=context
+                name, *vocabulary, tied=tied, multiplier=factors.logits, cap=factors.logits_cap, quantized=quantized,
+                context=context,
             )  # fmt: skip
 
     def hidden_norm(self, name: str) -> RmsNorm:

@@ -87,6 +87,7 @@ def files_of(model: Decoder, folder: Path) -> Located:
     located = respelled(located, declaration(shape).spellings)
     files = _without_mtp(by_model_names(located, known, tied=tied), shape)
     files = _without_zero_biases(files, known, shape)
+    _judge_head(model, files, folder)
     require_known(files, known | {HEAD} if tied else known, shape.num_layers)
     return files
 
@@ -222,6 +223,16 @@ def _without_mtp(files: Located, shape: ModelShape) -> Located:
             len(skipped), ", ".join(prefix.rstrip(".") for prefix in prefixes if any(name.startswith(prefix) for name in skipped)),
         )  # fmt: skip
     return {name: file for name, file in files.items() if name not in skipped}
+
+
+def _judge_head(model: Decoder, files: Located, folder: Path) -> None:
+    """A head in 16 bit stays so, also where the configuration forgets to except it: files tell."""
+    quantization = model.shape.quantization
+    if quantization is None or quantization.head is None or model.lm_head is None or HEAD not in files:
+        return
+    if not any(f"lm_head.{end}" in files for end in quantization.head.beside_weight):
+        logger.warning("%s has lm_head.weight in 16 bit, and its quantization does not except it: it stays in 16 bit", folder)
+        model.lm_head.take_plain()
 
 
 def _without_zero_biases(files: Located, known: Collection[str], shape: ModelShape) -> Located:

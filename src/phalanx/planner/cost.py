@@ -35,7 +35,7 @@ from phalanx.config.model import ModelShape
 from phalanx.hardware.catalogue import GpuSpec, Network
 from phalanx.layout import Layout, weights
 from phalanx.layout.cache import request_bytes, token_bytes, window_of
-from phalanx.layout.families import layer_tensors, outer_tensors
+from phalanx.layout.families import layer_tensors
 from phalanx.layout.graphs import max_absorbed_pairs, max_graph_tokens
 from phalanx.layout.memory import stage_caches
 from phalanx.planner import collectives
@@ -413,8 +413,10 @@ class Costs:
         return top * float((1 + least**sharpness) ** (1 / sharpness))
 
     def _head_seconds(self, rows: int) -> float:
-        width = weights.local_shape(_head(self.shape), self.layout)[0] * self.shape.hidden_size
-        gemm = _Gemm(1, width * weights.itemsize(self.dtype), 2.0 * width, "16 bit", False)
+        head = weights.head(self.shape)
+        flops = 2.0 * weights.local_shape(head, self.layout)[0] * self.shape.hidden_size
+        nbytes = weights.tensor_bytes(self.shape, head, self.dtype, self.layout)
+        gemm = _Gemm(1, nbytes, flops, weights.stored_in(self.shape, head, self.dtype), False)
         return self._gemm_seconds(gemm, rows, rows)
 
     def _spans_nodes(self, ranks: int) -> bool:
@@ -511,11 +513,6 @@ def _touched(experts: Experts, copies: int, tokens: int) -> float:
     for number, count in ((experts.count - more, 1 + each), (more, 2 + each)):
         touched += number * count * (1 - (1 - experts.per_token / experts.count / count) ** tokens)
     return touched
-
-
-def _head(shape: ModelShape) -> Any:
-    outer = {tensor.part: tensor for tensor in outer_tensors(shape)}
-    return outer.get("head", outer["embedding"])
 
 
 @cache

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.config.experts import Scoring
 from phalanx.kernels import reference as ops
+from phalanx.kernels.int8_mm import quantize_int8
 from phalanx.kernels.moe import dispatch, heuristics, reference
 from phalanx.kernels.moe.heuristics import ExpertTiling, TileSize
 from phalanx.kernels.moe.tensors import ExpertChoice, ExpertTensors, RouterLogits, Routing, TrafficPattern
@@ -24,9 +25,9 @@ pytest.importorskip("triton")
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
-KINDS = ("plain", "row", "static", "block", "widened row", "widened block")
-"""Of weights: not quantized; e4m3 with scales per row and per token, with static scales of the inputs, with scales per block; and
-e4m3 that is widened because the device has no FP8 GEMM."""
+KINDS = ("plain", "row", "static", "block", "widened row", "widened block", "int8", "int8 static")
+"""Of weights: not quantized; e4m3 with scales per row and per token, with static scales of the inputs, with scales per block; e4m3
+that is widened because the device has no FP8 GEMM; and int8, with scales of the inputs per token, and static ones."""
 
 
 def quantized(weight: Tensor, by_block: bool, begin: int) -> tuple[Tensor, Tensor]:
@@ -44,6 +45,11 @@ def experts_of(
     down = torch.randn(count * hidden, inner, device=device) / inner**0.5
     if kind == "plain":
         return ExpertTensors(count, first, gate_up.to(dtype), down.to(dtype), gated=gated)
+    if "int8" in kind:
+        pairs = (quantize_int8(weight) for weight in (gate_up, down))
+        (gate_up, gate_up_scale), (down, down_scale) = ((values, scale.squeeze(-1)) for values, scale in pairs)
+        static = torch.tensor(0.03, device=device) if "static" in kind else None
+        return ExpertTensors(count, first, gate_up, down, gate_up_scale, down_scale, static, static, gated=gated)
     by_block = "block" in kind
     gate_up, gate_up_scale = quantized(gate_up, by_block, 0)
     down, down_scale = quantized(down, by_block, begin)
@@ -61,7 +67,7 @@ def check_experts() -> None:
         for routing in routings(tokens, experts.count, 2) if number == 0 else [routings(tokens, experts.count, 2)[number % 4]]:
             x = torch.randn(tokens, experts.hidden)
             wanted, output = reference.fused_experts(x, experts, routing), dispatch.launched(x, experts, routing)
-            torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm else 1e-4, atol=2e-3)
+            torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm or experts.int8 else 1e-4, atol=2e-3)
 
 
 def check_experts_without_a_gate() -> None:
@@ -70,7 +76,7 @@ def check_experts_without_a_gate() -> None:
         experts = experts_of(kind, begin=48 if "block" in kind else 0, gated=False)
         routing, x = routings(20, experts.count, 2)[number % 4], torch.randn(20, experts.hidden)
         wanted, output = reference.fused_experts(x, experts, routing), dispatch.launched(x, experts, routing)
-        torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm else 1e-4, atol=4e-3)
+        torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm or experts.int8 else 1e-4, atol=4e-3)
 
 
 def check_other_ranks_add_the_rest() -> None:
@@ -184,7 +190,7 @@ def check_tiles_with_more_than_they_hold() -> None:
         sums = grouped_gemm(values, scale, experts.down, experts.down_scale, tiles, tiling, gated=False, **common)
         output = combine(sums, routing, first=0, experts=len(sizes), out=torch.empty_like(x))
         wanted = reference.fused_experts(x, experts, routing)
-        torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm else 1e-4, atol=2e-3)
+        torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm or experts.int8 else 1e-4, atol=2e-3)
 
 
 def check_topk() -> None:
@@ -330,6 +336,8 @@ def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, first: str, f
         constants["x_scale"] = None
     if kind == "plain":
         constants["scale"] = None
+    if kind == "int8":
+        pointers |= {"x": "i8", "weight": "i8"}
     pointers |= dict.fromkeys(("pairs", "tiles", "num_tiles"), "i32")
     kinds = {name: "*" + kind for name, kind in pointers.items()}
     integers = ("x_token_stride", "x_block_stride", "count", "tiles_most", "outputs", "inputs", "blocks", "part_blocks")
@@ -363,7 +371,8 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
     [
         (90, "row", 1, 8), (90, "row", 128, 8), (90, "row", 256, 2), (90, "row", 4096, 8), (90, "block", 256, 8),
         (90, "block", 4096, 8), (90, "plain", 4096, 8), (90, "widened row", 16, 8), (80, "plain", 1, 8),
-        (80, "widened block", 64, 8), (100, "row", 1, 8), (100, "row", 4096, 8),
+        (80, "widened block", 64, 8), (100, "row", 1, 8), (100, "row", 4096, 8), (80, "int8", 64, 8), (90, "int8", 1, 8),
+        (90, "int8", 4096, 8),
     ],
 )  # fmt: skip
 def test_compiles(arch: int, kind: str, tokens: int, experts: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from phalanx import kernels
 from phalanx.kernels.capabilities import gpu, has_triton
 from phalanx.kernels.gemm.block_gemm import per_token_group_quant_fp8
+from phalanx.kernels.int8_mm import quantize_int8
 from phalanx.kernels.moe import biased_heuristics, heuristics, reference
 from phalanx.kernels.moe.heuristics import TileSize
 from phalanx.kernels.moe.tensors import ExpertChoice, ExpertTensors, RouterLogits, Routing
@@ -192,7 +193,9 @@ def _tile_size(experts: ExpertTensors, x: Tensor, top_k: int, num_experts: int) 
 def _quantized(
     x: Tensor, experts: ExpertTensors, static: Tensor | None, begin: int, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """x as the next GEMM takes it, and its scales; of the first counts[1] rows alone."""
+    """x as the next GEMM takes it, and its scales; of the first counts[1] rows alone, or of all."""
+    if experts.int8:
+        return quantize_int8(x, static)
     if not experts.fp8_gemm:
         return x, None
     if experts.by_block:

@@ -11,8 +11,9 @@ Weights are the rows of a tile and tokens its columns, of which tensor cores tak
 expert's gate and up are two tiles of one program, so that it has both operands of SwiGLU in registers. Programs beyond the tiles
 that exist end at once: the grid depends on the number of tokens alone, as a captured graph needs.
 
-Weights are in 16 or 32 bit; or in e4m3 with a scale per row, or per row and block of 128 columns. x is like the weights; or (with
-e4m3) in 16 or 32 bit, and the weights are widened in registers. All sums are in fp32. Programs that share a tile's columns
+Weights are in 16 or 32 bit; or in e4m3 with a scale per row, or per row and block of 128 columns; or in int8 with a scale per row.
+x is like the weights; or (with e4m3) in 16 or 32 bit, and the weights are widened in registers. All sums are in fp32, of int8 in
+int32. Programs that share a tile's columns
 (split-K) leave fp32 sums, which `combine` adds up in their order."""
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ def _dot(w, v, total, WIDEN: tl.constexpr, ADD: tl.constexpr, SM: tl.constexpr):
     if WIDEN:
         w = widened(w, total, SM)
     if SM == 0:  # the interpreter does not multiply bf16
-        result = tl.dot(w.to(tl.float32), tl.trans(v.to(tl.float32)), input_precision="ieee")
+        result = tl.dot(w.to(tl.float32), tl.trans(v.to(tl.float32)), input_precision="ieee").to(total.dtype)
         result = total + result if ADD else result
     else:
         if WIDEN:
             w = w.to(v.dtype)
         if ADD:
-            result = tl.dot(w, tl.trans(v), total, input_precision="ieee")
+            result = tl.dot(w, tl.trans(v), total, input_precision="ieee", out_dtype=total.dtype)
         else:
             result = tl.dot(w, tl.trans(v), input_precision="ieee")
     return result
@@ -79,7 +80,8 @@ def _accumulate(
 
 @triton.jit
 def _rescaled(total, scale, weight_row, x_scale, source, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr):
-    """total [rows, tokens] with the scales that hold for whole rows of the weight and of x."""
+    """total [rows, tokens] in fp32, with the scales that hold for whole rows of the weight and of x."""
+    total = total.to(tl.float32)
     if scale is not None and not BY_BLOCK:
         total *= tl.load(scale + weight_row)[:, None]
     if X_SCALE == "static":
@@ -154,12 +156,13 @@ def _tile(
     column = tl.arange(0, BLOCK_COLUMNS)[None, :] - SKIP
     weight_row = expert * outputs * (2 if FIRST == "gated" else 1) + real_row
     up_row = weight_row + outputs
-    total = tl.zeros([ROWS, TOKENS], tl.float32)
-    total_up = tl.zeros([ROWS, TOKENS], tl.float32)
+    SUMS: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros([ROWS, TOKENS], SUMS)
+    total_up = tl.zeros([ROWS, TOKENS], SUMS)
     if EXTRA > 0:
         lane_2, position_2, pair_2, source_2 = _pairs_of(pairs, first, size, TOKENS, EXTRA, TOP_K, FIRST, False)
-        total_2 = tl.zeros([ROWS, EXTRA], tl.float32)
-        total_up_2 = tl.zeros([ROWS, EXTRA], tl.float32)
+        total_2 = tl.zeros([ROWS, EXTRA], SUMS)
+        total_up_2 = tl.zeros([ROWS, EXTRA], SUMS)
     for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)):
         at = column + block * BLOCK_COLUMNS
         w = _columns(weight + weight_row[:, None] * inputs + at, at, inputs, FULL)

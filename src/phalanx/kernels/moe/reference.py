@@ -11,6 +11,7 @@ from phalanx.config.experts import ClampedSwiGlu, Scoring
 from phalanx.kernels import reference
 from phalanx.kernels.gemm import int4_packing
 from phalanx.kernels.gemm.int4_packing import Int4Weight
+from phalanx.kernels.int8_mm import int8_mm, quantize_int8
 from phalanx.kernels.moe import nvfp4_packing, packing
 from phalanx.kernels.moe.nvfp4_packing import E2M1, Nvfp4Weight
 from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
@@ -151,6 +152,9 @@ def _linear(
 ) -> Tensor:  # fmt: skip
     if scale is None:
         return F.linear(x, weight)
+    if experts.int8:
+        values, x_scale = quantize_int8(x, input_scale)
+        return (int8_mm(values, weight).float() * (x_scale * scale)).to(x.dtype)
     if experts.mxfp4:
         return F.linear(x, dequantize_mxfp4(weight, scale, x.dtype))
     block = BLOCK_K if experts.by_block else 0

@@ -22,7 +22,7 @@ class ExpertTensors:
     [E * H, I]. In bf16, fp16 or fp32; or in e4m3 with fp32 scales: one per row ([rows]), or one per row and block of 128 columns
     ([rows, blocks]). input_scale, inner_scale: static scales of the two GEMMs' inputs, fp32 scalars; None for one per token, or per
     token and block. begin: the column of its block that is the first of `down`, whose columns may be a slice. fp8_gemm: inputs are
-    e4m3, too; else the weights are widened in registers.
+    e4m3, too; else the weights are widened in registers. Or in int8 with a scale per row, and then inputs are in int8, too.
 
     Or in MXFP4 (OCP Microscaling formats 1.0): uint8 with two e2m1 values each, [rows, columns / 2], arranged by `packing.packed`
     and `packing.tiled`; and a scale 2^(n - 127) for 32 columns, n in uint8 [rows, columns / 32], 128 at most, padded with zeros to
@@ -62,6 +62,11 @@ class ExpertTensors:
     def mxfp4(self) -> bool:
         """Whether weights are in MXFP4."""
         return self.gate_up.dtype == torch.uint8
+
+    @property
+    def int8(self) -> bool:
+        """Whether weights and inputs are in int8."""
+        return self.gate_up.dtype == torch.int8
 
     @property
     def in_4_bits(self) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,10 @@ from phalanx import kernels
 from phalanx.kernels.sampling import sampling
 from phalanx.layout import shard
 from phalanx.models.layers.activation import NormOutput
+from phalanx.models.layers.linear_methods.batch_invariant import batch_invariant
+from phalanx.models.layers.linear_methods.choose import linear_method
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import LayerContext, Slice, Sliced
+from phalanx.models.slices import LayerContext, Slice, Sliced, WeightPart
 
 
 class VocabParallelEmbedding(Sliced):
@@ -66,23 +69,62 @@ class VocabParallelEmbedding(Sliced):
             yield Slice(f"{self.name}.weight", shape, self.weight[: self.num_tokens], self.local.start)
 
 
+class QuantizedVocabulary(Sliced):
+    """The rows of a quantized output head on this rank, as `VocabParallelEmbedding` splits them. method: of the rows of tokens;
+    None on a rank that has padding alone."""
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
+        super().__init__()
+        self.name, self.dtype, self.device = name, context.dtype, context.device
+        self.local = shard.vocabulary(vocab_size, context.group.size, context.group.rank)
+        rows = range(min(self.local.start, vocab_size), min(self.local.stop, vocab_size))
+        self.num_tokens, self.method = len(rows), None
+        if rows:
+            part = WeightPart(name, (vocab_size, hidden_size), rows, range(hidden_size))
+            self.method = batch_invariant(linear_method([part], context), context)
+
+    def logits(self, states: Tensor, out: Tensor | None) -> Tensor:
+        """states [S, hidden] -> [S, local], in `out` where that is given; 0 for padding."""
+        if out is None and self.method is not None and self.num_tokens == len(self.local):
+            return self.method.multiply(states)
+        out = torch.empty(len(states), len(self.local), dtype=self.dtype, device=self.device) if out is None else out
+        if self.method is not None:
+            out[:, : self.num_tokens] = self.method.multiply(states)
+        out[:, self.num_tokens :] = 0.0
+        return out
+
+    def slices(self) -> Iterator[Slice]:
+        """None: `method` reads the weight."""
+        return iter(())
+
+
 class ParallelLMHead(nn.Module):
     """Logits: each rank computes those of its rows of the vocabulary, [S, local_vocab]. `gather` collects all of them; `argmax` and
     `sample` exchange a few words per row only.
 
     `tied` is the embedding on this rank whose weight the head shares, if it does. A tied head on another pipeline stage than its
-    embedding holds a copy of the weight: `name` is then the embedding's. cap: c of c * tanh(logits / c) (Gemma-2).
+    embedding holds a copy of the weight: `name` is then the embedding's. cap: c of c * tanh(logits / c) (Gemma-2). quantized: the
+    checkpoint has the head so, by its configuration.
     """
 
     def __init__(
         self, name: str, vocab_size: int, hidden_size: int, *, tied: VocabParallelEmbedding | None, multiplier: float = 1.0,
-        cap: float | None = None, context: LayerContext,
+        cap: float | None = None, quantized: bool = False, context: LayerContext,
     ) -> None:  # fmt: skip
         super().__init__()
         self.multiplier, self.cap, self.row_by_row = multiplier, cap, context.row_by_row
         self.batch_invariant = context.batch_invariant
         self.vocab_size, self.group = vocab_size, context.group
-        self.table = VocabParallelEmbedding(name, vocab_size, hidden_size, context=context) if tied is None else tied
+        self._plain = partial(VocabParallelEmbedding, name, vocab_size, hidden_size, context=context)
+        self.table: VocabParallelEmbedding | QuantizedVocabulary
+        if quantized:
+            self.table = QuantizedVocabulary(name, vocab_size, hidden_size, context)
+        else:
+            self.table = self._plain() if tied is None else tied
+
+    def take_plain(self) -> None:
+        """Make room for a head in 16 bit, before weights are read, where files have it against their configuration."""
+        self.table = self._plain()
 
     def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """hidden [T, hidden], rows [S] int64 -> logits of those rows [S, vocab_size] fp32."""
@@ -95,9 +137,19 @@ class ParallelLMHead(nn.Module):
 
     def local(self, hidden: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """hidden [T, hidden], rows [S] int64 (None: all) -> this rank's logits of those rows [S, width], in the model's dtype."""
-        states, weight = hidden if rows is None else hidden.index_select(0, rows), self.table.weight
+        states = hidden if rows is None else hidden.index_select(0, rows)
         if self.multiplier != 1.0:  # of the logits; rows of the input are shorter
             states = states * self.multiplier
+        output = self._logits(states, out)
+        return output if self.cap is None else output.div_(self.cap).tanh_().mul_(self.cap)
+
+    def _logits(self, states: Tensor, out: Tensor | None) -> Tensor:
+        table = self.table
+        if isinstance(table, QuantizedVocabulary):
+            if self.row_by_row and len(states) > 1:
+                return torch.cat([table.logits(row.unsqueeze(0), None) for row in states])
+            return table.logits(states, out)
+        weight = table.weight
         if out is None:  # captured in a graph or not, one GEMM: the same bits
             out = torch.empty(len(states), len(weight), dtype=weight.dtype, device=weight.device)
         if self.row_by_row:
@@ -109,7 +161,7 @@ class ParallelLMHead(nn.Module):
             batch_invariant_gemm(states, weight, out=out)
         elif len(states):
             kernels.linear(states, weight, out=out)
-        return out if self.cap is None else out.div_(self.cap).tanh_().mul_(self.cap)
+        return out
 
     def gather(self, local: Tensor) -> Tensor:
         """This rank's logits [S, width] -> those of the whole vocabulary [S, vocab_size], in the same dtype. Collective."""

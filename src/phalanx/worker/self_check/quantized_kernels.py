@@ -24,6 +24,7 @@ from phalanx.kernels.moe.tensors import ExpertTensors, Routing
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.kernels.warmup import warmup_token_counts
 from phalanx.models.decoder import Decoder
+from phalanx.models.layers.embedding import QuantizedVocabulary
 from phalanx.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.models.layers.linear_methods.adapted import Adapted
 from phalanx.models.layers.linear_methods.batch_invariant import BatchInvariant
@@ -92,6 +93,10 @@ def _cases(model: Decoder, tokens: int) -> Iterator[Case]:
             method = _own(module.method)
             if not isinstance(method, Unquantized) and _is_new(method, tested):
                 yield from _of_linear(module.method, method, _inputs(tokens, method.in_features, model))
+    if model.lm_head is not None and isinstance(model.lm_head.table, QuantizedVocabulary):
+        head = model.lm_head.table.method
+        if head is not None and _is_new(_own(head), tested):
+            yield from _of_linear(head, _own(head), _inputs(tokens, head.in_features, model))
     for index, block in model.moe_layers.items():
         if _is_quantized(block.tensors()) and _is_new(block.experts, tested):
             yield _of_experts(f"the experts of layer {index}", block, _inputs(tokens, block.tensors().hidden, model))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in 16 bit, or in FP8 with a scale for each row or block: their weights are those of two linear methods, in which each
-expert is some rows."""
+"""Experts in 16 bit, in FP8 with a scale for each row or block, or in int8: their weights are those of two linear methods, in which
+each expert is some rows."""
 
 from __future__ import annotations
 

@@ -13,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels.int8_mm import LARGEST, int8_mm, quantize_int8
 from phalanx.models.layers.activation import Activation
 from phalanx.models.layers.linear_methods.fp8 import Fp8
 from phalanx.models.slices import LayerContext, Slice, WeightPart
 
 _ALL = slice(None)
-_LARGEST = 127
-_LEAST_ROWS, _UNIT = 32, 8
-"""Of torch's GEMM on a GPU: more than 16 rows, and multiples of 8 in its other sizes."""
 
 
 class Int8(Fp8):
@@ -50,11 +48,7 @@ class Int8(Fp8):
         return F.linear(values.float() * scale, self.dequantized(torch.float32, rows))
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, in] in int8, and its scale in fp32: [T, 1], or () where it is static."""
-        in_fp32, scale = x.float(), cast("Tensor | None", self.input_scale)
-        if scale is None:  # of each token; one of zeros stays zeros
-            scale = (in_fp32.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-        return torch.round(in_fp32 / scale).clamp(-_LARGEST - 1, _LARGEST).to(torch.int8), scale
+        return quantize_int8(x, cast("Tensor | None", self.input_scale))
 
     def dequantized(self, dtype: torch.dtype | None = None, rows: slice = _ALL) -> Tensor:
         return (self.weight[rows].float() * self.weight_scale[rows].unsqueeze(-1)).to(dtype or self.dtype)
@@ -68,9 +62,9 @@ class Int8(Fp8):
 
     def _quantize(self, number: int, values: Tensor) -> None:
         part, here = list(self._placed())[number]
-        scale = (3.0 / part.shape[1]) ** 0.5 / _LARGEST
+        scale = (3.0 / part.shape[1]) ** 0.5 / LARGEST
         self.weight_scale[here] = scale
-        self.weight[here] = torch.round(values.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.int8)
+        self.weight[here] = torch.round(values.float() / scale).clamp(-LARGEST, LARGEST).to(torch.int8)
 
     def _scale_shapes(self, part: WeightPart) -> tuple[tuple[int, ...], ...]:
         return ((), (1,), (part.shape[0], 1), (part.shape[0],))
@@ -85,15 +79,3 @@ class Int8(Fp8):
         assert context.quantization is not None
         of = "token" if context.quantization.activations == "token" else "layer"
         return f"weights and activations are in int8, and the latter have a scale for each {of}"
-
-
-def int8_mm(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, in] int8 times weight [out, in] int8 transposed -> [T, out] int32, exactly."""
-    if not x.is_cuda:  # sums of products are whole numbers below 2^53
-        return (x.double() @ weight.double().t()).to(torch.int32)
-    tokens, (outputs, inputs) = len(x), weight.shape
-    rows = max(_LEAST_ROWS, -(-tokens // _UNIT) * _UNIT)
-    more = -inputs % _UNIT, -outputs % _UNIT
-    padded = F.pad(x, (0, more[0], 0, rows - tokens))
-    weight = F.pad(weight, (0, more[0], 0, more[1])) if any(more) else weight  # which would copy it
-    return torch._int_mm(padded, weight.t())[:tokens, :outputs]
