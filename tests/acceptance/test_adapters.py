@@ -8,11 +8,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from phalanx import LLM, SamplingParams
+from phalanx.config.sampling_params import StructuredOutputParams
 from phalanx.errors import AdapterError, AdapterNotFound
 from tests.support.adapters import merge, write_adapter
 from tests.support.checkpoints import write_checkpoint
@@ -125,6 +127,30 @@ def test_tokens_equal_those_of_the_merged_model(merged, tp, pp):
             llm.load_adapter(NAMES[1], merged.adapters[0])
         llm.load_adapter(NAMES[0], merged.adapters[4])
         check(merged, llm, [4], [NAMES[0]])
+
+
+def test_a_grammar_beside_an_adapter(merged, tmp_path):
+    """Of requests with the same grammar each gets what the model of its adapter says within it."""
+    regex, numbers = StructuredOutputParams(regex="[a-z]{1,6}( [a-z]{1,6}){2,9}"), [0, 3, 8]
+
+    def texts(folder: Path, names: list[str | None], prompts: list[list[int]], **slots: int) -> list[tuple[int, ...]]:
+        with LLM(folder, device="cpu", kv_block_size=4, max_num_tokens=64, max_batch_size=4, max_seq_len=64, **slots) as llm:
+            for name, adapter in zip(NAMES, merged.adapters, strict=True) if slots else ():
+                llm.load_adapter(name, adapter)
+            params = [
+                msgspec.structs.replace(each, max_tokens=24, ignore_eos=False, structured_output=regex) for each in params_of(names)
+            ]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+    prompts = [merged.prompts[number] for number in numbers]
+    names = [None if number == 8 else NAMES[number] for number in numbers]
+    wanted = []
+    for number, prompt in zip(numbers, prompts, strict=True):
+        folder = merged.base if number == 8 else merge(merged.base, merged.adapters[number], tmp_path / str(number))
+        wanted += texts(folder, [None], [prompt])
+    assert texts(merged.base, names, prompts, max_loras=2, max_lora_rank=12) == wanted
+    assert len(set(wanted)) == len(numbers)
 
 
 def test_drafts_and_a_sleep_between(merged):

@@ -61,26 +61,28 @@ def read(rank: ModelAdapters, file: AdapterFile) -> HostFactors:
     return rank.read(file.folder, file.digest, file.parts)
 
 
-def without_experts(folder: Path) -> Path:
-    """Adapters of experts are refused: leave their tensors out."""
+def without(folder: Path, text: str) -> Path:
+    """Leave out tensors with this text in their names."""
     file = folder / "adapter_model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(file).items() if ".experts" not in name}, file)
+    save_file({name: tensor for name, tensor in load_file(file).items() if text not in name}, file)
     return folder
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tp", "pp"), [*((family, ranks, ranks) for family in FAMILIES for ranks in (1, 2)), ("llama", 4, 1)]
+)
 def test_logits_equal_those_of_the_merged_model(tmp_path, family, tp, pp):
     base = write_checkpoint(tmp_path / "base", family, num_hidden_layers=3)
-    adapter = without_experts(write_adapter(tmp_path / "adapter", base, modules=FAMILIES[family], r=5))
+    adapter = write_adapter(tmp_path / "adapter", base, modules=FAMILIES[family], r=5)
+    without(adapter, ".experts")  # they are refused
     formation, size = Adapting(base, tp=tp, pp=pp), len(IDS)
     formation.place(1, adapter)
     plain, merged = Formation(base, tp=tp, pp=pp), Formation(merge(base, adapter, tmp_path / "merged"), tp=tp, pp=pp)
-    wanted, without = merged.step([(0, IDS)])[0], plain.step([(0, IDS)])[0]
-    assert (wanted - without).abs().max() > 0.1
+    wanted, plainly = merged.step([(0, IDS)])[0], plain.step([(0, IDS)])[0]
+    assert (wanted - plainly).abs().max() > 0.1
     torch.testing.assert_close(formation.logits(0, [1] * size), wanted, rtol=1e-4, atol=1e-4)
-    assert torch.equal(formation.logits(1), without), "without adapters nothing else is computed"
-    assert torch.equal(formation.logits(2, [-1] * size), without)
+    assert torch.equal(formation.logits(1), plainly), "without adapters nothing else is computed"
+    assert torch.equal(formation.logits(2, [-1] * size), plainly)
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq desc_act (T3)"])
@@ -106,6 +108,17 @@ def test_each_module_alone_changes_the_output_as_if_it_were_merged(tmp_path, mod
     wanted, without = merged.step([(0, IDS)])[0], formation.logits(0)
     assert (wanted - without).abs().max() > 0.01
     torch.testing.assert_close(formation.logits(1, [0] * len(IDS)), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_stage_may_have_none_of_an_adapters_layers(tmp_path):
+    """It had an adapter of all layers in the slot before."""
+    base = write_checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
+    adapter = without(write_adapter(tmp_path / "adapter", base, seed=1), "layers.1.")
+    formation, merged = Adapting(base, pp=2), Formation(merge(base, adapter, tmp_path / "merged"), pp=2)
+    for folder in (write_adapter(tmp_path / "all", base), adapter):
+        formation.place(0, folder)
+    wanted = merged.step([(0, IDS)])[0]
+    torch.testing.assert_close(formation.logits(0, [0] * len(IDS)), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_of_an_adapter_stays_in_the_slot_of_the_next(tmp_path):

@@ -56,11 +56,13 @@ class ModelAdapters:
         Raises EngineError for a slot that no engine would name."""
         if not 0 <= slot < self.batch.slots:
             raise EngineError(f"an adapter was to be placed into slot {slot}", held=f"there are {self.batch.slots}")
-        torch._foreach_zero_([tensor for layer in self._layers for tensor in layer.in_slot(slot)])
+        for tensors in zip(*(layer.in_slot(slot) for layer in self._layers), strict=True):  # of one dtype, and so at once
+            torch._foreach_zero_(tensors)
         layers = list(zip(self._layers, factors, strict=True))
         copies = [copy for layer, own in layers if own is not None for copy in layer.to_place(slot, own)]
-        targets, values = zip(*copies, strict=True)
-        torch._foreach_copy_(targets, values, non_blocking=True)
+        if copies:  # else the adapter is of other stages
+            targets, values = zip(*copies, strict=True)
+            torch._foreach_copy_(targets, values, non_blocking=True)
         for layer, own in layers:
             layer.placed(slot, own)
 
