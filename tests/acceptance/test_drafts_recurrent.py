@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts change no token of models with layers of the gated delta rule, whose state a rejected draft must not change: by prompt
-lookup, a draft model and their own module of multi-token prediction, over ranks, pipeline stages and data-parallel indices, in real
-processes."""
+"""Drafts change no token of models with layers of the gated delta rule or of Mamba-2, whose state a rejected draft must not change:
+by prompt lookup, a draft model and their own module of multi-token prediction, over ranks, pipeline stages and data-parallel
+indices, in real processes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MTP = {"method": "mtp", "num_speculative_tokens": 2}
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("recurrent")
     folders = {family: with_module(parent, family)[0] for family in ("qwen3_next", "qwen3_5")}
-    return folders | {"llama": write_checkpoint(parent / "llama", "llama")}
+    return folders | {family: write_checkpoint(parent / family, family) for family in ("llama", "granite_hybrid", "nemotron_h")}
 
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, Path]) -> dict[str, Any]:
-    return {family: served(folders[family])[0] for family in ("qwen3_next", "qwen3_5")}
+    return {family: served(folder)[0] for family, folder in folders.items() if family != "llama"}
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,23 @@ def plain(folders: dict[str, Path]) -> dict[str, Any]:
         ("qwen3_next", MTP, {"tensor_parallel_size": 2}),
         ("qwen3_5", MTP, {"pipeline_parallel_size": 2, "returns": False}),
         ("qwen3_5", {"method": "draft_model", "num_speculative_tokens": 2}, {}),
+        ("granite_hybrid", NGRAM, {"tensor_parallel_size": 2}),
+        ("granite_hybrid", {"method": "draft_model", "num_speculative_tokens": 2}, {}),
+        ("nemotron_h", NGRAM, {"pipeline_parallel_size": 2, "returns": True}),
+        ("nemotron_h", NGRAM, {"expert_parallel_size": 2, "indices": 2}),
     ],
-    ids=["lookup, tp2", "lookup, pp2", "lookup, ep2", "mtp, tp2", "mtp, pp2", "draft model"],
+    ids=[
+        "lookup, tp2",
+        "lookup, pp2",
+        "lookup, ep2",
+        "mtp, tp2",
+        "mtp, pp2",
+        "draft model",
+        "granite, lookup, tp2",
+        "granite, draft model",
+        "nemotron, lookup, pp2",
+        "nemotron, lookup, ep2",
+    ],
 )
 def test_drafts_change_no_answer(
     folders: dict[str, Path], plain: dict[str, Any], family: str, config: dict[str, Any], sizes: dict[str, Any]

@@ -13,7 +13,7 @@ import torch
 
 from phalanx import LLM, SamplingParams
 from phalanx.config.model import ModelShape
-from phalanx.errors import LayoutError, OptionError
+from phalanx.errors import LayoutError
 from phalanx.layout import Layout
 from phalanx.layout.cache import default_snapshots, request_bytes, token_bytes
 from phalanx.layout.memory import stage_caches
@@ -127,8 +127,6 @@ def test_tokens_on_a_gpu_equal_transformers(references, name):
 
 def test_what_cannot_run_is_refused_by_name(references):
     folder, _ = references["3.5"]
-    with pytest.raises(OptionError, match=r"speculative_config does not work with this model"):
-        LLM(references["granite"][0], device="cpu", speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     with pytest.raises(LayoutError, match=r"tensor_parallel_size=3 does not divide"):
         LLM(folder, device="cpu", tensor_parallel_size=3)
 

@@ -24,6 +24,7 @@ class Mamba2:
     share. The gated norm is over a group's heads.
     head_dim, state_dim: a head's state is a matrix [state_dim, head_dim] in fp32.
     conv: tokens that the causal convolution of x, B and C covers.
+    drafts: as of `GatedDelta`.
     """
 
     layers: tuple[int, ...]
@@ -32,6 +33,17 @@ class Mamba2:
     groups: int
     state_dim: int
     conv: int
+    drafts: int = 0
+
+    @property
+    def kept(self) -> int:
+        """As of `GatedDelta`."""
+        return self.drafts + 1 if self.drafts else 0
+
+    @property
+    def conv_rows(self) -> int:
+        """As of `GatedDelta`."""
+        return self.conv - 1 + (self.kept + 1 if self.kept else 0)
 
     @property
     def inner(self) -> int:

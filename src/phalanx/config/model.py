@@ -169,7 +169,11 @@ class ModelShape:
 
     def with_drafts(self, drafts: int) -> ModelShape:
         """The model where a row of a step verifies up to so many drafts."""
-        return self if self.gated_delta is None else replace(self, gated_delta=replace(self.gated_delta, drafts=drafts))
+        gated, mamba = self.gated_delta, self.mamba
+        return replace(
+            self, gated_delta=None if gated is None else replace(gated, drafts=drafts),
+            mamba=None if mamba is None else replace(mamba, drafts=drafts),
+        )  # fmt: skip
 
     def experts_in(self, layer: int) -> Experts | None:
         """The experts of a layer; None where its MLP is dense."""

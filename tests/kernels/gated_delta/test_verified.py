@@ -5,8 +5,7 @@ interpreter; and the kernels compile for three generations of GPUs."""
 from __future__ import annotations
 
 import importlib
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,22 +14,20 @@ from torch import Tensor
 
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.gated_delta import reference
-from phalanx.kernels.gated_delta.dispatch import count_chunks, launched
+from phalanx.kernels.gated_delta.dispatch import launched
 from phalanx.kernels.gated_delta.reference import StateRows
 from tests.support.kernels_compiled import by_generation, compiled
+from tests.support.kernels_drafts import DRAFTS, LENGTH, require_alike
 from tests.support.kernels_gated_delta import HEADS, TAPS, inputs, weights
 from tests.support.kernels_interpreted import interpret
-
-DRAFTS, LENGTH = 3, 40
 
 
 def check_drafts(
     rule: Callable[..., Tensor], dtype: torch.dtype, device: str = "cpu", heads: GatedDelta = HEADS, seed: int = 0, absent: int = 0
 ) -> None:
-    """Two requests of which some drafts are right, in steps with prompts beside them, with absent rows, and a third that takes a
-    slot; one is computed on from its last decode row as a prompt is, as behind a state that was kept."""
+    """As `tests.support.kernels_drafts`."""
     torch.manual_seed(seed)
-    chance, heads = random.Random(seed), replace(heads, drafts=DRAFTS)
+    heads = replace(heads, drafts=DRAFTS)
     own = weights(heads, dtype)
     own = own._replace(**{name: getattr(own, name).to(device) for name in ("conv", "a_log", "dt_bias", "norm")})
     conv = torch.full((2, heads.conv_rows, sum(heads.sections)), float("nan"), device=device)
@@ -38,57 +35,11 @@ def check_drafts(
     pending = torch.full((2, heads.value_heads, 2 * heads.kept + 1), float("nan"), device=device)
     texts = [inputs(LENGTH, heads, dtype) for _ in range(3)]
     wanted = [without_drafts(*text, heads, dtype) for text in texts]
-    done, slots, pairs = [0, 0, LENGTH], [0, 1, 0], list[tuple[Tensor, Tensor]]()
-    for step in range(60):
-        if step == 30:
-            done[0], done[2] = LENGTH, 0
-        rows = list[tuple[int, int, int, int]]()  # (request, tokens, those that are right, decode rows)
-        for request in range(3):
-            left = LENGTH - done[request]
-            if not left or chance.random() < 0.2:
-                continue
-            if not done[request] or step % 11 == 10:
-                count = min(left, chance.randrange(2, 9))
-                rows += [(request, count, count, 0)] if count > 1 else []
-                continue
-            count = chance.randrange(1, DRAFTS + 2)
-            rows.append((request, count, min(left, chance.randrange(1, count + 1)), count))
-        rows.sort(key=lambda row: not row[3])
-        if not rows:
-            continue
-        mixed, ba, lengths, starts, places, kv = [], [], [], [0], [], []
-        for request, count, right, decodes in rows:
-            garbage = inputs(count - right, heads, dtype)
-            for parts, text, other in zip((mixed, ba), texts[request], garbage, strict=True):
-                parts += [text[done[request] : done[request] + right], other]
-            each = range(count) if decodes else [count - 1]
-            lengths += [done[request] + number + 1 for number in each]
-            starts += [starts[-1] + (1 if decodes else count) * (number + 1) for number in range(len(each))]
-            places += [slots[request]] * len(each)
-            stored = chance.randrange(right, count + 1)
-            kv += [1] * stored + [-1] * (count - stored)
-        decodes = sum(row[3] for row in rows)
-        for _ in range(absent):  # of slot 0, without a token
-            lengths.insert(decodes, 0)
-            places.insert(decodes, 0)
-            starts.insert(decodes, decodes)
-        decodes += absent
-        state_rows = StateRows(
-            torch.tensor(places, device=device), torch.tensor(starts, dtype=torch.int32, device=device),
-            torch.tensor(lengths, dtype=torch.int32, device=device), torch.tensor(kv, device=device), decodes,
-            count_chunks(starts, decodes), starts, lengths,
-        )  # fmt: skip
-        out = rule(torch.cat(mixed).to(device), torch.cat(ba).to(device), heads, own, conv, state, state_rows, pending)
-        begin = 0
-        for request, count, right, _ in rows:
-            pairs.append((out[begin : begin + right].cpu(), wanted[request][done[request] : done[request] + right]))
-            begin, done[request] = begin + count, done[request] + right
-    assert done[1:] == [LENGTH, LENGTH]
-    outs, right = (torch.cat(each).float() for each in zip(*pairs, strict=True))
-    if dtype == torch.float32:
-        torch.testing.assert_close(outs, right, rtol=5e-4, atol=5e-4)
-    else:  # a norm enlarges the error of what is nearly 0: all of them together are close
-        assert (outs - right).norm() / right.norm() < 0.015
+
+    def run(parts: Sequence[Tensor], rows: StateRows) -> Tensor:
+        return rule(*parts, heads, own, conv, state, rows, pending)
+
+    require_alike(texts, wanted, lambda count: inputs(count, heads, dtype), run, dtype, device, seed, absent)
 
 
 def without_drafts(mixed: Tensor, ba: Tensor, heads: GatedDelta, dtype: torch.dtype) -> Tensor:

@@ -111,18 +111,14 @@ def with_drafts(
     their inputs are kept behind it, those of the convolution in conv, b and a in pending, which has the position up to which the
     state is, too. The next row of the slot takes in as many of them as it begins behind that position: those were accepted. So a
     state is read once and written once in a step, as without drafts. A prefill row's tokens are final."""
-    taps, out = weights.conv.shape[2], torch.zeros(len(qkv), heads.value_heads, heads.value_dim, device=qkv.device)
-    for begin, count, slot, start, decodes in _runs_of_slots(rows):
-        taken = (
-            min(max(start - int(pending[slot, 0, -1]), 0), heads.kept) if start else 0
-        )  # steps that measure memory begin anywhere
-        before = conv[slot, : taps - 1 + taken] if start else conv.new_zeros(taps - 1, conv.shape[2])
-        inputs = torch.cat([before, qkv[begin : begin + count].float()])
-        sums = F.conv1d(inputs.T.unsqueeze(0), weights.conv.float(), groups=inputs.shape[1])[0].T
+    out = torch.zeros(len(qkv), heads.value_heads, heads.value_dim, device=qkv.device)
+    for begin, count, slot, start, decodes in runs_of_slots(rows):
+        taken = count_taken(start, pending[slot, 0, -1], heads.kept)
+        convolved = conv_behind_state(qkv[begin : begin + count], weights.conv, conv[slot], start, taken, decodes=decodes)
         kept = pending[slot, :, :-1].view(heads.value_heads, 2, -1)
         earlier = kept[:, :, :taken].permute(2, 1, 0).flatten(1)
         new = ba[begin : begin + count].float()
-        each = rule_inputs(F.silu(sums).to(qkv.dtype), torch.cat([earlier, new]), heads, weights)
+        each = rule_inputs(convolved, torch.cat([earlier, new]), heads, weights)
         states = state[slot].unsqueeze(0) if start else torch.zeros_like(state[:1])
         for token in range(taken):
             _, states = one_token(*_tokens(each, token, token + 1), states)
@@ -131,15 +127,36 @@ def with_drafts(
             for token in range(taken, taken + count):
                 out[begin + token - taken], states = one_token(*_tokens(each, token, token + 1), states)
             kept[:, :, :count] = new.view(count, 2, -1).permute(2, 1, 0)
-            conv[slot, : taps - 1 + count] = inputs[taken:]
         else:
             out[begin : begin + count], state[slot] = many_tokens(*_tokens(each, taken, taken + count), states[0])
-            conv[slot, : taps - 1] = inputs[len(inputs) - taps + 1 :]
-        pending[slot, :, -1] = conv[slot, -1] = start if decodes else start + count
+        pending[slot, :, -1] = start if decodes else start + count
     return out
 
 
-def _runs_of_slots(rows: StateRows) -> Iterator[tuple[int, int, int, int, bool]]:
+def count_taken(start: int, position: Tensor, kept: int) -> int:
+    """How many of the tokens that are kept behind a state were accepted. start: of the row; position: of the state."""
+    return min(max(start - int(position), 0), kept) if start else 0  # steps that measure memory begin anywhere
+
+
+def conv_behind_state(
+    x: Tensor, weight: Tensor, tails: Tensor, start: int, taken: int, *, decodes: bool, bias: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """As `causal_conv`, of x [n, channels] of a slot behind `taken` tokens that it has kept: of both. tails [conv_rows, channels]:
+    of the slot; decodes: the new tokens are kept there."""
+    taps = weight.shape[2]
+    before = tails[: taps - 1 + taken] if start else tails.new_zeros(taps - 1, tails.shape[1])
+    inputs = torch.cat([before, x.float()])
+    added = None if bias is None else bias.float()
+    sums = F.conv1d(inputs.T.unsqueeze(0), weight.float(), added, groups=inputs.shape[1])[0].T
+    if decodes:
+        tails[: taps - 1 + len(x)] = inputs[taken:]
+    else:
+        tails[: taps - 1] = inputs[len(inputs) - taps + 1 :]
+    tails[-1] = start if decodes else start + len(x)
+    return F.silu(sums).to(x.dtype)
+
+
+def runs_of_slots(rows: StateRows) -> Iterator[tuple[int, int, int, int, bool]]:
     """(first token, tokens, slot, position of the first, whether they are decode rows): the decode rows of each slot, as far as
     they have blocks, and each other row."""
     slots, starts, lengths, row = rows.slots.tolist(), rows.starts_cpu, rows.lengths_cpu, 0

@@ -25,7 +25,7 @@ BLOCK = 256
 
 
 @triton.jit
-def _first_of_slot(slots, kv_slots, row, token, count, NEW: tl.constexpr):
+def first_of_slot(slots, kv_slots, row, token, count, NEW: tl.constexpr):
     """Whether a row's program computes the rows of its slot."""
     first = count > 0
     if NEW:
@@ -35,7 +35,7 @@ def _first_of_slot(slots, kv_slots, row, token, count, NEW: tl.constexpr):
 
 
 @triton.jit
-def _is_next(slots, starts, kv_slots, row, token, i, rows):
+def is_next(slots, starts, kv_slots, row, token, i, rows):
     """Whether row + i is of the slot of the row, and has a token with a block. Rows that are none are of slot 0."""
     inside = (row + i < rows) & (tl.load(starts + row + i + 1, row + i < rows, 0) > token + i)
     same = tl.load(slots + row + i, inside, -1) == tl.load(slots + row)
@@ -44,30 +44,33 @@ def _is_next(slots, starts, kv_slots, row, token, i, rows):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "lengths"])
 def _conv_verify(
-    x, weight, tails, out, accepted, slots, starts, lengths, kv_slots, rows, channels, pitch, slot_pitch,
+    x, weight, bias, tails, out, accepted, slots, starts, lengths, kv_slots, rows, channels, pitch, slot_pitch,
     TAPS: tl.constexpr, KEPT: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """accepted [rows * KEPT, channels]: the convolved inputs that a slot has kept, of its first row."""
+    """accepted [rows * KEPT, channels]: the convolved inputs that a slot has kept, of its first row. bias: of channels, or None."""
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     token, count, slot, start = row_at(slots, starts, lengths, row, SM)
-    if _first_of_slot(slots, kv_slots, row, token, count, NEW):
+    if first_of_slot(slots, kv_slots, row, token, count, NEW):
         kept = tails + slot * slot_pitch + channel
         origin = kept + (TAPS - 1 + KEPT) * channels
         going = inside & (start > 0)
         at = tl.max(tl.load(origin, going, 0.0), 0).to(tl.int64)
         taken = tl.where(start > 0, tl.minimum(tl.maximum(start - at, 0), KEPT), 0)  # steps that measure memory begin anywhere
         like = tl.load(weight + channel * TAPS, inside, 0.0)
+        added = tl.zeros([BLOCK], tl.float32)
+        if bias is not None:
+            added += tl.load(bias + channel, inside, 0.0).to(tl.float32)
         for j in range(0, taken):
-            total = tl.zeros([BLOCK], tl.float32)
+            total = added
             for tap in tl.static_range(TAPS):
                 earlier = tl.load(kept + (j + tap) * channels, inside, 0.0)
                 total += earlier * tl.load(weight + channel * TAPS + tap, inside, 0.0).to(tl.float32)
             tl.store(accepted + (row * KEPT + j) * channels + channel, nearest(total * sigmoid(total), like, SM), inside)
         if NEW:
             for i in range(0, KEPT):
-                if _is_next(slots, starts, kv_slots, row, token, i, rows):
-                    total = tl.zeros([BLOCK], tl.float32)
+                if is_next(slots, starts, kv_slots, row, token, i, rows):
+                    total = added
                     for tap in tl.static_range(TAPS):
                         place = i + tap - (TAPS - 1)
                         earlier = tl.load(kept + (taken + TAPS - 1 + place) * channels, going & (place < 0), 0.0)
@@ -83,7 +86,7 @@ def _conv_verify(
         tl.debug_barrier()
         if NEW:
             for i in range(0, KEPT):
-                if _is_next(slots, starts, kv_slots, row, token, i, rows):
+                if is_next(slots, starts, kv_slots, row, token, i, rows):
                     now = tl.load(x + (token + i) * pitch + channel, inside, 0.0).to(tl.float32)
                     tl.store(kept + (TAPS - 1 + i) * channels, now, inside)
             tl.store(origin, tl.zeros([BLOCK], tl.float32) + start.to(tl.float32), inside)
@@ -130,7 +133,7 @@ def _delta_verify(
     key, value = tl.arange(0, WIDE_KEYS)[:, None], tl.arange(0, WIDE_VALUES)[None, :]
     is_key, is_value = key < KEYS, value < VALUES
     token, count, slot, start = row_at(slots, starts, lengths, row, SM)
-    if _first_of_slot(slots, kv_slots, row, token, count, NEW):
+    if first_of_slot(slots, kv_slots, row, token, count, NEW):
         CHANNELS: tl.constexpr = 2 * (HEADS // RATIO * KEYS) + HEADS * VALUES
         kept = pending + (slot * HEADS + head) * (2 * KEPT + 1)
         at = tl.load(kept + 2 * KEPT, start > 0, 0.0).to(tl.int64)
@@ -148,7 +151,7 @@ def _delta_verify(
         tl.debug_barrier()  # a warp may store what another one still loads
         if NEW:
             for i in range(0, KEPT):
-                if _is_next(slots, starts, kv_slots, row, token, i, rows):
+                if is_next(slots, starts, kv_slots, row, token, i, rows):
                     now = token + i
                     b = tl.load(ba + now * ba_pitch + head).to(tl.float32)
                     a = tl.load(ba + now * ba_pitch + HEADS + head).to(tl.float32)
@@ -162,6 +165,22 @@ def _delta_verify(
             tl.store(kept + 2 * KEPT, start.to(tl.float32))
         else:
             tl.store(kept + 2 * KEPT, (start + count).to(tl.float32))
+
+
+def conv_verify(
+    x: Tensor, weight: Tensor, tails: Tensor, out: Tensor, rows: StateRows, part: slice, kept: int, *, new: bool,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`reference.conv_behind_state` of the rows of a part, written into `out`; those of the tokens that were kept are returned:
+    [rows of the part * kept, channels]. new: the tokens of the rows may be drafts."""
+    slots, lengths, channels, sm = rows.slots[part], rows.lengths[part], x.shape[1], sm_arch(x.device)
+    accepted = out.new_empty(len(slots) * kept, channels)
+    _conv_verify[(len(slots), triton.cdiv(channels, BLOCK))](
+        x, weight, bias, tails, out, accepted, slots, rows.starts[part.start :], lengths, rows.kv_slots, len(slots), channels,
+        x.stride(0), tails.stride(0), TAPS=weight.shape[2], BLOCK=BLOCK, KEPT=kept, NEW=new, SM=sm, num_warps=4,
+        launch_pdl=sm >= 90,
+    )  # fmt: skip
+    return accepted
 
 
 def verify(
@@ -184,15 +203,10 @@ def _launch(
     qkv: Tensor, z: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, pending: Tensor,
     rows: StateRows, convolved: Tensor, out: Tensor, part: slice, *, new: bool,
 ) -> None:  # fmt: skip
-    slots, lengths = rows.slots[part], rows.lengths[part]
-    starts, count, kept, sm = rows.starts[part.start :], len(slots), heads.kept, sm_arch(qkv.device)
-    channels = sum(heads.sections)
-    accepted = convolved.new_empty(count * kept, channels)
-    common = {"KEPT": kept, "NEW": new, "SM": sm, "launch_pdl": sm >= 90}
-    _conv_verify[(count, triton.cdiv(channels, BLOCK))](
-        qkv, weights.conv, conv, convolved, accepted, slots, starts, lengths, rows.kv_slots, count, channels, qkv.stride(0),
-        conv.stride(0), TAPS=weights.conv.shape[2], BLOCK=BLOCK, num_warps=4, **common,
-    )  # fmt: skip
+    slots, lengths, starts = rows.slots[part], rows.lengths[part], rows.starts[part.start :]
+    count, sm = len(slots), sm_arch(qkv.device)
+    accepted = conv_verify(qkv, weights.conv, conv, convolved, rows, part, heads.kept, new=new)
+    common = {"KEPT": heads.kept, "NEW": new, "SM": sm, "launch_pdl": sm >= 90}
     _delta_verify[(count, heads.value_heads)](
         convolved, accepted, z, ba, weights.a_log, weights.dt_bias, weights.norm, state, pending, out, slots, starts, lengths,
         rows.kv_slots, count, z.stride(0), ba.stride(0), weights.eps, heads.key_dim**-0.5,

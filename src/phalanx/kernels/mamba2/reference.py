@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.config.gated_delta import CHUNK
 from phalanx.config.mamba import Mamba2
-from phalanx.kernels.gated_delta.reference import StateRows, causal_conv, runs_of
+from phalanx.kernels.gated_delta.reference import StateRows, causal_conv, conv_behind_state, count_taken, runs_of, runs_of_slots
 
 
 class MambaWeights(NamedTuple):
@@ -32,26 +32,27 @@ class MambaWeights(NamedTuple):
 
 
 class MambaStates(NamedTuple):
-    """Of slots, in fp32: conv [slots, taps - 1, heads * head_dim], of x; group_conv [slots, taps - 1, 2 * groups * state_dim], of B
-    and C; state [slots, heads, state_dim, head_dim]."""
+    """Of slots, in fp32: conv [slots, conv_rows, heads * head_dim], of x; group_conv [slots, conv_rows, 2 * groups * state_dim], of
+    B and C; state [slots, heads, state_dim, head_dim]."""
 
     conv: Tensor
     group_conv: Tensor
     state: Tensor
 
 
-def mamba2(mixed: Tensor, sizes: Mamba2, weights: MambaWeights, states: MambaStates, rows: StateRows) -> Tensor:
+def mamba2(
+    mixed: Tensor, sizes: Mamba2, weights: MambaWeights, states: MambaStates, rows: StateRows, pending: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """mixed [T, inner + channels + heads]: gates z, then x, B and C of all heads and groups, then time steps. The states are
-    brought up to date. Returns the gated outputs [T, inner] fp32."""
+    brought up to date. Returns the gated outputs [T, inner] fp32. pending [slots, heads, kept + 1], fp32: see `with_drafts`."""
     z, inputs, groups, steps = split(mixed, sizes)
-    inner, tokens, ratio = sizes.inner, len(mixed), sizes.heads // sizes.groups
+    if pending is not None:
+        return with_drafts(inputs, groups, steps, sizes, weights, states, rows, pending).flatten(1) * F.silu(z.float())
+    inner = sizes.inner
     x = causal_conv(inputs, weights.conv[:inner], states.conv, rows, weights.conv_bias[:inner])
     both = causal_conv(groups, weights.conv[inner:], states.group_conv, rows, weights.conv_bias[inner:])
-    x = x.float().view(tokens, sizes.heads, sizes.head_dim)
-    b, c = (each.repeat_interleave(ratio, dim=1) for each in both.float().view(tokens, 2, sizes.groups, -1).unbind(1))
-    step = F.softplus(steps.float() + weights.dt_bias)
-    decay, out = -weights.a_log.exp() * step, torch.empty_like(x)
-    scaled = x * step.unsqueeze(-1)
+    x, (c, b, scaled, decay) = rule_inputs(x, both, steps.float(), sizes, weights)
+    out = torch.empty_like(x)
     for begin, end, index, fresh in runs_of(rows):
         state = states.state[rows.slots[index]]
         state[fresh] = 0.0
@@ -62,6 +63,60 @@ def mamba2(mixed: Tensor, sizes: Mamba2, weights: MambaWeights, states: MambaSta
             out[begin:end], state[0] = many_tokens(query, key, value, g, state[0])
         states.state[rows.slots[index]] = state
     return (out + weights.d[:, None] * x).flatten(1) * F.silu(z.float())
+
+
+RuleInputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def rule_inputs(
+    x: Tensor, groups: Tensor, steps: Tensor, sizes: Mamba2, weights: MambaWeights
+) -> tuple[Tensor, RuleInputs]:  # fmt: skip
+    """x [T, inner] and groups [T, 2 * groups * state_dim], convolved, steps [T, heads] fp32 -> (x [T, H, P] fp32, (query and key
+    [T, H, N], value [T, H, P], decay [T, H]))."""
+    x, ratio = x.float().view(len(x), sizes.heads, sizes.head_dim), sizes.heads // sizes.groups
+    b, c = (each.repeat_interleave(ratio, dim=1) for each in groups.float().view(len(x), 2, sizes.groups, -1).unbind(1))
+    step = F.softplus(steps + weights.dt_bias)
+    return x, (c, b, x * step.unsqueeze(-1), -weights.a_log.exp() * step)
+
+
+def with_drafts(
+    inputs: Tensor, groups: Tensor, steps: Tensor, sizes: Mamba2, weights: MambaWeights, states: MambaStates, rows: StateRows,
+    pending: Tensor,
+) -> Tensor:  # fmt: skip
+    """The outputs [T, heads, head_dim] before the gates, where decode rows may be drafts, which the next step rejects: as
+    `gated_delta.reference.with_drafts`. Behind a slot's state are kept the inputs of both convolutions, and in pending the time
+    steps, then the position up to which the state is."""
+    inner, out = sizes.inner, torch.zeros(len(inputs), sizes.heads, sizes.head_dim, device=inputs.device)
+    for begin, count, slot, start, decodes in runs_of_slots(rows):
+        end, taken = begin + count, count_taken(start, pending[slot, 0, -1], sizes.kept)
+        convolved = [
+            conv_behind_state(
+                each[begin:end], weights.conv[part], tails[slot], start, taken, decodes=decodes, bias=weights.conv_bias[part]
+            )
+            for each, part, tails in (
+                (inputs, slice(inner), states.conv), (groups, slice(inner, None), states.group_conv),
+            )
+        ]  # fmt: skip
+        kept, new = pending[slot, :, :-1], steps[begin:end].float()
+        x, each = rule_inputs(convolved[0], convolved[1], torch.cat([kept[:, :taken].T, new]), sizes, weights)
+        state = states.state[slot].unsqueeze(0) if start else torch.zeros_like(states.state[:1])
+        for token in range(taken):
+            _, state = one_token(*_tokens(each, token, token + 1), state)
+        if decodes:
+            states.state[slot] = state[0]
+            for token in range(taken, taken + count):
+                out[begin + token - taken], state = one_token(*_tokens(each, token, token + 1), state)
+            kept[:, :count] = new.T
+        else:
+            out[begin:end], states.state[slot] = many_tokens(*_tokens(each, taken, taken + count), state[0])
+        pending[slot, :, -1] = start if decodes else start + count
+        out[begin:end] += weights.d[:, None] * x[taken:]
+    return out
+
+
+def _tokens(each: RuleInputs, begin: int, end: int) -> RuleInputs:
+    query, key, value, decay = each
+    return query[begin:end], key[begin:end], value[begin:end], decay[begin:end]
 
 
 def split(mixed: Tensor, sizes: Mamba2) -> tuple[Tensor, Tensor, Tensor, Tensor]:

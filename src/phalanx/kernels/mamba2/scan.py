@@ -95,10 +95,12 @@ def _scan(
 
 
 def scan(
-    x: Tensor, groups: Tensor, z: Tensor, steps: Tensor, sizes: Mamba2, weights: MambaWeights, state: Tensor, rows: StateRows
+    x: Tensor, groups: Tensor, z: Tensor, steps: Tensor, sizes: Mamba2, weights: MambaWeights, state: Tensor, rows: StateRows,
+    verified: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What follows the convolution in `reference.mamba2`. x and groups are contiguous."""
-    out = torch.empty((len(x), sizes.inner), dtype=torch.float32, device=x.device)
+    """What follows the convolution in `reference.mamba2`. x and groups are contiguous. verified: outputs in which those of the
+    decode rows are already."""
+    out = torch.empty((len(x), sizes.inner), dtype=torch.float32, device=x.device) if verified is None else verified
     sm, decodes, prefills = sm_arch(x.device), rows.decodes, len(rows.lengths) - rows.decodes
     inputs = x, groups, z, steps, weights.a_log, weights.d, weights.dt_bias, state, out
     pitches = z.stride(0), steps.stride(0)
@@ -107,7 +109,7 @@ def scan(
         "HEADS": sizes.heads, "GROUPS": sizes.groups, "STATE": sizes.state_dim, "VALUES": sizes.head_dim,
         "WIDE_STATE": triton.next_power_of_2(max(sizes.state_dim, 16)), "SM": sm, "num_warps": 4, "launch_pdl": sm >= 90,
     }  # fmt: skip
-    if decodes:
+    if decodes and verified is None:
         _decode[(decodes, sizes.heads)](
             *inputs, rows.slots, rows.starts, rows.lengths, rows.kv_slots, *pitches, WIDE_VALUES=wide_values, **common
         )

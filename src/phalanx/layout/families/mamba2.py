@@ -58,18 +58,22 @@ NEMOTRON_SPELLINGS = {
 
 
 def cache(shape: ModelShape, index: int, dtype: str) -> Iterator[CacheTensor]:
-    """Of Mamba-2: the inputs that the convolution still covers, x by heads, and B and C by groups; and a matrix for each head. Of
-    attention: keys and values."""
+    """Of Mamba-2: the inputs that the convolution still covers, x by heads, and B and C by groups; and a matrix for each head.
+    Where rows verify drafts also what takes in the tokens behind the state: see `Mamba2.conv_rows`, and of each head their time
+    steps, and the position of the state. Of attention: keys and values."""
     mamba = shape.mamba
     if shape.blocks and shape.blocks[index] not in ("mamba", "attention"):
         return
     if mamba is None or index not in mamba.layers:
         yield from dense.cache(shape, index, dtype)
         return
-    before, heads = mamba.conv - 1, mamba.heads
-    yield CacheTensor("conv", (heads, before * mamba.head_dim), "fp32", "request", heads=heads)
-    yield CacheTensor("group_conv", (mamba.groups, before * 2 * mamba.state_dim), "fp32", "request", heads=heads)
-    yield CacheTensor("state", (heads, mamba.state_dim, mamba.head_dim), "fp32", "request", heads=heads)
+    before, heads = mamba.conv_rows, mamba.heads
+    sizes: dict[str, tuple[int, ...]] = {
+        "conv": (heads, before * mamba.head_dim), "group_conv": (mamba.groups, before * 2 * mamba.state_dim),
+        "state": (heads, mamba.state_dim, mamba.head_dim), **({"pending": (heads, mamba.kept + 1)} if mamba.kept else {}),
+    }  # fmt: skip
+    for name, size in sizes.items():
+        yield CacheTensor(name, size, "fp32", "request", heads=heads, revocable=mamba.kept > 0)
 
 
 def mixer(mamba: Mamba2, name: str, hidden: int) -> Iterator[WeightTensor]:

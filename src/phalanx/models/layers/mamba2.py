@@ -79,10 +79,10 @@ class MambaMixer(nn.Module):
         """x and residual [T, hidden] -> (norm(residual + out), residual + out); the states of the rows' requests are brought up to
         date. There are no positions beside the state."""
         weights = MambaWeights(self.conv1d.weight, self.conv1d_bias.weight, self.A_log.weight, self.D.weight, self.dt_bias.weight)
-        before, slots = self.sizes.conv - 1, len(cache["state"])
+        before, slots = self.sizes.conv_rows, len(cache["state"])
         states = MambaStates(cache["conv"].view(slots, before, -1), cache["group_conv"].view(slots, before, -1), cache["state"])
-        mixed = self.in_proj(x)
-        gated = mamba2(mixed, self.sizes, weights, states, state_rows(batch))
+        mixed, pending = self.in_proj(x), cache["pending"] if self.sizes.kept else None
+        gated = mamba2(mixed, self.sizes, weights, states, state_rows(batch), pending)
         output: tuple[NormOutput, Tensor] = self.o_proj(self.norm(gated, mixed.dtype), residual, norm)
         return output
 
