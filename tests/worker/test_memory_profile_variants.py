@@ -142,7 +142,7 @@ def test_steps_ask_for_no_kernel_that_the_start_has_not_compiled(name: str) -> N
     if name.startswith("deepseek"):
         decode = "_latent_decode_bands" if has_gluon() and "64 heads" in name else "_latent_decode"
         assert {decode, "_latent_rope_store", "_topk_softmax", "_plan", "_prefill"} <= kernels
-        assert ({"_index_scores", "_best_slots"} <= kernels) == ("indexer" in name)
+        assert ({"_index_rope_store", "_index_scores", "_best_slots"} <= kernels) == ("indexer" in name)
     else:
         assert {"_decode", "_prefill"} <= kernels
         long = {variant for variant in first if variant.kernel == "_prefill_long_rows"}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.latent import Latent
+from phalanx.kernels.attention import indexer
 from phalanx.kernels.attention.heuristics import (
     LATENT_BAND_LEAST,
     LATENT_RANK,
@@ -185,6 +186,20 @@ def latent_decode_attention(
     from phalanx.kernels.attention.latent_decode import latent_decode_attention as kernel
 
     return kernel(*arguments, **options)
+
+
+def index_rope_store(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, bias: Tensor, eps: float, cache: Tensor,
+    scales: Tensor | None, slots: Tensor, *, interleaved: bool,
+) -> None:  # fmt: skip
+    """See `indexer.index_rope_store`."""
+    arguments = query, key, cos, sin, weight, bias, eps, cache, scales, slots
+    if query.is_cuda and has_triton():
+        from phalanx.kernels.attention.index_rope_store import index_rope_store as kernel
+
+        kernel(*arguments, interleaved=interleaved)
+        return
+    indexer.index_rope_store(*arguments, interleaved=interleaved)
 
 
 def best_slots(

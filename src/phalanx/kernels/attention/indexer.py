@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference import quantize_fp8, write_slots
+from phalanx.kernels.reference import quantize_fp8, rope, write_slots
 
 SCORES_BYTES = 256 << 20
 """Of scores by head, fp32, at a time: a few heads' at least one."""
@@ -31,6 +31,26 @@ def store_index_keys(key: Tensor, cache: Tensor, scales: Tensor | None, slots: T
     values, scale = quantize_fp8(key.squeeze(1))
     write_slots(values.unsqueeze(1).view(torch.uint8), cache.view(torch.uint8), slots)  # which torch writes on every device
     write_slots(scale.unsqueeze(1), scales, slots)
+
+
+def index_rope_store(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, bias: Tensor, eps: float, cache: Tensor,
+    scales: Tensor | None, slots: Tensor, *, interleaved: bool,
+) -> None:  # fmt: skip
+    """Between an indexer's projections and its scores: norm, rotate and store each token's key, and rotate its queries in place.
+
+    query [T, heads, head_dim]; key [T, head_dim]; cos, sin [T, rope / 2] fp32: the first `rope` elements are rotated; weight, bias
+    [head_dim] and eps of the keys' layer norm; cache, scales, slots: as of `store_index_keys`. interleaved: as of
+    `reference.latent_rope_store`."""
+    width = 2 * cos.shape[1]
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.cat((x[..., :width:2], x[..., 1:width:2]), dim=-1) if interleaved else x[..., :width]
+        return torch.cat((rope(pairs, cos, sin), x[..., width:]), dim=-1)
+
+    query.copy_(rotated(query))
+    normed = torch.nn.functional.layer_norm(key, key.shape[-1:], weight, bias, eps)
+    store_index_keys(rotated(normed.unsqueeze(1)), cache, scales, slots)
 
 
 def read_index_keys(cache: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import kernels
 from phalanx.config.latent import Indexer
-from phalanx.kernels.attention.indexer import IndexQuery, store_index_keys
+from phalanx.kernels.attention import dispatch
+from phalanx.kernels.attention.indexer import IndexQuery
 from phalanx.models.cache import LayerCache
 from phalanx.models.layers.rope import CosSin
 from phalanx.models.slices import LayerContext, TensorPart
@@ -37,17 +36,12 @@ class LatentIndexer(nn.Module):
         return self.config.heads * self.config.head_dim
 
     def forward(self, x: Tensor, query: Tensor, key: Tensor, cos_sin: CosSin, cache: LayerCache, slots: Tensor) -> IndexQuery:
-        """x [T, hidden]: the layer's input; query [T, heads * head_dim] and key [T, head_dim]: its projections; slots: as of
-        `Batch`."""
-        normed = F.layer_norm(key, key.shape[-1:], self.k_norm.weight, self.k_norm_bias.weight, NORM_EPS)
-        store_index_keys(self._rotated(normed.unsqueeze(1), cos_sin), cache["index_key"], cache.tensors.get("index_scale"), slots)
+        """x [T, hidden]: the layer's input; query [T, heads * head_dim], which is rotated in place, and key [T, head_dim]: its
+        projections; slots: as of `Batch`."""
+        query = query.view(len(query), -1, self.config.head_dim)
+        dispatch.index_rope_store(
+            query, key, *cos_sin[:2], self.k_norm.weight, self.k_norm_bias.weight, NORM_EPS, cache["index_key"],
+            cache.tensors.get("index_scale"), slots, interleaved=self.config.interleaved,
+        )  # fmt: skip
         weights = kernels.linear_fp32(x, self.weights_proj.weight) * self.scale
-        return IndexQuery(self._rotated(query.reshape(len(query), -1, self.config.head_dim), cos_sin), weights)
-
-    def _rotated(self, x: Tensor, cos_sin: CosSin) -> Tensor:
-        """x [T, heads, head_dim] with its first elements rotated; of neighbours that are a pair, the first ones come first."""
-        width = 2 * cos_sin.cos.shape[1]
-        rotated, rest = x[..., :width], x[..., width:]
-        if self.config.interleaved:
-            rotated = torch.cat((rotated[..., ::2], rotated[..., 1::2]), dim=-1)
-        return torch.cat((kernels.rope(rotated, *cos_sin[:2]), rest), dim=-1)
+        return IndexQuery(query, weights)
