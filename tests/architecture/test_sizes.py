@@ -21,6 +21,7 @@ LONG_FUNCTIONS: dict[str, str] = {
 LARGE_PACKAGES: dict[str, str] = {
     "phalanx.config": "28 files, of which config.json has ten: one for each of its objects, and their tables",
     "phalanx.engine": "24 files, of which five make steps: one scheduler, that of several indices, what both are, drafts of steps",
+    "phalanx.kernels.gemm": "21 files, a kernel each for one kind of weights and of sizes, of which six are of 4-bit integers",
     "phalanx.serve": "21 files, of which three read tokenizers: what they give, transformers' files, and the ranks of tiktoken",
     "phalanx.serve.openai": "24 files, of which eight have the routes: what they share stands beside them",
 }

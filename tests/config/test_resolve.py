@@ -210,3 +210,12 @@ def test_host_memory_is_bytes_or_auto(text, memory):
 def test_host_memory_of_another_form_is_refused(wrong):
     with pytest.raises(OptionError, match=r"^kv_host_memory=.* is not valid; it must be a number of bytes, or 'auto'$"):
         EngineOptions.of(model="x", kv_host_memory=wrong)
+
+
+def test_activations_in_fp8_need_weights_of_4_bit_integers() -> None:
+    own = {"device": "cpu", "quantize_activations": True}
+    with pytest.raises(OptionError, match=r"quantize_activations has no effect.*no weights of 4-bit integers"):
+        resolve(options(**own), SHAPE, gpus=0)
+    assert resolve(options(dtype="int4", **own), SHAPE, gpus=0).options.quantize_activations
+    with pytest.raises(OptionError, match="does not work with deterministic"):
+        resolve(options(dtype="int4", deterministic=True, **own), SHAPE, gpus=0)

@@ -290,3 +290,17 @@ def test_parts_of_one_gemm_must_agree(plain: Path, tmp_path: Path) -> None:
     declare(stored, {**compressed(32), "ignore": ["lm_head", LAYER]})
     with pytest.raises(ModelError, match=r"q_proj is not quantized and .*k_proj is in INT4"):
         build(stored)
+
+
+@pytest.mark.parametrize("form", ["packed 128 static order", "packed 64 with zeros", "gptq desc_act (T3)"])
+def test_activations_in_fp8(form: str, written: dict[str, tuple[Path, Path]]) -> None:
+    """Of a prompt of many tokens: near what the values mean, and not equal; of few tokens equal."""
+    stored, meant = written[form]
+    ids = torch.randint(0, 384, (140,), generator=torch.Generator().manual_seed(2))
+    expected = Formation(meant).step([(0, ids)])[0].log_softmax(-1)
+    for tp, pp in ((1, 1), (2, 2), (4, 1)):
+        actual = Formation(stored, tp=tp, pp=pp, int4_fp8=True).step([(0, ids)])[0].log_softmax(-1)
+        divergence = float((expected.exp() * (expected - actual)).sum(-1).mean())
+        assert 1e-6 < divergence < 5e-3
+    few = Formation(stored, int4_fp8=True).step([(0, ids[:128])])[0]
+    torch.testing.assert_close(few, Formation(meant).step([(0, ids[:128])])[0], rtol=1e-4, atol=1e-4)

@@ -63,6 +63,12 @@ class EngineOptions(BaseModel):
         "fp8: half the memory of 16 bit. int8: nearly that, and closer to 16 bit than FP8: each token's key and value has a scale "
         "for each head. Not for models with latent attention.",
     )
+    quantize_activations: bool = Field(
+        False,
+        description="In steps of more than 128 tokens, multiply weights of 4-bit integers by activations in FP8, with a scale for "
+        "each token, where the GPU has FP8 GEMMs; not those of experts. docs/quantization.md has the error. False: activations "
+        "stay in 16 bit.",
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto", description="auto, safetensors: read the checkpoint. dummy: make seeded random weights on the device."
     )

@@ -160,6 +160,22 @@ def _check_moves(options: EngineOptions, experts: Experts | None) -> None:
         require_places(experts.count, ranks, options.redundant_experts)
 
 
+def _check_int4(options: EngineOptions, shape: ModelShape) -> None:
+    if not options.quantize_activations:
+        return
+    schemes = () if shape.quantization is None else (shape.quantization, *shape.quantization.others)
+    if options.dtype != "int4" and not any(scheme.int4 is not None for scheme in schemes):
+        raise OptionError(
+            "quantize_activations has no effect with this checkpoint", why="it has no weights of 4-bit integers",
+            next="leave it out, or use dtype='int4' with a checkpoint in 16 bit",
+        )  # fmt: skip
+    if options.deterministic:
+        raise OptionError(
+            "quantize_activations does not work with deterministic",
+            why="it quantizes activations in steps of many tokens alone", next="leave one of them out",
+        )  # fmt: skip
+
+
 def _check_experts(tp: int, moe_ep: int, ep: int, experts: Experts | None) -> None:
     """Raise LayoutError where tp ranks cannot share a layer's experts, moe_ep runs of them, or ep such groups cannot."""
     if tp % moe_ep:
@@ -219,6 +235,7 @@ def _check_layout(options: EngineOptions, shape: ModelShape, gpus: int | None, u
             held=f"{shape.architecture}, load_format={options.load_format!r}", why="a trained router must choose the experts",
             next="leave expert_traffic out",
         )  # fmt: skip
+    _check_int4(options, shape)
     _check_experts(options.tensor_parallel_size, moe_ep, ep, shape.experts)
     _check_context_parallel(options, shape)
     if options.expert_exchange in ("ALL_TO_ALL", "ONE_SIDED") and ep == 1:

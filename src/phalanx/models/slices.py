@@ -132,6 +132,7 @@ class LayerContext:
     row_by_row: of several tokens, each is computed alone, so that its bits do not depend on the others: `deterministic` on a CPU.
     batch_invariant: the kernels of a GPU give a token's bits whatever other tokens are beside it: `deterministic` there.
     traffic: experts are drawn by a power law with this exponent, instead of computed by the router; None: they are not.
+    int4_fp8: in steps of many tokens, activations are in FP8 where weights are 4-bit integers.
     last_embeds: the last pipeline stage has the embedding, too: what proposes drafts there shares it.
     adapters: what linear layers that have room for adapters share; None: there are none.
     """
@@ -151,6 +152,7 @@ class LayerContext:
     redundant_experts: int = 0
     row_by_row: bool = False
     batch_invariant: bool = False
+    int4_fp8: bool = False
     last_embeds: bool = False
     adapters: AdapterBatch | None = None
     dcp: Group = field(default_factory=Solo)

@@ -281,7 +281,7 @@ class Worker:
             redundant_experts=options.redundant_experts, row_by_row=options.deterministic and device.type == "cpu",
             batch_invariant=options.deterministic and device.type == "cuda",
             adapters=AdapterBatch(options.max_loras, options.max_lora_rank) if options.max_loras else None,
-            last_embeds=network is not None and network.reads_target,
+            last_embeds=network is not None and network.reads_target, int4_fp8=options.quantize_activations,
         )  # fmt: skip
         return registry.build(shape, layers, context), layers
 

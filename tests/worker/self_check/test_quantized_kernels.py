@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import SelfCheckFailed
-from phalanx.kernels.gemm import int4_packing
+from phalanx.kernels.gemm import int4_mm, int4_packing
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers.linear_methods import fp8, int4, nvfp4
 from phalanx.worker.self_check import quantized_kernels
@@ -57,6 +57,18 @@ def test_right_kernels_pass(kind: str, plain: dict[str, Path], tmp_path: Path) -
     line = check_quantized_kernels(model, 512)
     assert line.startswith(("4 shapes", "5 shapes"))  # with AWQ's groups of 64 two layers have one shape
     assert float(line.split("error ")[1].split(" ")[0]) < 1e-4
+
+
+def test_activations_in_fp8_are_tested_as_such(
+    plain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Few tokens beside 16 bit, and many beside e4m3."""
+    model = loaded("int4 awq", "qwen2", plain, tmp_path, int4_fp8=True)
+    assert float(check_quantized_kernels(model, 512).split("error ")[1].split(" ")[0]) < 1e-4
+    monkeypatch.setattr(int4, "int4_mm", lambda x, weight, bias=None, **_: right(x, weight, bias))
+    right = int4_mm.int4_mm
+    with pytest.raises(SelfCheckFailed, match="with 255 tokens"):
+        check_quantized_kernels(model, 512)
 
 
 @pytest.mark.parametrize("kind", ["int4 packed 32", "nvfp4", "compressed dynamic"])
@@ -104,8 +116,8 @@ def test_a_wrong_kernel_is_named(
     """From so many tokens on: as with a kernel of which one variant is wrong."""
     right = int4.int4_mm
 
-    def wrong(x: Tensor, *args: Any) -> Tensor:
-        return fault(right(x, *args)) if len(x) >= tokens else right(x, *args)
+    def wrong(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return fault(right(x, *args, **options)) if len(x) >= tokens else right(x, *args, **options)
 
     model = loaded("int4 packed 32", "qwen2", plain, tmp_path)
     monkeypatch.setattr(int4, "int4_mm", wrong)
@@ -150,4 +162,3 @@ def test_it_compares_few_rows_of_wide_layers(plain: dict[str, Path], tmp_path: P
     check_quantized_kernels(model, 512)
     assert time.perf_counter() - begin < 20.0
     assert max(rows) <= 64
-    assert len(rows) <= 3 * 5

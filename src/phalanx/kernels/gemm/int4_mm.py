@@ -7,7 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.kernels.capabilities import gpu, has_gluon, has_triton
+import phalanx.kernels.reference as reference
+from phalanx.kernels.capabilities import gpu, has_fp8_gemm, has_gluon, has_triton
 from phalanx.kernels.gemm import int4_heuristics
 from phalanx.kernels.gemm.int4_packing import TILE_ROWS, Int4Weight, dequantized
 
@@ -17,10 +18,21 @@ PIECE_BYTES = 128 << 20
 """Of the widened weight that is held at a time."""
 
 
-def int4_mm(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+FP8_MIN_TOKENS = 129
+"""From so many tokens on activations are quantized, where that is wanted: fewer are multiplied by `int4_skinny`, which reads."""
+
+
+def int4_mm(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, fp8: bool = False) -> Tensor:
     """x [T, inputs] times `weight` transposed, plus bias [outputs] -> [T, outputs] in x's dtype, which is the weight's.
 
-    Each widened element is rounded once to that dtype, sums are in fp32 and rounded once."""
+    Each widened element is rounded once to that dtype, sums are in fp32 and rounded once. fp8: of FP8_MIN_TOKENS and more, x is
+    quantized to e4m3 by token, where the device multiplies that, and on a CPU."""
+    if fp8 and quantizes(x):
+        if not (x.is_cuda and has_triton()):
+            return int4_fp8_plain(x, weight, bias)
+        from phalanx.kernels.gemm.int4_fp8 import int4_fp8_gemm
+
+        return int4_fp8_gemm(x, weight, bias)
     if not (x.is_cuda and has_triton() and x.dtype in (torch.bfloat16, torch.float16)):
         total = x.float() @ dequantized(weight, x.dtype).float().t()
         return (total if bias is None else total + bias.float()).to(x.dtype)
@@ -45,3 +57,16 @@ def int4_mm(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor
         else:
             torch.addmm(bias[rows], x, piece.t(), out=out[:, rows])
     return out
+
+
+def quantizes(x: Tensor) -> bool:
+    """Whether activations [T, inputs] are quantized, where that is wanted."""
+    in_16_bit = x.dtype in (torch.bfloat16, torch.float16)
+    return len(x) >= FP8_MIN_TOKENS and (not x.is_cuda or (in_16_bit and has_fp8_gemm(x.device)))
+
+
+def int4_fp8_plain(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+    """What `int4_fp8.int4_fp8_gemm` computes, by the dequantized weight in fp32."""
+    values, scale = reference.quantize_fp8(x)
+    total = values.float() @ dequantized(weight, torch.float32).t() * scale
+    return (total if bias is None else total + bias.float()).to(x.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.config.quantization import GROUP_UNIT, Int4
 from phalanx.errors import ModelError, WeightError
-from phalanx.kernels.gemm.int4_mm import int4_mm
+from phalanx.kernels.gemm.int4_mm import FP8_MIN_TOKENS, int4_fp8_plain, int4_mm, quantizes
 from phalanx.kernels.gemm.int4_packing import TILE_COLUMNS, TILE_ROWS, Int4Weight, dequantized, packed, reorder_rows, rows_of
 from phalanx.layout.quantized_bytes import scale_words
 from phalanx.models.layers.activation import Activation
@@ -37,7 +37,7 @@ class Int4Linear(LinearMethod):
     ) -> None:  # fmt: skip
         """memory: for words and scales, of an expert; act order over ranks needs more, and is refused there."""
         super().__init__(parts, context)
-        self.int4 = _int4(context)
+        self.int4, self.fp8 = _int4(context), context.int4_fp8
         if memory is not None and self.int4.by_index:
             raise ModelError(
                 f"{parts[0].name} is an expert in act order", held="act order is read for dense layers only",
@@ -63,13 +63,18 @@ class Int4Linear(LinearMethod):
         ]
 
     def multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
-        return int4_mm(self._ordered(x), self.weight, bias)
+        return int4_mm(self._ordered(x), self.weight, bias, fp8=self.fp8)
 
     def plain_multiply(self, x: Activation, bias: Tensor | None = None) -> Tensor:
-        return F.linear(self._ordered(x), dequantized(self.weight, self.dtype), bias)
+        return self._plain(self._ordered(x), self.weight, bias)
 
     def plain_rows(self, x: Activation, rows: slice) -> Tensor:
-        return F.linear(self._ordered(x), dequantized(rows_of(self.weight, rows), self.dtype))
+        return self._plain(self._ordered(x), rows_of(self.weight, rows))
+
+    def _plain(self, x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+        if self.fp8 and quantizes(x):
+            return int4_fp8_plain(x, weight, bias)
+        return F.linear(x, dequantized(weight, self.dtype), bias)
 
     def _ordered(self, x: Activation) -> Tensor:
         assert isinstance(x, Tensor)
@@ -202,6 +207,8 @@ class Int4Linear(LinearMethod):
         assert context.quantization.int4 is not None
         dtype = str(context.dtype).removeprefix("torch.")
         line = f"weights are in 4-bit integers, and GEMMs run in {dtype}"
+        if context.int4_fp8:
+            line += f", of {FP8_MIN_TOKENS} tokens and more in FP8"
         if context.quantization.int4.form == "load":
             line += (
                 ": weights were rounded to nearest in groups of 128 while they were loaded. That is no AWQ and no GPTQ, whose"
