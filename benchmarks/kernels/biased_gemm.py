@@ -179,8 +179,8 @@ class Layer:
         gate_up, down = each.packed or (each.gate_up, each.down)
         operands = (gate_up, each.gate_up_scale, each.gate_up_bias) if gated else (down, each.down_scale, each.down_bias)
         return biased_gemm(
-            x, *operands, self.tiles[call], tiling, top_k=self.shape.top_k, experts=self.shape.experts, gated=gated,
-            swiglu=each.swiglu,
+            x, *operands, self.tiles[call], tiling, top_k=self.shape.top_k, experts=self.shape.experts,
+            activation=each.activation if gated else "", swiglu=each.swiglu,
         )  # fmt: skip
 
     def both(self, first: ExpertTiling, second: ExpertTiling, call: int) -> Tensor:

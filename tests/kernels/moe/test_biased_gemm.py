@@ -98,7 +98,7 @@ def check_int4_values() -> None:
     tiles = sort_by_expert(torch.full((64, 1), 2, dtype=torch.int32), first=0, experts=4, pairs=64)
     tiling, down = ExpertTiling(32, 64, 4, 2, 4), experts.packed[1]
     x = torch.eye(64, dtype=torch.float16)
-    outputs = biased_gemm(x, down, None, None, tiles, tiling, top_k=1, experts=4, gated=False, swiglu=None)
+    outputs = biased_gemm(x, down, None, None, tiles, tiling, top_k=1, experts=4)
     assert torch.equal(outputs[0].t(), plain.down[2 * 96 : 3 * 96])
 
 
@@ -120,7 +120,7 @@ def nvfp4_experts(
 def check_nvfp4() -> None:
     torch.manual_seed(8)
     for number, (tokens, dtype) in enumerate(((5, torch.float32), (1, torch.bfloat16), (20, torch.float16))):
-        experts = nvfp4_experts()
+        experts = replace(nvfp4_experts(), gelu=number == 2)
         routing, x = routings(tokens, experts.count, 2)[number], torch.randn(tokens, 176).to(dtype)
         output, wanted = dispatch.launched(x, experts, routing), reference.fused_experts(x, experts, routing)
         assert (output.float() - wanted.float()).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * wanted.float().norm()
@@ -201,8 +201,8 @@ def check_split_columns() -> None:
         tiles = sort_by_expert(routing.ids, first=0, experts=4, pairs=tiling.tokens)
         of_layer: dict[str, Any] = {"top_k": 2, "experts": 4, "swiglu": SWIGLU}
         gate_up, down = (experts.gate_up_scale, experts.gate_up_bias), (experts.down_scale, experts.down_bias)
-        inner = biased_gemm(x, experts.gate_up, *gate_up, tiles, tiling._replace(parts=1), gated=True, **of_layer)
-        sums = biased_gemm(inner, experts.down, *down, tiles, tiling, gated=False, **of_layer)
+        inner = biased_gemm(x, experts.gate_up, *gate_up, tiles, tiling._replace(parts=1), activation="clamped", **of_layer)
+        sums = biased_gemm(inner, experts.down, *down, tiles, tiling, **of_layer)
         assert sums.shape[0] == (2 if tiling.parts == 3 else 1)
         shared, wanted = torch.randn(50, 96), reference.fused_experts(x, experts, routing)
         for plus, expected in ((None, wanted), (shared, wanted + shared)):
@@ -240,7 +240,7 @@ def check_values_of_mxfp4() -> None:
     tiles = sort_by_expert(ids, first=0, experts=1, pairs=128)
     tiling = ExpertTiling(64, 128, 4, 2, 4)
     outputs = biased_gemm(
-        torch.eye(128), blocks, scale, None, tiles, tiling, top_k=1, experts=1, gated=False, swiglu=None
+        torch.eye(128), blocks, scale, None, tiles, tiling, top_k=1, experts=1
     )  # fmt: skip
     assert torch.equal(outputs[0].t(), reference.dequantize_mxfp4(blocks, scale, torch.float32))
 
@@ -261,7 +261,7 @@ def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, first: str, f
     form, *group = kind.split()
     in_4_bits, int4 = form != "plain", form == "int4"
     constants: dict[str, Any] = {
-        "TOP_K": 4, "FIRST": first, "CLAMPED": form in ("plain", "mxfp4"), "FORM": form, "GROUP": int(group[0]) if int4 else 0,
+        "TOP_K": 4, "FIRST": first, "FORM": form, "GROUP": int(group[0]) if int4 else 0,
         "ZEROS": "zeros" in group, "FULL": full, "PARTS": tiling.parts > 1, "ROWS": tiling.rows,
         "TOKENS": tiling.tokens, "BESIDE": tiling.beside, "IN_ORDER": tiling.parts > 1, "FIELDS": 4, "SM": arch,
         **({} if in_4_bits else {"scale": None}), **({"rows": None} if form in ("plain", "mxfp4") else {"bias": None}),
@@ -297,7 +297,7 @@ def test_compiles(arch: int, kind: str, tokens: int) -> None:
     for gated, outputs, inputs in ((True, 2880, 2880), (False, 2880, 2880)):
         busy = min(128, 4 * tokens)
         tiling = biased_heuristics.select(busy, size, outputs, inputs, gated=gated, in_4_bits=kind != "plain", num_sms=132, sm=arch)
-        first = "gated" if gated else ""
+        first = {"int4": "silu", "nvfp4": "gelu"}.get(kind.split()[0], "clamped") if gated else ""
         kernel = compiled_kernel(tiling, arch, kind, first=first, full=False)
         assert kernel.metadata.shared <= SHARED_MEMORY[arch]
         # Of the largest tiles, a few registers before and behind the loop.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -77,6 +78,15 @@ def check_experts_without_a_gate() -> None:
         routing, x = routings(20, experts.count, 2)[number % 4], torch.randn(20, experts.hidden)
         wanted, output = reference.fused_experts(x, experts, routing), dispatch.launched(x, experts, routing)
         torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm or experts.int8 else 1e-4, atol=4e-3)
+
+
+def check_experts_with_gelu() -> None:
+    torch.manual_seed(0)
+    experts = replace(experts_of("plain"), gelu=True)
+    routing, x = routings(20, experts.count, 2)[0], 3.0 * torch.randn(20, experts.hidden)
+    wanted, output = reference.fused_experts(x, experts, routing), dispatch.launched(x, experts, routing)
+    assert (wanted - reference.fused_experts(x, replace(experts, gelu=False), routing)).abs().max() > 0.1
+    torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
 
 
 def check_other_ranks_add_the_rest() -> None:
@@ -155,8 +165,8 @@ def check_split_columns() -> None:
         x = torch.randn(70, 208)
         tiles = sort_by_expert(routing.ids, first=0, experts=4, pairs=tiling.tokens)
         common: dict[str, Any] = {"top_k": 2, "experts": 4, "dtype": torch.float32}
-        inner = grouped_gemm(x, None, experts.gate_up, None, tiles, tiling._replace(parts=1), gated=True, **common)
-        sums = grouped_gemm(inner, None, experts.down, None, tiles, tiling, gated=False, **common)
+        inner = grouped_gemm(x, None, experts.gate_up, None, tiles, tiling._replace(parts=1), activation="silu", **common)
+        sums = grouped_gemm(inner, None, experts.down, None, tiles, tiling, **common)
         assert sums.shape[0] == (2 if tiling.parts == 3 else 1)
         output = combine(sums, routing, first=0, experts=4, out=torch.empty_like(x))
         torch.testing.assert_close(output, reference.fused_experts(x, experts, routing), rtol=1e-4, atol=1e-4)
@@ -185,9 +195,9 @@ def check_tiles_with_more_than_they_hold() -> None:
         tiling = ExpertTiling(rows, tokens, 4, 2, 2, extra=extra)
         common: dict[str, Any] = {"top_k": 1, "experts": len(sizes), "dtype": torch.float32}
         values, scale = dispatch._quantized(x, experts, None, 0)
-        inner = grouped_gemm(values, scale, experts.gate_up, experts.gate_up_scale, tiles, tiling, gated=True, **common)
+        inner = grouped_gemm(values, scale, experts.gate_up, experts.gate_up_scale, tiles, tiling, activation="silu", **common)
         values, scale = dispatch._quantized(inner, experts, None, 0)
-        sums = grouped_gemm(values, scale, experts.down, experts.down_scale, tiles, tiling, gated=False, **common)
+        sums = grouped_gemm(values, scale, experts.down, experts.down_scale, tiles, tiling, **common)
         output = combine(sums, routing, first=0, experts=len(sizes), out=torch.empty_like(x))
         wanted = reference.fused_experts(x, experts, routing)
         torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm or experts.int8 else 1e-4, atol=2e-3)
@@ -306,8 +316,8 @@ def check_drawn() -> None:
 
 
 CHECKS = [
-    check_experts, check_experts_without_a_gate, check_other_ranks_add_the_rest, check_pairs_of_other_ranks_are_behind,
-    check_pairs_are_sorted_alike, check_split_columns,
+    check_experts, check_experts_without_a_gate, check_experts_with_gelu, check_other_ranks_add_the_rest,
+    check_pairs_of_other_ranks_are_behind, check_pairs_are_sorted_alike, check_split_columns,
     check_tiles_with_more_than_they_hold, check_topk, check_topk_in_groups, check_one_token_needs_no_sort,
     check_padding_and_copies, check_drawn,
 ]  # fmt: skip
@@ -380,7 +390,7 @@ def test_compiles(arch: int, kind: str, tokens: int, experts: int) -> None:
     itemsize = 2 if kind == "plain" else 1
     first, second = heuristics.expert_tilings(tokens, 2, experts, 8, 4096, 14336, itemsize, 132, sm=arch, by_block="block" in kind)
     assert second.parts == (1 if experts == 8 and tokens > 1 else 2)
-    for tiling, place in ((first, "gated"), (second, ""), *([(first, "squared")] if kind == "plain" else [])):
+    for tiling, place in ((first, "silu"), (second, ""), *([(first, "squared"), (first, "gelu")] if kind == "plain" else [])):
         kernel = compiled_kernel(tiling, arch, kind, first=place)
         assert kernel.metadata.shared <= SHARED_MEMORY[arch]
         assert spilled(kernel) == 0

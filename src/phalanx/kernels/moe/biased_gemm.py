@@ -29,13 +29,14 @@ from phalanx.kernels.gemm.int4_gemm import scales_of_step, widened_at
 from phalanx.kernels.gemm.int4_packing import BLOCK, Int4Weight
 from phalanx.kernels.gemm.int4_packing import TILE_ROWS as INT4_TILE_ROWS
 from phalanx.kernels.moe import biased_heuristics
+from phalanx.kernels.moe.grouped_gemm import gate_activation
 from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
 from phalanx.kernels.moe.mxfp4 import columns_at, dequantized, selectors, widened_nvfp4
 from phalanx.kernels.moe.nvfp4_packing import SCALES_OF_TILE, Nvfp4Weight
 from phalanx.kernels.moe.packing import SCALES_IN_WORD, TILE_ROWS
 from phalanx.kernels.moe.reference import MXFP4_BLOCK
 from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles, tile_at
-from phalanx.kernels.moe.tensors import ExpertTensors
+from phalanx.kernels.moe.tensors import ExpertActivation, ExpertTensors
 from phalanx.kernels.vectors import nearest
 
 BLOCK_COLUMNS = tl.constexpr(BLOCK_K)
@@ -130,23 +131,23 @@ def _sums(
 
 
 @triton.jit
-def _swiglu(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """See `ClampedSwiGlu`; else silu(gate) * up."""
-    if CLAMPED:
+def _swiglu(gate, up, alpha, limit, FIRST: tl.constexpr):
+    """As `ClampedSwiGlu`, or the gate's activation times up."""
+    if FIRST == "clamped":
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
         result = gate / (1.0 + tl.exp(-alpha * gate)) * up
     else:
-        result = gate / (1.0 + tl.exp(-gate)) * up
+        result = gate_activation(gate, FIRST == "gelu") * up
     return result
 
 
 @triton.jit
-def _activated(total, alpha, limit, FIRST: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+def _activated(total, alpha, limit, FIRST: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
     """Sums of gate and up, or of up alone, [.., TOKENS] -> [ROWS, TOKENS]; those of `down` stay as they are."""
-    if FIRST == "gated":
+    if FIRST != "" and FIRST != "squared":
         gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS // 8, 2, 8, TOKENS]), [0, 2, 3, 1]))
-        total = tl.reshape(_swiglu(gate, up, alpha, limit, CLAMPED), [ROWS, TOKENS])
+        total = tl.reshape(_swiglu(gate, up, alpha, limit, FIRST), [ROWS, TOKENS])
     elif FIRST == "squared":
         total = tl.maximum(total, 0.0)
         total *= total
@@ -188,12 +189,12 @@ def _tile_of(program, tiles_most, outputs, ROWS: tl.constexpr, BESIDE: tl.conste
 @triton.jit(do_not_specialize=["count", "tiles_most", "row_blocks", "row_scales", "blocks", "part_blocks"])
 def _biased_gemm(
     x, weight, scale, row_scale, selector_table, bias, out, pairs, tiles, num_tiles, count, tiles_most, outputs, inputs, row_blocks,
-    row_scales, rows, blocks, part_blocks, alpha, limit, TOP_K: tl.constexpr, FIRST: tl.constexpr, CLAMPED: tl.constexpr,
-    FORM: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    row_scales, rows, blocks, part_blocks, alpha, limit, TOP_K: tl.constexpr, FIRST: tl.constexpr, FORM: tl.constexpr,
+    GROUP: tl.constexpr, ZEROS: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, BESIDE: tl.constexpr, IN_ORDER: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """FIRST: "gated" or "squared", x [T, inputs], out [count, outputs] in sorted order; "": x [count, inputs] in sorted order, and
-    out [count, outputs] or fp32 [parts, count, outputs] by the pairs' numbers.
+    """FIRST: see `activation` of `biased_gemm`. With one: x [T, inputs], out [count, outputs] in sorted order. "": x
+    [count, inputs] in sorted order, out [count, outputs] or fp32 [parts, count, outputs] by the pairs' numbers.
 
     row_blocks, row_scales: of a row in MXFP4, blocks of 32 values and words of four scales; in 4-bit integers, k steps and words of
     scales. rows: in 4-bit integers, those of an expert with padding. FORM: "plain", "mxfp4", "nvfp4" or "int4". GROUP, ZEROS: see
@@ -201,7 +202,7 @@ def _biased_gemm(
 
     The launch that is not FIRST has the tiles of the FIRST one before it, and may begin once that one has waited for them: it reads
     them before its own wait."""
-    GATED: tl.constexpr = FIRST == "gated"
+    GATED: tl.constexpr = FIRST != "" and FIRST != "squared"
     if SM >= 90 and FIRST != "":
         gdc_wait()
     if SM >= 90:
@@ -237,7 +238,7 @@ def _biased_gemm(
     if row_scale is not None:
         total *= tl.load(row_scale + weight_row)[:, None]
     total = _with_bias(total, bias, weight_row, part)
-    total = _activated(total, alpha, limit, FIRST, CLAMPED, ROWS, TOKENS)
+    total = _activated(total, alpha, limit, FIRST, ROWS, TOKENS)
     target = position.to(tl.int64) if FIRST != "" else pair.to(tl.int64) + part.to(tl.int64) * count
     place = out + target[None, :] * outputs + row[:, None]
     inside = (row < outputs)[:, None] & (lane < size)[None, :]
@@ -284,27 +285,26 @@ class _Operand(NamedTuple):
 
 def biased_gemm(
     x: Tensor, weight: Tensor | Int4Weight | Nvfp4Weight, scale: Tensor | None, bias: Tensor | None, tiles: Tiles,
-    tiling: ExpertTiling, *, top_k: int, experts: int, gated: bool, squared: bool = False, swiglu: ClampedSwiGlu | None,
+    tiling: ExpertTiling, *, top_k: int, experts: int, activation: ExpertActivation = "", swiglu: ClampedSwiGlu | None = None,
 ) -> Tensor:  # fmt: skip
-    """gated: x [T, H] times each expert's gate and up, weight [experts * 2 * I, H]; squared: times up alone, [experts * I, H] ->
-    [P, I] in sorted order, in x's dtype. Else x [P, I] in sorted order times down, weight [experts * H, I] -> [parts, P, H] by the
-    pairs' numbers, in fp32 where parts > 1.
+    """activation: of x [T, H] times each expert's gate, times its up, weight [experts * 2 * I, H] ("clamped": see `ClampedSwiGlu`);
+    "squared": of x times up alone, [experts * I, H] -> [P, I] in sorted order, in x's dtype. "": x [P, I] in sorted order times
+    down, weight [experts * H, I] -> [parts, P, H] by the pairs' numbers, in fp32 where parts > 1.
 
     weight, scale, bias: as of `ExpertTensors`. Rows of pairs with experts of other ranks are not written."""
     inputs, count, sm = x.shape[1], tiles.pairs.numel(), sm_arch(x.device)
     operand = _Operand.of(weight, scale, experts, inputs)
-    outputs = operand.outputs // (2 if gated else 1)
+    outputs = operand.outputs // (2 if activation not in ("", "squared") else 1)
     blocks = triton.cdiv(inputs, BLOCK_K)
     part_blocks = triton.cdiv(blocks, tiling.parts)
     parts = triton.cdiv(blocks, part_blocks)
-    first = "gated" if gated else "squared" if squared else ""
-    shape = (count, outputs) if first else (parts, count, outputs)
+    shape = (count, outputs) if activation else (parts, count, outputs)
     out = torch.empty(shape, dtype=torch.float32 if parts > 1 else x.dtype, device=x.device)
     alpha, limit = swiglu or (0.0, 0.0)
     _biased_gemm[(tiles.most * triton.cdiv(outputs, tiling.rows), parts)](
         x, operand.weight, operand.scale, operand.row_scale, operand.selectors, bias, out, *tiles[:3], count, tiles.most, outputs,
-        inputs, operand.row_blocks, operand.row_scales, operand.rows, blocks, part_blocks, alpha, limit, TOP_K=top_k, FIRST=first,
-        CLAMPED=swiglu is not None, **operand.form, FULL=inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows,
+        inputs, operand.row_blocks, operand.row_scales, operand.rows, blocks, part_blocks, alpha, limit, TOP_K=top_k,
+        FIRST=activation, **operand.form, FULL=inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows,
         TOKENS=tiling.tokens, BESIDE=tiling.beside, IN_ORDER=tiles.in_order, FIELDS=TILE_FIELDS, SM=sm, num_warps=tiling.warps,
         num_stages=tiling.stages, launch_pdl=sm >= 90,
     )  # fmt: skip
@@ -323,8 +323,8 @@ def biased_experts(x: Tensor, experts: ExpertTensors, tiles: Tiles, tokens: int,
     first = biased_heuristics.select(busy, tokens, experts.inner, experts.hidden, gated=experts.gated, **kind)
     gate_up, down = experts.packed or (experts.gate_up, experts.down)
     inner = biased_gemm(
-        x, gate_up, experts.gate_up_scale, experts.gate_up_bias, tiles, first._replace(parts=1), gated=experts.gated,
-        squared=not experts.gated, **of_layer,
+        x, gate_up, experts.gate_up_scale, experts.gate_up_bias, tiles, first._replace(parts=1),
+        activation=experts.activation, **of_layer,
     )  # fmt: skip
     second = biased_heuristics.select(busy, tokens, experts.hidden, experts.inner, gated=False, **kind)
-    return biased_gemm(inner, down, experts.down_scale, experts.down_bias, tiles, second, gated=False, **of_layer)
+    return biased_gemm(inner, down, experts.down_scale, experts.down_bias, tiles, second, **of_layer)

@@ -41,7 +41,7 @@ def router_logits(
 def routed_experts(
     x: Tensor, logits: Tensor | RouterLogits | None, experts: ExpertTensors, choice: ExpertChoice, *, load: Tensor | None = None,
     out: Tensor | None = None, quantized: Quantized | None = None, kv_slots: Tensor | None = None, physical: Tensor | None = None,
-    plus: Tensor | None = None,
+    plus: Tensor | None = None, expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:  # fmt: skip
     """x [T, H] in 16 or 32 bit, logits [T, experts of the layer] by `router_logits` -> ([T, H], the routing): each token's experts,
     as far as they are in `experts`, weighted by the choice and added up in fp32.
@@ -50,12 +50,13 @@ def routed_experts(
     load [experts of this rank] int64: tokens are counted in it. out: where the sum goes. plus [T, H]: what is added to it.
     kv_slots [T] int64: a token with a negative one is padding: it reaches no expert. physical [experts, 1 + copies] int32: where
     experts are, see `reference.physical_ids`; the numbers in `experts` and in the routing are then of physical experts. None: where
-    their numbers say. The host reads no value, and the same input gives the same bits."""
+    their numbers say. expert_scale [physical experts] fp32: what multiplies the weights of each, or None. The host reads no value,
+    and the same input gives the same bits."""
     if not (x.is_cuda and has_triton()):
         routing = _routing(x, logits, choice, physical, kv_slots)
         if load is not None:
             reference.count_load(load, routing, experts.first)
-        total = reference.fused_experts(x, experts, routing)
+        total = reference.fused_experts(x, experts, routing if expert_scale is None else scaled(routing, expert_scale))
         total = total if plus is None else total + plus
         return (total if out is None else out.copy_(total)), routing
     from phalanx.kernels.moe.sort_by_expert import sort_by_expert
@@ -66,6 +67,8 @@ def routed_experts(
         logits, x, first=experts.first, local_experts=experts.count, load=load if len(x) == 1 else None, kv_slots=kv_slots,
         physical=physical, **choice._asdict(),
     )  # fmt: skip
+    if expert_scale is not None:
+        routing = scaled(routing, expert_scale)
     size = _tile_size(experts, x, choice.top_k, choice.experts)
     if tiles is None and len(x):
         tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, **size._asdict(), load=load)
@@ -73,6 +76,11 @@ def routed_experts(
     if tiles is None:
         return out, routing
     return run(x, experts, routing, tiles, size, choice.experts, out, quantized, plus), routing
+
+
+def scaled(routing: Routing, scale: Tensor) -> Routing:
+    """The routing with its weights multiplied by those of its experts, scale [experts] fp32."""
+    return routing._replace(weights=routing.weights * scale[routing.ids.clamp(min=0).long()])
 
 
 def route(
@@ -170,14 +178,14 @@ def run(
     common = {"top_k": routing.top_k, "experts": experts.count, "dtype": x.dtype}
     values, scale = quantized or _quantized(x, experts, experts.input_scale, 0)
     inner = grouped_gemm(
-        values, scale, experts.gate_up, experts.gate_up_scale, tiles, first, gated=experts.gated,
-        squared=not experts.gated, **common,  # type: ignore[arg-type]
+        values, scale, experts.gate_up, experts.gate_up_scale, tiles, first,
+        activation=experts.activation, **common,  # type: ignore[arg-type]
     )  # fmt: skip
     # Rows of pairs with other ranks' experts are behind those of this one's, and nothing has written them.
     counts = None if all_local else tiles.counts
     values, scale = _quantized(inner, experts, experts.inner_scale, experts.begin, counts)
     sums = grouped_gemm(
-        values, scale, experts.down, experts.down_scale, tiles, second, gated=False, begin=experts.begin, **common,  # type: ignore[arg-type]
+        values, scale, experts.down, experts.down_scale, tiles, second, begin=experts.begin, **common,  # type: ignore[arg-type]
     )  # fmt: skip
     return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus, all_local=all_local)
 

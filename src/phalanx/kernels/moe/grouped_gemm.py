@@ -4,7 +4,7 @@
 """Grouped GEMM: the GEMMs of all experts in one launch, over the tiles of `sort_by_expert`.
 
     inner[p, i] = silu(gate_e[i] . x[token of p]) * (up_e[i] . x[token of p])        pairs p in sorted order, e the pair's expert
-    or max(up_e[i] . x[token of p], 0)^2                                             of experts that are not gated
+    or with gelu; or max(up_e[i] . x[token of p], 0)^2                               of experts that are not gated
     out[q, h]   = down_e[h] . inner[p]                                               q: the pair's number, token * top_k + slot
 
 Weights are the rows of a tile and tokens its columns, of which tensor cores take any multiple of 8, where rows come in 64. One
@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
 from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles, tile_at
+from phalanx.kernels.moe.tensors import ExpertActivation
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
 
@@ -117,6 +118,16 @@ def _x_columns(
 
 
 @triton.jit
+def gate_activation(gate, GELU: tl.constexpr):
+    """SiLU, or GELU by tanh: gate / (1 + exp(-t)), where t is the gate, or 2 sqrt(2 / pi) (gate + 0.044715 gate^3)."""
+    if GELU:
+        exponent = gate * (1.0 + 0.044715 * gate * gate) * -1.5957691216
+    else:
+        exponent = -gate
+    return gate / (1.0 + tl.exp(exponent))
+
+
+@triton.jit
 def _store(
     out, total, total_up, scale, weight_row, up_row, x_scale, lane, position, pair, source, row, size, part, count, outputs,
     FIRST: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr, PARTS: tl.constexpr, SM: tl.constexpr,
@@ -124,9 +135,9 @@ def _store(
     """The sums [rows, tokens] of _pairs_of(..), rescaled, to where they belong; total_up: of up's rows, where gated."""
     total = _rescaled(total, scale, weight_row, x_scale, source, BY_BLOCK, X_SCALE)
     inside = (row < outputs)[:, None] & (lane < size)[None, :]
-    if FIRST == "gated":
+    if FIRST == "silu" or FIRST == "gelu":
         total_up = _rescaled(total_up, scale, up_row, x_scale, source, BY_BLOCK, X_SCALE)
-        total = total / (1.0 + tl.exp(-total)) * total_up
+        total = gate_activation(total, FIRST == "gelu") * total_up
     elif FIRST == "squared":
         total = tl.maximum(total, 0.0)
         total = total * total
@@ -154,7 +165,8 @@ def _tile(
     row = tile_n * ROWS + tl.arange(0, ROWS)
     real_row = tl.minimum(row, outputs - 1)  # rows beyond the last repeat the last, and are not stored
     column = tl.arange(0, BLOCK_COLUMNS)[None, :] - SKIP
-    weight_row = expert * outputs * (2 if FIRST == "gated" else 1) + real_row
+    GATED: tl.constexpr = FIRST == "silu" or FIRST == "gelu"
+    weight_row = expert * outputs * (2 if GATED else 1) + real_row
     up_row = weight_row + outputs
     SUMS: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     total = tl.zeros([ROWS, TOKENS], SUMS)
@@ -171,7 +183,7 @@ def _tile(
         if EXTRA > 0:
             v_2, unit_2 = _x_columns(x, x_scale, x_token_stride, x_block_stride, source_2, at, block, inputs, X_SCALE, FULL)
             total_2 = _accumulate(total_2, w, v_2, scale, weight_row * blocks + block, unit_2, WIDEN, BY_BLOCK, X_SCALE, SM)
-        if FIRST == "gated":
+        if GATED:
             u = _columns(weight + up_row[:, None] * inputs + at, at, inputs, FULL)
             total_up = _accumulate(total_up, u, v, scale, up_row * blocks + block, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
             if EXTRA > 0:
@@ -194,10 +206,10 @@ def _grouped_gemm(
     WIDEN: tl.constexpr, SKIP: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     EXTRA: tl.constexpr, FEW: tl.constexpr, BESIDE: tl.constexpr, IN_ORDER: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """FIRST: "gated" or "squared", x [T, inputs], out [count, outputs] in sorted order; "": x [count, inputs] in sorted order, and
-    out [count, outputs] or fp32 [parts, count, outputs] by the pairs' numbers. X_SCALE: "none", "static" (a scalar), "token" or
-    "block". A tile with more pairs than TOKENS has up to EXTRA more. FEW: a tile with so few pairs, as an expert's last often is,
-    computes no more than that; 0: there is no such way."""
+    """FIRST: "silu", "gelu" or "squared", x [T, inputs], out [count, outputs] in sorted order; "": x [count, inputs] in sorted
+    order, and out [count, outputs] or fp32 [parts, count, outputs] by the pairs' numbers. X_SCALE: "none", "static" (a scalar),
+    "token" or "block". A tile with more pairs than TOKENS has up to EXTRA more. FEW: a tile with so few pairs, as an expert's last
+    often is, computes no more than that; 0: there is no such way."""
     if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
@@ -233,20 +245,19 @@ def _grouped_gemm(
 
 def grouped_gemm(
     x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor | None, tiles: Tiles, tiling: ExpertTiling, *, top_k: int,
-    experts: int, gated: bool, squared: bool = False, dtype: torch.dtype, begin: int = 0,
+    experts: int, activation: ExpertActivation = "", dtype: torch.dtype, begin: int = 0,
 ) -> Tensor:  # fmt: skip
-    """gated: x [T, H] times each expert's gate and up, weight [experts * 2 * I, H]; squared: times up alone, [experts * I, H] ->
-    [P, I] in sorted order, in `dtype`. Else x [P, I] in sorted order times down, weight [experts * H, I] -> [parts, P, H] by the
-    pairs' numbers, in fp32 where parts > 1.
+    """activation: of x [T, H] times each expert's gate, times its up, weight [experts * 2 * I, H]; "squared": of x times up alone,
+    [experts * I, H] -> [P, I] in sorted order, in `dtype`. "": x [P, I] in sorted order times down, weight [experts * H, I] ->
+    [parts, P, H] by the pairs' numbers, in fp32 where parts > 1.
 
     x_scale: of x in e4m3: a scalar, [rows, 1] or [rows, blocks]. Rows of pairs with experts of other ranks are not written."""
-    inputs, outputs = weight.shape[1], weight.shape[0] // (experts * (2 if gated else 1))
-    first = "gated" if gated else "squared" if squared else ""
+    inputs, outputs = weight.shape[1], weight.shape[0] // (experts * (2 if activation in ("silu", "gelu") else 1))
     count, sm = tiles.pairs.numel(), sm_arch(x.device)
     blocks = triton.cdiv(begin + inputs, BLOCK_K)
     part_blocks = triton.cdiv(blocks, tiling.parts)
     parts = triton.cdiv(blocks, part_blocks)
-    shape = (count, outputs) if first else (parts, count, outputs)
+    shape = (count, outputs) if activation else (parts, count, outputs)
     out = torch.empty(shape, dtype=torch.float32 if parts > 1 else dtype, device=x.device)
     by_block = scale is not None and scale.dim() == 2
     if x_scale is None:
@@ -258,7 +269,7 @@ def grouped_gemm(
     widen = scale is not None and x_scale is None
     _grouped_gemm[(tiles.most * triton.cdiv(outputs, tiling.rows), parts)](
         x, x_scale, *strides, weight.view(torch.uint8) if widen else weight, scale, out, *tiles[:3], count, tiles.most, outputs,
-        inputs, blocks, part_blocks, TOP_K=top_k, FIRST=first, BY_BLOCK=by_block, X_SCALE=kind, WIDEN=widen, SKIP=begin,
+        inputs, blocks, part_blocks, TOP_K=top_k, FIRST=activation, BY_BLOCK=by_block, X_SCALE=kind, WIDEN=widen, SKIP=begin,
         FULL=begin == 0 and inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows, TOKENS=tiling.tokens,
         EXTRA=tiling.extra, FEW=FEW if tiling.tokens > 2 * FEW else 0, BESIDE=tiling.beside, IN_ORDER=tiles.in_order,
         FIELDS=TILE_FIELDS, SM=sm, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=sm >= 90,

@@ -36,7 +36,7 @@ def launched(x: Tensor, weight: Nvfp4Weight, bias: Tensor | None = None) -> Tens
     )
     tables = _tables(tokens, size, x.device)
     tiles = Tiles(*tables, most=len(tables[1]), in_order=True)
-    sums = biased_gemm(x.contiguous(), weight, None, bias, tiles, tiling, top_k=1, experts=1, gated=False, swiglu=None)
+    sums = biased_gemm(x.contiguous(), weight, None, bias, tiles, tiling, top_k=1, experts=1)
     return sums[0] if len(sums) == 1 else sums.sum(0).to(x.dtype)
 
 

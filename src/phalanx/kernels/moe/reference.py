@@ -85,7 +85,9 @@ def _expert(x: Tensor, experts: ExpertTensors, expert: int) -> Tensor:
     """One expert's block, of tokens x [M, H]."""
     if experts.packed is not None:
         first = _packed_linear(x, experts.packed[0], expert)
-        return _packed_linear(silu_mul(first) if experts.gated else relu_squared(first), experts.packed[1], expert)
+        return _packed_linear(
+            silu_mul(first, gelu=experts.gelu) if experts.gated else relu_squared(first), experts.packed[1], expert
+        )
     size = experts.inner * (2 if experts.gated else 1)
     rows = slice(expert * size, (expert + 1) * size)
     gate_up = _linear(x, experts.gate_up[rows], _rows(experts.gate_up_scale, rows), experts.input_scale, experts, 0)
@@ -95,7 +97,7 @@ def _expert(x: Tensor, experts: ExpertTensors, expert: int) -> Tensor:
     if not experts.gated:
         inner = relu_squared(gate_up)
     else:
-        inner = silu_mul(gate_up) if experts.swiglu is None else clamped_swiglu(gate_up, experts.swiglu)
+        inner = silu_mul(gate_up, gelu=experts.gelu) if experts.swiglu is None else clamped_swiglu(gate_up, experts.swiglu)
     out = _linear(inner, experts.down[rows], _rows(experts.down_scale, rows), experts.inner_scale, experts, experts.begin)
     return out if experts.down_bias is None else out + experts.down_bias[rows]
 
@@ -117,10 +119,10 @@ def count_load(load: Tensor, routing: Routing, first: int) -> None:
     load += torch.bincount(local[(local >= 0) & (local < len(load))], minlength=len(load))
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [M, 2 * I] -> silu(gate) * up [M, I], in fp32, rounded once."""
+def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
+    """gate_up [M, 2 * I] -> silu(gate) * up [M, I], or gelu(gate) * up by tanh, in fp32, rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    return ((F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up).to(gate_up.dtype)
 
 
 def relu_squared(up: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from torch import Tensor
 from phalanx.config.experts import ClampedSwiGlu, Scoring
 from phalanx.kernels.gemm.int4_packing import Int4Weight
 from phalanx.kernels.moe.nvfp4_packing import Nvfp4Weight
+
+
+ExpertActivation = Literal["silu", "gelu", "clamped", "squared", ""]
+"""Of an expert's gate, or, "squared", of its up; "": none."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class ExpertTensors:
     before the others of its tensors; gate_up and down are its words.
     batch_invariant: a token's bits do not depend on the other tokens of a step.
     gate_up_bias [E * 2 * I], down_bias [E * H]: added to what the GEMMs give; None for none. swiglu: the activation where it is not
-    silu(gate) * up. gated: else it is relu(up)^2.
+    silu(gate) * up; gelu: where it is gelu(gate) * up, by tanh. gated: else it is relu(up)^2.
     """
 
     count: int
@@ -47,8 +51,16 @@ class ExpertTensors:
     down_bias: Tensor | None = None
     swiglu: ClampedSwiGlu | None = None
     gated: bool = True
+    gelu: bool = False
     packed: tuple[Int4Weight, Int4Weight] | tuple[Nvfp4Weight, Nvfp4Weight] | None = None
     batch_invariant: bool = False
+
+    @property
+    def activation(self) -> ExpertActivation:
+        """Of what the first GEMM gives."""
+        if not self.gated:
+            return "squared"
+        return "clamped" if self.swiglu is not None else "gelu" if self.gelu else "silu"
 
     @property
     def hidden(self) -> int:
