@@ -41,6 +41,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma2": ODD_HEADS,
     "gemma3": {**ODD_HEADS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma4": {**ODD_HEADS, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "gemma4_moe": {**ODD_HEADS, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "gemma4_e": {
+        **ODD_HEADS,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
     "cohere2": {**ODD_HEADS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "ernie4_5": ODD_HEADS,
     "ernie4_5_moe": ODD_HEADS,
@@ -54,7 +60,8 @@ CASES = [  # (tp, ep, moe_ep, pp)
     ("hy_v3", (1, 2, 1, 1)), ("ernie4_5_moe", (2, 2, 1, 1)),
     ("llama4", (2, 1, 2, 1)), ("llama4", (1, 2, 1, 1)), ("llama4", (2, 1, 1, 2)),
     ("ministral3", (2, 1, 1, 2)), ("cohere", (2, 1, 1, 2)),
-    *((family, (2, 1, 1, 2)) for family in ("phi3", "olmo3", "gemma3", "gemma4", "cohere2")),
+    *((family, (2, 1, 1, 2)) for family in ("phi3", "olmo3", "gemma3", "gemma4", "gemma4_e", "cohere2")),
+    ("gemma4_moe", (2, 1, 2, 2)), ("gemma4_moe", (1, 2, 1, 1)),
 ]  # fmt: skip
 
 Reference = tuple[Path, list[list[int]]]
@@ -65,7 +72,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
     @functools.cache
     def of(family: str) -> Reference:
         folder = tmp_path_factory.mktemp(family)
-        write_checkpoint(folder, family, num_hidden_layers=3, **CHECKPOINTS[family])
+        write_checkpoint(folder, family, **{"num_hidden_layers": 3, **CHECKPOINTS[family]})
         return folder, reference_tokens(folder, prompts_of_all_lengths(), NEW_TOKENS)
 
     return of

@@ -79,6 +79,15 @@ def test_what_is_null_gives_the_logits_of_transformers(family: str, names: tuple
     torch.testing.assert_close(Formation(folder).step([(0, tokens)])[0], expected, rtol=0, atol=5e-4)
 
 
+def test_a_rotated_part_that_is_null_is_all_of_a_head() -> None:
+    config = checkpoints.config_of("glm4_moe").to_dict()
+    del config["rope_parameters"]
+    theirs = transformers.Glm4MoeConfig.from_dict({**config, "partial_rotary_factor": None})
+    assert "partial_rotary_factor" not in theirs.rope_parameters
+    assert ModelShape.from_config({**config, "partial_rotary_factor": None}).rope.portion == 1.0
+    assert ModelShape.from_config(config).rope.portion == 0.5
+
+
 @pytest.mark.parametrize("name", ["mamba_conv_bias", "use_conv_bias"])
 def test_a_flag_that_must_be_true_may_not_be_null(name: str) -> None:
     family = "granite_hybrid" if name == "mamba_conv_bias" else "nemotron_h"

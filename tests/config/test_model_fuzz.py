@@ -229,8 +229,9 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "head_dim": (16, 32), "global_head_dim": (48,), "attention_bias": (True, False), "sliding_window": (8,),
         "layer_types": (None, ["full_attention", "sliding_attention"] * 2), "attention_k_eq_v": (True, False),
         "num_global_key_value_heads": (1,), "final_logit_softcapping": (None, 10.0), "hidden_activation": ("gelu_pytorch_tanh",),
-        "use_bidirectional_attention": (None, "vision"), "hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,),
-        "per_layer_config": ({"3": {"head_dim": 24, "num_key_value_heads": 2}}, {"1": {"head_dim": 24}}),
+        "use_bidirectional_attention": (None, "vision"), "hidden_size_per_layer_input": (0, 16), "num_kv_shared_layers": (0, 1, 2),
+        "vocab_size_per_layer_input": (300_000,), "use_double_wide_mlp": (True, False), "enable_moe_block": (True, False),
+        "per_layer_config": ({"3": {"head_dim": 24, "num_key_value_heads": 2}}, {"1": {"head_dim": 24}}, None),
     },
     "Olmo3": {
         "head_dim": (16, 32), "attention_bias": (True, False), "sliding_window": (8,),
@@ -280,7 +281,8 @@ def generate(seed: int) -> tuple[str, dict[str, Any]]:
     if stem == "Gemma4":  # which transformers does not read of it, and we refuse
         for name in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
             config.pop(name, None)
-        config.setdefault("hidden_size_per_layer_input", 0)
+        if config.get("enable_moe_block"):
+            config |= {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
     return stem, config
 
 
@@ -392,11 +394,25 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
     if stem in ("SmolLM3", "Llama4"):
         facts["nope_layers"] = tuple(layer for layer in range(layers) if not read.no_rope_layers[layer])
     if stem == "Gemma4":
+        try:
+            sharing = read.kv_sharing_modes
+        except ValueError:
+            raise KeyError("layers share keys and values of no layer") from None
         facts["heads"] = [
-            (of_layer.num_key_value_heads, of_layer.head_dim, read.attention_k_eq_v and windows[layer] is None)
+            (
+                of_layer.num_key_value_heads, of_layer.head_dim, read.attention_k_eq_v and windows[layer] is None,
+                sharing[layer] == "reuse",
+            )
             for layer in range(layers) for of_layer in (read.per_layer_config[layer],)
         ]  # fmt: skip
         facts["cap"] = read.final_logit_softcapping
+        width = read.hidden_size_per_layer_input
+        facts["layer_inputs"] = (width, read.vocab_size_per_layer_input) if width else None
+        facts["widths"] = [
+            read.intermediate_size * (2 if read.use_double_wide_mlp and mode == "reuse" else 1) for mode in sharing
+        ]  # fmt: skip
+        moe = read.num_experts, read.top_k_experts, read.moe_intermediate_size, read.intermediate_size
+        facts["beside"] = moe if read.enable_moe_block else None
     elif stem.startswith("Gemma"):
         facts["caps"] = read.attn_logit_softcapping, read.final_logit_softcapping
         facts["softmax_scale"] = read.query_pre_attn_scalar**-0.5
@@ -462,7 +478,11 @@ def ours(stem: str, shape: ModelShape, stated: dict[str, Any], reference: dict[s
         facts["window_inv_freq"] = inv_freq(window.rope, window.rotated)
         facts["window_attention_factor"] = window.rope.attention_factor
     facts["heads"] = [tuple(shape.heads_in(layer)) for layer in range(shape.num_layers)]
-    facts["cap"] = shape.multipliers.logits_cap
+    facts["cap"], facts["layer_inputs"] = shape.multipliers.logits_cap, shape.layer_inputs
+    facts["widths"] = [shape.intermediate_in(layer) for layer in range(shape.num_layers)]
+    facts["beside"] = shape.experts and (
+        shape.experts.count, shape.experts.per_token, shape.experts.intermediate, shape.experts.shared,
+    )  # fmt: skip
     facts["caps"] = shape.multipliers.attention_cap, shape.multipliers.logits_cap
     facts["softmax_scale"] = shape.multipliers.attention
     if shape.gated_delta is not None:

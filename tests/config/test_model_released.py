@@ -33,7 +33,9 @@ def cut(config: dict[str, Any], **sizes: Any) -> dict[str, Any]:
     inner = config.get("text_config")
     if inner is not None:
         return {**config, "text_config": cut(inner, **sizes)}
-    by_layer = {name: config[name][:LAYERS] for name in BY_LAYER if config.get(name)}
+    by_layer: dict[str, Any] = {name: config[name][:LAYERS] for name in BY_LAYER if config.get(name)}
+    if config.get("num_kv_shared_layers"):
+        by_layer |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
     return {**config, "num_hidden_layers": LAYERS, **by_layer, **sizes}
 
 

@@ -88,6 +88,24 @@ def test_the_layers_of_a_draft_network_have_tensors_of_their_own():
     assert group_windows([full, window, draft]) == (None, 16)
 
 
+def test_layers_that_share_a_tensor_take_its_blocks_once():
+    """Of three windows' layers, the fifth reads what the second stores, in its group."""
+
+    def layer(window: int | None, shared: str = "") -> tuple[CacheTensor, ...]:
+        return tuple(CacheTensor(name, (2, 8), "bf16", window=window, shared=shared) for name in ("key", "value"))
+
+    caches = [layer(None), layer(8, "layer 1"), layer(8), layer(8), layer(8, "layer 1")]
+    groups = layer_groups(caches)
+    assert groups[4] == groups[1] != groups[0]
+    assert sorted(groups[:4]) == [0, 1, 2, 3]
+    in_groups = [in_group(cache, group) for cache, group in zip(caches, groups, strict=True)]
+    assert sharing(in_groups) == [0, 0, 0, 0, 0]
+    assert sharing([layer(None), layer(None, "layer 1"), layer(None, "layer 1")]) == [0, 1, 1]
+    assert block_bytes([layer(None, "a"), layer(None, "a")], 4) == block_bytes([layer(None)], 4)
+    first, second = empty_caches([layer(None, "a"), layer(None, "a")], 3, 4, torch.device("cpu"))
+    assert first.key.data_ptr() == second.key.data_ptr()
+
+
 def test_layers_that_keep_no_tokens_need_no_blocks():
     state, keys = (CacheTensor("state", (4, 8), "fp32", "request"),), (CacheTensor("key", (1, 8), "bf16", window=16),)
     assert (layer_groups([state, keys, state]), group_windows([state, keys, state])) == ((0, 0, 0), (16,))

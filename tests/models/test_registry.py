@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.config.model import ModelShape
+from phalanx.layout import Layout
 from phalanx.layout.families import layer_tensors
+from phalanx.layout.weights import weight_bytes
+from phalanx.models import weights
 from phalanx.models.cache import LayerCache
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.models_formation import Formation, assert_catalog_is_read, assert_every_weight_matters, run_steps
@@ -119,6 +122,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "tie_word_embeddings": True, "final_logit_softcapping": None,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     }),
+    "gemma4-experts": ("gemma4_moe", {
+        "num_attention_heads": 8, "num_key_value_heads": 4,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    }),
+    "gemma4-experts-inputs-shared": ("gemma4_moe", {
+        "stacked": True, "tie_word_embeddings": True, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 400,
+        "num_kv_shared_layers": 1, "num_hidden_layers": 4, "attention_bias": True,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+    }),
+    "gemma4-inputs-shared": ("gemma4_e", {
+        "num_attention_heads": 8, "num_key_value_heads": 1, "num_hidden_layers": 6, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    }),
+    "gemma4-one-size-of-heads": ("gemma4_e", {
+        "num_hidden_layers": 6, "num_kv_shared_layers": 3, "global_head_dim": 12, "use_double_wide_mlp": False,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    }),
     "olmo3": ("olmo3", {"num_attention_heads": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "qwen3-next": ("qwen3_next", {}),
     "qwen3-5-tied-biases": ("qwen3_5", {"tie_word_embeddings": True, "attention_bias": True, "full_attention_interval": 3}),
@@ -134,7 +154,7 @@ LAYOUTS = [(1, 1), (2, 1), (4, 2)]
 def _case_files(case: str, root: Path) -> tuple[Path, list[Tensor], list[Tensor]]:
     """(folder, token ids per sequence, transformers' logits per sequence)."""
     family, overrides = CASES[case]
-    folder = write_checkpoint(root / case, family, num_hidden_layers=3, **overrides)
+    folder = write_checkpoint(root / case, family, **{"num_hidden_layers": 3, **overrides})
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(11)
     ids = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
@@ -193,17 +213,33 @@ def test_projections_of_one_input_may_be_apart(root: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("case", [
     "llama-12q-3kv-biases-llama3", "mistral-window", "qwen2-window-above", "qwen3-12q-6kv-biases", "granite", "minimax-m2",
     "phi3-window", "olmo3", "gemma2", "gemma3", "gemma4", "qwen3-next", "granite-hybrid",
-    "nemotron-h",
+    "nemotron-h", "gemma4-experts", "gemma4-inputs-shared",
 ])  # fmt: skip
 def test_every_weight_changes_the_outcome(case: str, root: Path) -> None:
     """The checkpoints of these tests leave no part of the arithmetic neutral: but what multiplies the input of the last norm."""
     folder, ids, _ = _case_files(case, root)
-    assert_every_weight_matters(Formation(folder), ids[1], least=1e-2, neutral="registered.2.layer_scalar.weight")
+    neutral = f"registered.{ModelShape.from_folder(folder).num_layers - 1}.layer_scalar.weight"
+    assert_every_weight_matters(Formation(folder), ids[1], least=1e-2, neutral=neutral)
 
 
-@pytest.mark.parametrize("case", ["gemma4", "gemma4-values-biases", "exaone4"])
+@pytest.mark.parametrize("case", ["gemma4", "gemma4-values-biases", "gemma4-experts", "gemma4-inputs-shared", "exaone4"])
 def test_what_is_declared_is_read(case: str, root: Path) -> None:
-    assert_catalog_is_read(_case_files(case, root)[0])
+    assert_catalog_is_read(_case_files(case, root)[0], is_on_disk="experts" not in case)
+
+
+def test_stages_have_the_bytes_that_are_declared(root: Path) -> None:
+    """Of what no layer has, too: the first stage makes the inputs of all layers."""
+    folder = _case_files("gemma4-inputs-shared", root)[0]
+    formation = Formation(folder, tp=2, pp=2)
+    for (model, *_), nbytes in zip(formation.models, weight_bytes(formation.shape, "fp32", Layout(tp=2, pp=2)), strict=True):
+        targets = {part.target.data_ptr(): part.target.nbytes for part in weights.slices(model)}
+        assert sum(targets.values()) + sum(each.inv_freq.nbytes for each in model.rotary_embs.values()) == nbytes
+
+
+def test_copies_of_experts_have_the_scale_of_their_expert(root: Path) -> None:
+    folder, ids, expected = _case_files("gemma4-experts", root)
+    formation = Formation(folder, tp=2, moe_ep=2, redundant_experts=4)
+    _assert_same(formation.step([(0, ids[1])])[0], expected[1])
 
 
 def test_bf16_stays_near_fp32(root: Path) -> None:

@@ -204,6 +204,17 @@ _FAMILIES |= {
     }),
 }  # fmt: skip
 
+_FAMILIES |= {
+    "gemma4_moe": ("Gemma4", {
+        **_FAMILIES["gemma4"][1], "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
+    }),
+    "gemma4_e": ("Gemma4", {
+        **_FAMILIES["gemma4"][1], "attention_k_eq_v": False, "hidden_size_per_layer_input": 10,
+        "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+    }),
+}  # fmt: skip
+
 _CONFIGS = {
     "Gemma3": "Gemma3Text",
     "Gemma4": "Gemma4Text",
@@ -264,6 +275,10 @@ _WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         **_SMALL_TOWER, "model_type": "siglip_vision_model", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
         "image_size": 16,
     }),
+    "ernie4_5_vl": ("Ernie4_5_VLMoe", {
+        "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": [32, 16], "moe_num_shared_experts": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 2, 2]},
+    }, {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2}),
     "qwen3_5_vl": ("Qwen3_5", {**_GATED_DELTA}, {**_QWEN_TOWER, "num_position_embeddings": 16}),
     "kimi_k25": ("Kimi_K25", {**_FAMILIES["deepseek_v3"][1], "model_type": "kimi_k2"}, {
         **_SMALL_TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4,

@@ -41,7 +41,9 @@ class Experts:
     bias of the router's scores (V3); biases: of router and GEMMs (gpt-oss). swiglu: their activation where it is not
     silu(gate) * up. scoring: of routers in fp32; None: the logits are in the model's dtype, and their softmax chooses. shared_gate:
     what the shared experts give is multiplied by the sigmoid of a gate. gated: all have a gate; else they are relu(up)^2.
-    scales_input: a token's weight multiplies what its only expert reads, not what it gives (Llama-4).
+    scales_input: a token's weight multiplies what its only expert reads, not what it gives (Llama-4). gelu: the gates' activation
+    is GELU by tanh, not SiLU. beside_mlp: the layer's MLP, whose width `shared` is, stands beside them, and each has norms of its
+    own (Gemma 4).
     """
 
     count: int
@@ -57,6 +59,8 @@ class Experts:
     shared_gate: bool = False
     gated: bool = True
     scales_input: bool = False
+    gelu: bool = False
+    beside_mlp: bool = False
 
     def touched(self, tokens: float) -> float:
         """Distinct experts that so many tokens reach, on average, each routed uniformly: E (1 - (1 - k/E)^T)."""
@@ -118,17 +122,19 @@ def read_llama4(fields: JsonFields) -> Experts:
 
 
 def read_ernie_moe(fields: JsonFields) -> Experts:
-    """Ernie 4.5's fields: a softmax over all experts, with a bias that only chooses, renormalized; experts in every
-    moe_layer_interval-th layer from moe_layer_start_index to moe_layer_end_index, -1 for the last."""
+    """Ernie 4.5's fields: a softmax over all experts, with a bias that only chooses, renormalized; a layer is dense by
+    mlp_layer_types (of the text of Ernie 4.5 VL), or experts are in every moe_layer_interval-th layer from moe_layer_start_index to
+    moe_layer_end_index, -1 for the last."""
     width, layers = fields.count("moe_intermediate_size", 1536), fields.count("num_hidden_layers")
     start, interval = int(fields.number("moe_layer_start_index", 1)), fields.count("moe_layer_interval", 1)
     end = int(fields.number("moe_layer_end_index", -1))
     end = layers - 1 if end == -1 else end
+    dense = tuple(layer for layer in range(layers) if not start <= layer <= end or (layer + 1) % interval)
     return _experts(
         fields, 64, 6, width, names=("moe_num_experts", "num_experts"), per_token_names=("moe_k", "num_experts_per_tok"),
         shared=width * int(fields.number("moe_num_shared_experts", 2)), scoring_bias=True,
         scoring=Scoring(floor=fields.positive("moe_norm_min", 1e-12)),
-        dense_layers=tuple(layer for layer in range(layers) if not start <= layer <= end or (layer + 1) % interval),
+        dense_layers=dense if fields.value("mlp_layer_types") is None else _stated_dense(fields),
     )  # fmt: skip
 
 
@@ -185,6 +191,19 @@ def read_nemotron_h(fields: JsonFields) -> Experts | None:
         scoring_bias=True, renormalize=fields.flag("norm_topk_prob", True), scoring=_sigmoids(fields, 1, 1, 1.0), gated=False,
         dense_layers=tuple(layer for layer, block in enumerate(blocks) if block != "experts"),
     ))  # fmt: skip
+
+
+def read_gemma4(fields: JsonFields) -> Experts | None:
+    """Gemma 4's fields; None without experts. A softmax over all experts, renormalized; the MLP of every layer stands beside
+    them."""
+    if not fields.flag("enable_moe_block", False):
+        return None
+    width = fields.count("moe_intermediate_size")
+    return _experts(
+        fields, fields.count("num_experts"), fields.count("top_k_experts"), width, names=("num_experts",),
+        per_token_names=("top_k_experts",), shared=fields.count("intermediate_size"), scoring=Scoring(), gelu=True,
+        beside_mlp=True,
+    )  # fmt: skip
 
 
 def read_gpt_oss(fields: JsonFields) -> Experts:

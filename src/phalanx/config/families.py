@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 from phalanx.config import experts, mamba
 from phalanx.config.experts import Experts
 from phalanx.config.gated_delta import GatedDelta, read_gated_delta
+from phalanx.config.gemma4 import HeadSizes, LayerInputs, SharedKv, gemma4_full_heads, read_layer_inputs, read_shared_kv
 from phalanx.config.json_fields import JsonFields
 from phalanx.config.latent import GLM5, Latent, LatentDefaults, read_latent, read_sparse_latent
 from phalanx.config.mamba import Block, Mamba2, read_blocks
-from phalanx.config.rope import BY_TYPE, FULL, PROPORTIONAL, SLIDING, Rope
-from phalanx.errors import ModelError
+from phalanx.config.rope import BY_TYPE, PROPORTIONAL, Rope
 
 Norms = Literal["before", "behind", "around", "parallel", "single"]
 """Where a layer has norms: before its blocks; behind them, before the residual is added (OLMo-2); both (Gemma-2); one before both
@@ -75,49 +75,6 @@ def gemma4_multipliers(fields: JsonFields) -> Multipliers:
     return Multipliers(fields.count("hidden_size") ** 0.5, attention=1.0, logits_cap=cap)
 
 
-class HeadSizes(NamedTuple):
-    """Of a layer's attention. keys_are_values: there is no projection of values; they are what that of keys gives."""
-
-    kv_heads: int
-    head_dim: int
-    keys_are_values: bool = False
-
-
-def gemma4_full_heads(fields: JsonFields) -> HeadSizes:
-    """Of Gemma 4's layers without a window. Raises ModelError for the embeddings by layer of its smaller models."""
-    stated = "hidden_size_per_layer_input" in fields.values  # null means none
-    if width := fields.value("hidden_size_per_layer_input") if stated else 256:
-        raise ModelError(
-            f"{fields.file} has hidden_size_per_layer_input={width}", why="embeddings by layer are not computed",
-            next="use a Gemma 4 model without them, such as 12B or 31B",
-        )  # fmt: skip
-    shared, kv_heads = fields.flag("attention_k_eq_v", False), fields.count("num_key_value_heads", 4)
-    by_layer = fields.optional_mapping("per_layer_config")
-    if by_layer is not None:  # as transformers 5.24 writes it
-        return HeadSizes(*_sizes_of_full_layers(fields, by_layer, kv_heads), shared)
-    full_heads = fields.count("num_global_key_value_heads", kv_heads) if shared else kv_heads
-    return HeadSizes(full_heads, fields.count("global_head_dim", 512), shared)
-
-
-def _sizes_of_full_layers(fields: JsonFields, by_layer: Mapping[str, Any], kv_heads: int) -> tuple[int, int]:
-    """KV heads and head_dim, which all layers without a window must have and no others."""
-    layers = fields.count("num_hidden_layers")
-    kinds = fields.by_layer("layer_types", (SLIDING, FULL)) or [
-        FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(layers)
-    ]
-    full = [str(layer) for layer, kind in enumerate(kinds) if kind == FULL or layer == layers - 1]
-    first = by_layer.get(full[0])
-    same = set(by_layer) == set(full) and all(by_layer.get(layer) == first for layer in full)
-    if not same or not isinstance(first, Mapping) or set(first) - {"head_dim", "num_key_value_heads"}:
-        raise ModelError(
-            f"{fields.file} has per_layer_config={dict(by_layer)}",
-            held=f"it may have head_dim and num_key_value_heads, the same for all layers without a window: {', '.join(full)}",
-            why="other sizes by layer are not computed",
-        )  # fmt: skip
-    inner = fields.inner("per_layer_config", first)
-    return inner.count("num_key_value_heads", kv_heads), inner.count("head_dim", fields.count("head_dim", 256))
-
-
 def cohere_multipliers(fields: JsonFields) -> Multipliers:
     """Cohere's field."""
     return Multipliers(logits=fields.positive("logit_scale", 0.0625))
@@ -140,12 +97,13 @@ class Family:
     qkv_bias: there is one, whatever the file says. attention_bias: the default of that field.
     input_bias, output_bias, mlp_bias: the fields that say whether q, k and v, o_proj and the MLP have biases; None: they have none.
     qk_norm, qk_norm_whole, qk_norm_plain: see `ModelShape`. Where it has none, the field use_qk_norm may say that there is one.
-    v_norm, layer_scalar: likewise.
+    v_norm: likewise.
     norms: see `Norms`. norm_offset: norms multiply by 1 + weight (Gemma). layer_norm: norms are LayerNorm, without bias. eps_field:
     the field of their epsilon.
     activation: of the MLP, as transformers names it; all but relu2 are of a gate. activation_field: the field that says so.
     sinks: each head's softmax has one more logit, without a value.
-    experts, latent, multipliers, gated_delta, mamba, blocks, full_heads: how their fields are read, in families that have them.
+    experts, latent, multipliers, gated_delta, mamba, blocks, full_heads, layer_inputs, shared_kv: how their fields are read, in
+    families that have them.
     prefixes: what names of layers may have on disk in the place of "model.".
     interleaved: see `Rope`. original_positions: original_max_position_embeddings by default. rope_types: that the family has;
     (): all that any has. yarn: the rope_parameters of a file that has none. temperature: they have the temperature of queries,
@@ -177,7 +135,6 @@ class Family:
     qk_norm_whole: bool = False
     qk_norm_plain: bool = False
     v_norm: bool = False
-    layer_scalar: bool = False
     norms: Norms = "before"
     norm_offset: bool = False
     layer_norm: bool = False
@@ -193,6 +150,8 @@ class Family:
     blocks: Callable[[JsonFields], tuple[Block, ...]] | None = None
     prefixes: tuple[str, ...] = ()
     full_heads: Callable[[JsonFields], HeadSizes] | None = None
+    layer_inputs: Callable[[JsonFields], LayerInputs | None] | None = None
+    shared_kv: Callable[[JsonFields], SharedKv | None] | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     interleaved: bool = False
@@ -399,7 +358,7 @@ FAMILIES = {
     "Ernie4_5_MoeForCausalLM": Family(
         131072, """
         head_dim moe_num_experts num_experts moe_k num_experts_per_tok moe_num_shared_experts moe_intermediate_size
-        moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min num_nextn_predict_layers
+        moe_layer_start_index moe_layer_end_index moe_layer_interval moe_norm_min num_nextn_predict_layers mlp_layer_types
         """, "moe_capacity moe_multimodal_dispatch_use_allgather moe_group moe_orthogonal_loss_lambda",
         {"moe_gate": ("topk",), "moe_use_aux_free": (True,)}, model_type="ernie4_5_moe", kv_heads=4, input_bias=None,
         output_bias=None, mlp_bias=None, experts=experts.read_ernie_moe, rms_norm_eps=1e-5, rope_theta=500_000.0, interleaved=True,
@@ -435,13 +394,14 @@ FAMILIES = {
     "Gemma4ForCausalLM": Family(
         131072, """
         head_dim attention_bias final_logit_softcapping sliding_window layer_types global_head_dim num_global_key_value_heads
-        attention_k_eq_v hidden_size_per_layer_input per_layer_config
-        """, "hidden_act vocab_size_per_layer_input use_double_wide_mlp num_experts top_k_experts moe_intermediate_size", {
-            "use_bidirectional_attention": (False, "vision"), "enable_moe_block": (False,), "num_kv_shared_layers": (0,),
-            "rope_scaling": (), "rope_theta": (), "partial_rotary_factor": (),
+        attention_k_eq_v hidden_size_per_layer_input vocab_size_per_layer_input per_layer_config num_kv_shared_layers
+        use_double_wide_mlp enable_moe_block num_experts top_k_experts moe_intermediate_size
+        """, "hidden_act", {
+            "use_bidirectional_attention": (False, "vision"), "rope_scaling": (), "rope_theta": (), "partial_rotary_factor": (),
         }, "gemma4_text", kv_heads=4, head_dim=256, window="pattern", window_pattern=6, window_size=512, full_last=True,
-        qk_norm=True, v_norm=True, layer_scalar=True, norms="around", activation="gelu_pytorch_tanh",
+        qk_norm=True, v_norm=True, norms="around", activation="gelu_pytorch_tanh",
         activation_field="hidden_activation", multipliers=gemma4_multipliers, full_heads=gemma4_full_heads,
+        layer_inputs=read_layer_inputs, shared_kv=read_shared_kv, experts=experts.read_gemma4,
         rope_types=(*BY_TYPE, PROPORTIONAL), rope_theta=1_000_000.0, window_theta=10_000.0,
         full_rope={"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25}, tied=True,
     ),

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from phalanx.config.dtypes import DTYPE_SPELLINGS
 from phalanx.config.experts import SHARED_WIDTH, Experts
-from phalanx.config.families import FAMILIES, NO_MULTIPLIERS, Family, HeadSizes, Multipliers, Norms, model_type
+from phalanx.config.families import FAMILIES, NO_MULTIPLIERS, Family, Multipliers, Norms, model_type
 from phalanx.config.gated_delta import GatedDelta
+from phalanx.config.gemma4 import HeadSizes, LayerInputs, SharedKv
 from phalanx.config.generation import FIELDS as GENERATION_FIELDS
 from phalanx.config.generation import GENERATION, read_sampling_defaults
 from phalanx.config.json_fields import JsonFields
@@ -44,9 +45,9 @@ log = get_logger(__name__)
 CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 
 
-_FIXED = ("sinks", "qk_norm_whole", "qk_norm_plain", "v_norm", "layer_scalar", "norms", "norm_offset", "layer_norm", "activation")
+_FIXED = ("sinks", "qk_norm_whole", "qk_norm_plain", "v_norm", "norms", "norm_offset", "layer_norm", "activation")
 """Traits that no file states, by their names in `Family` and `ModelShape`."""
-_READ = ("gated_delta", "mamba", "blocks", "full_heads")
+_READ = ("gated_delta", "mamba", "blocks", "full_heads", "layer_inputs", "shared_kv")
 """Traits of fields, likewise; in `Family` is what reads them."""
 
 
@@ -71,11 +72,10 @@ class ModelShape:
     `Multipliers`. qk_norm: queries and keys are normed before RoPE, each head alone or, with qk_norm_whole, all heads of a token as
     one vector; with qk_norm_plain the heads that are rotated, without weights. chunks: per layer, the tokens of a run, of
     which a query sees its own alone (Llama-4); None: it sees all before it. v_norm: values are normed, each head alone, without
-    weights. layer_scalar: a layer's number multiplies the residual stream behind it. full_heads: sizes of the layers without a
-    window, where they differ. norms, norm_offset, layer_norm, activation: see
-    `Family`. gated_delta: of models with layers of the gated delta rule, whose attention has a gate of its output. mamba: of models
-    with layers of Mamba-2. blocks:
-    the only one of each layer; none: each has two, attention, or what stands for it, and a feed-forward block.
+    weights. full_heads: sizes of the layers without a window, where they differ. layer_inputs: see `LayerInputs`. shared_kv: see
+    `SharedKv`. norms, norm_offset, layer_norm, activation: see `Family`. gated_delta: of models with layers of the gated delta
+    rule, whose attention has a gate of its output. mamba: of models with layers of Mamba-2. blocks: the only one of each layer;
+    none: each has two, attention, or what stands for it, and a feed-forward block.
     """
 
     architecture: str
@@ -114,8 +114,9 @@ class ModelShape:
     layer_norm: bool = False
     activation: str = "silu"
     v_norm: bool = False
-    layer_scalar: bool = False
     full_heads: HeadSizes | None = None
+    layer_inputs: LayerInputs | None = None
+    shared_kv: SharedKv | None = None
     gated_delta: GatedDelta | None = None
     mamba: Mamba2 | None = None
     blocks: tuple[Block, ...] = ()
@@ -131,9 +132,28 @@ class ModelShape:
 
     def heads_in(self, layer: int) -> HeadSizes:
         """Sizes of a layer's keys and values."""
-        if self.full_heads is None or self.windows[layer] is not None:
-            return HeadSizes(self.num_kv_heads, self.head_dim)
-        return self.full_heads
+        of_window = self.full_heads is None or self.windows[layer] is not None
+        sizes = HeadSizes(self.num_kv_heads, self.head_dim) if of_window else self.full_heads
+        assert sizes is not None
+        return sizes._replace(shared=self.kv_layer(layer) != layer)
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to: itself, unless it shares those of an earlier one."""
+        first = self.num_layers - (0 if self.shared_kv is None else self.shared_kv.layers)
+        if layer < first:
+            return layer
+        return max(each for each in range(first) if self.windows[each] == self.windows[layer])
+
+    def intermediate_in(self, layer: int) -> int:
+        """Width of a layer's MLP."""
+        factor = 1 if self.shared_kv is None or self.kv_layer(layer) == layer else self.shared_kv.mlp_factor
+        return factor * self.intermediate_size
+
+    def may_begin_stage(self, layer: int) -> bool:
+        """Whether a pipeline stage may begin with a layer: no layer from it on needs what one before it has in memory."""
+        if self.latent is not None and not self.latent.may_begin_stage(layer):
+            return False
+        return all(self.kv_layer(each) >= layer for each in range(layer, self.num_layers))
 
     @property
     def indexer(self) -> Indexer | None:

@@ -182,7 +182,9 @@ def _read(
         )  # fmt: skip
     if "rope_type" not in values and "type" not in values and values.get("factor") not in (None, 1):
         raise ModelError(f"{fields.file} has {where}.factor={values['factor']!r} and no rope_type", why="the factor belongs to one")
-    portion = inner.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", defaults.portion or 1.0))
+    # null takes the default out in transformers, so that all is rotated
+    outer = 1.0 if "partial_rotary_factor" in fields.values else defaults.portion or 1.0
+    portion = inner.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", outer))
     if portion > 1.0 or (portion != 1.0 and defaults.portion is None and kind != PROPORTIONAL):
         raise ModelError(f"{fields.file} has a partial_rotary_factor other than 1", why="models of this family rotate whole heads")
     rope = _of_kind(fields, inner, kind, max_positions, defaults)

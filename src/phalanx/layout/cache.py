@@ -30,6 +30,7 @@ class CacheTensor:
     divided: a token's tensor that no rank splits by heads, so that the tokens of a block may be divided over ranks instead.
     ranks: over which they are: of every run of so many tokens each rank has one, in rank order. A block has a multiple of them.
     revocable: of a request's tensor: tokens that a later step rejects can be taken out of it.
+    shared: of layers with the same name here the first one stores the tensor, and the others read it; "": the layer has it alone.
     """
 
     name: str
@@ -43,6 +44,7 @@ class CacheTensor:
     divided: bool = False
     ranks: int = 1
     revocable: bool = False
+    shared: str = ""
 
     def local(self, tp: int, dcp: int = 1) -> CacheTensor:
         """What each of tp ranks holds, where dcp of them divide tokens: all hold as much. Raises LayoutError where tp does not
@@ -109,7 +111,8 @@ MOST_GROUPS = 8
 def layer_groups(caches: Sequence[Cache]) -> tuple[int, ...]:
     """The group of each layer of a model, in order. A request has a block table for each group, and all groups take their blocks
     from one pool: block b is block b of layer i of every group, and is in use by one group at a time. So the blocks of a group with
-    a window can be freed behind it, and are of use to any other.
+    a window can be freed behind it, and are of use to any other. Layers that share a tensor are in the group of the one that stores
+    it.
 
     A group has layers of one window; those without come first, in group 0. All groups have about as many layers: as many that the
     layers without a window are padded least, then all of them, then with the fewest groups. The layers of a kind go round its
@@ -117,8 +120,9 @@ def layer_groups(caches: Sequence[Cache]) -> tuple[int, ...]:
     window: their blocks would differ in bytes.
     """
     kinds: dict[int | None, list[int]] = {}
+    owners = _storing(caches)
     for layer, cache in enumerate(caches):
-        if token_bytes([cache]):
+        if token_bytes([cache]) and owners[layer] == layer:
             kinds.setdefault(window_of(cache), []).append(layer)
     numbers = [0] * len(caches)
     if len(kinds) < 2 or len({_content(caches[layers[0]]) for layers in kinds.values()}) > 1:
@@ -137,7 +141,7 @@ def layer_groups(caches: Sequence[Cache]) -> tuple[int, ...]:
         for number, layer in enumerate(layers):
             numbers[layer] = first + number % groups
         first += groups
-    return tuple(numbers)
+    return tuple(numbers[owner] for owner in owners)
 
 
 _ALL = 1 << 62
@@ -163,13 +167,15 @@ def group_of(cache: Cache) -> int:
 
 
 def sharing(caches: Sequence[Cache]) -> list[int]:
-    """Of each layer that one rank has, the layer in whose tensors its blocks are: itself, or an earlier one of another group."""
-    groups = len(group_windows(caches))
-    if groups == 1:
-        return list(range(len(caches)))
+    """Of each layer that one rank has, the layer in whose tensors its blocks are: itself, or an earlier one of another group, or
+    that which stores what it reads."""
+    groups, storing = len(group_windows(caches)), _storing(caches)
     owners: list[int] = []
     free: dict[tuple[int, Cache], list[int]] = {}  # owners of this content that the group has not used
     for layer, cache in enumerate(caches):
+        if storing[layer] != layer:
+            owners.append(owners[storing[layer]])
+            continue
         group, content = group_of(cache), _content(cache)
         unused = free.setdefault((group, content), [])
         if content and unused:
@@ -182,6 +188,13 @@ def sharing(caches: Sequence[Cache]) -> list[int]:
     return owners
 
 
+def _storing(caches: Sequence[Cache]) -> list[int]:
+    """Of each layer the one that stores its tokens: itself, or the first with the same `CacheTensor.shared`."""
+    first: dict[str, int] = {}
+    shared = [next((tensor.shared for tensor in cache if tensor.per == "token"), "") for cache in caches]
+    return [first.setdefault(name, layer) if name else layer for layer, name in enumerate(shared)]
+
+
 def _content(cache: Cache) -> Cache:
     """What a block has of a layer, whatever its window and group."""
-    return tuple(replace(tensor, window=None, group=0) for tensor in cache if tensor.per == "token")
+    return tuple(replace(tensor, window=None, group=0, shared="") for tensor in cache if tensor.per == "token")

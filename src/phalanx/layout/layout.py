@@ -134,7 +134,8 @@ class Layout:
 
 def require_suits(layout: Layout, shape: ModelShape) -> None:
     """Raise LayoutError where the model does not fit the layout; it names sizes that do. Called before any rank is started."""
-    dense = [layer for layer in range(shape.num_layers) if shape.experts_in(layer) is None]
+    experts = [shape.experts_in(layer) for layer in range(shape.num_layers)]
+    dense = [layer for layer, each in enumerate(experts) if each is None or each.beside_mlp]
     quantization = shape.quantization
     units = {0 if quantization is None else quantization.unit(f"model.layers.{layer}.mlp.down_proj") for layer in dense}
     for unit in units - {0}:
@@ -149,8 +150,8 @@ def require_suits(layout: Layout, shape: ModelShape) -> None:
             raise LayoutError(
                 f"tensor_parallel_size={layout.tp} does not divide {name}={size}", next=f"use one of {', '.join(fits)}",
             )  # fmt: skip
-    _require_layers(layout.pp, shape.num_layers)
-    first = next((layer for layer in range(shape.num_layers) if layer not in dense), None)
+    _require_layers(layout.pp, sum(map(shape.may_begin_stage, range(shape.num_layers))))
+    first = next((layer for layer, each in enumerate(experts) if each is not None), None)
     if first is not None:
         _require_slices_of_experts(layout, shape, first)
 
@@ -177,7 +178,8 @@ def _require_slices_of_experts(layout: Layout, shape: ModelShape, layer: int) ->
 def _require_layers(pp: int, count: int) -> None:
     if pp > count:
         raise LayoutError(
-            f"pipeline_parallel_size={pp} is more than the model's {count} layers", why="every stage holds at least one layer",
+            f"pipeline_parallel_size={pp} is more than the {count} layers that a stage may begin with",
+            why="every stage holds at least one layer, and layers that share what one of them computed are on one stage",
             next=f"use at most {count}",
         )  # fmt: skip
 

@@ -115,15 +115,17 @@ def expert_bytes(shape: ModelShape, dtype: str) -> int:
 @cache
 def stage_layers(shape: ModelShape, dtype: str, pp: int) -> tuple[range, ...]:
     """The layers of each pipeline stage: the largest stage has as few bytes as possible. A tied head counts on the last stage, too,
-    as a stage without the embedding holds a copy. Layers that share what one of them chose are on one stage."""
-    layers, latent = range(shape.num_layers), shape.latent
-    begins = [layer for layer in layers if latent is None or latent.may_begin_stage(layer)]
+    as a stage without the embedding holds a copy. Layers that share what one of them chose, or its keys and values, are on one
+    stage."""
+    layers = range(shape.num_layers)
+    begins = [layer for layer in layers if shape.may_begin_stage(layer)]
     runs = [range(begin, end) for begin, end in zip(begins, [*begins[1:], layers.stop], strict=True)]
     kinds = kind_of(shape)
     sizes = [sum(layer_bytes(shape, kinds[layer], dtype, Layout()) for layer in run) for run in runs]
     vocabulary, norm = (count * shape.hidden_size * itemsize(dtype) for count in (shape.vocab_size, 1))
+    first = vocabulary + layer_input_bytes(shape, dtype, Layout())
     last = tensor_bytes(shape, head(shape), dtype, Layout()) + norm
-    divided = stages(sizes, pp, first_bytes=vocabulary, last_bytes=last)
+    divided = stages(sizes, pp, first_bytes=first, last_bytes=last)
     return tuple(range(runs[part.start].start, runs[part.stop - 1].stop) for part in divided)
 
 
@@ -139,6 +141,11 @@ def embedding_bytes(shape: ModelShape, dtype: str, layout: Layout) -> int:
     return math.prod(tensor.local(layout.tp)) * itemsize(dtype)
 
 
+def layer_input_bytes(shape: ModelShape, dtype: str, layout: Layout) -> int:
+    """Bytes of what makes the embeddings by layer, on one rank of the first stage; 0 without any."""
+    return sum(tensor_bytes(shape, each, dtype, layout) for each in outer_tensors(shape) if each.part == "layer_inputs")
+
+
 @cache
 def weight_bytes(shape: ModelShape, dtype: str, layout: Layout) -> tuple[int, ...]:
     """Bytes of weights of one rank of each stage, as `RankFacts.bytes["weights"]` counts them."""
@@ -151,7 +158,7 @@ def weight_bytes(shape: ModelShape, dtype: str, layout: Layout) -> tuple[int, ..
         total = sum(layer_bytes(shape, kinds[layer], dtype, layout) for layer in layers)
         total += sum(4 * (rotary.rotated // 2) for rotary in {shape.rotary_in(layer) for layer in layers})
         first, last = layers.start == 0, layers.stop == shape.num_layers
-        total += vocabulary if first else 0
+        total += vocabulary + layer_input_bytes(shape, dtype, layout) if first else 0
         if last:
             shared = first and shape.tie_word_embeddings
             total += tensor_bytes(shape, outer["norm"], dtype, layout)

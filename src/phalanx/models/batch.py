@@ -77,7 +77,8 @@ class Batch:
     kv_slots, block_tables and block_tables_cpu are of group 0 of the layers; more_groups: those of the groups from 1 on. -1 is
     padding in all of them.
     dp_tokens: where several dp indices exchange tokens for their experts. inner: for a proposer that reads inner states.
-    state_rows: for layers that keep a state of each request; the first of them makes it.
+    state_rows: for layers that keep a state of each request; the first of them makes it. layer_inputs [T, layers, width]: what each
+    layer of the stage, and behind it, gets beside the residual stream (`models.layers.layer_inputs`), which the model sets.
     """
 
     token_ids: Tensor
@@ -99,6 +100,7 @@ class Batch:
     dp_tokens: DpTokens | None = None
     inner: InnerStates | None = None
     state_rows: StateRows | None = None
+    layer_inputs: Tensor | None = None
     more_groups: Sequence[GroupTables] = ()
 
     def of_group(self, group: int) -> GroupTables:

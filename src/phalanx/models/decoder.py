@@ -114,6 +114,14 @@ class Decoder(nn.Module, ABC):
         """Layer `index` of the model, of `self.shape`, for `self.context`."""
 
     @property
+    def stream_width(self) -> int:
+        """Columns of what the stage before gives to this one: those of the residual stream, and of what a family has beside it."""
+        return self.shape.hidden_size
+
+    def embedded(self, batch: Batch, vectors: Tensor) -> None:
+        """What a family makes of the embedded tokens [T, hidden_size], on the first stage before its layers."""
+
+    @property
     def moe_layers(self) -> dict[int, SparseMoe]:
         """The blocks with experts of this stage, by the numbers of their layers in the model."""
         return {number: layer.moe for number, layer in zip(self.layer_range, self.layers, strict=True) if layer.moe is not None}
@@ -135,6 +143,7 @@ class Decoder(nn.Module, ABC):
         if hidden is None:
             assert self.embed_tokens is not None, "the first stage has the embedding"
             x, residual = self.embed_tokens(batch.token_ids, norms[0], batch.last)
+            self.embedded(batch, residual)
         else:
             x, residual = hidden if norms[0] is None else norms[0](hidden), hidden
         cos_sin = {rotary: module(batch.positions) for rotary, module in self.rotary_embs.items()}

@@ -22,7 +22,6 @@ from phalanx.models.layers.mlp import GatedMlp
 from phalanx.models.layers.moe import SparseMoe
 from phalanx.models.layers.norm import RmsNorm, all_reduce_norm
 from phalanx.models.layers.rope import CosSin
-from phalanx.models.slices import TensorPart
 
 Attention = GroupedQueryAttention | LatentAttention | GatedDeltaNet | MambaMixer
 
@@ -38,7 +37,7 @@ class LayerNorms(NamedTuple):
 
 class LlamaLayer(DecoderLayer):
     """Attention, then the feed-forward block, each with its residual around it and its norms where `ModelShape.norms` says; or both
-    of one norm, and one residual ("parallel"). layer_scalar: what multiplies the residual stream behind them (Gemma 4), or None."""
+    of one norm, and one residual ("parallel")."""
 
     def __init__(
         self, name: str, attention: Attention, feed_forward: GatedMlp | SparseMoe, model: Decoder
@@ -48,7 +47,6 @@ class LlamaLayer(DecoderLayer):
         for each in filter(None, names):
             self.add_module(each, model.hidden_norm(f"{name}.{each}"))
         self.self_attn, self.mlp = attention, feed_forward
-        self.layer_scalar = TensorPart(f"{name}.layer_scalar", context=model.context) if model.shape.layer_scalar else None
         self._parallel = model.context.group if model.shape.norms == "parallel" else None
         self._norms = LayerNorms(*(None if each is None else cast(RmsNorm, self.get_submodule(each)) for each in names))
         if self._norms.before_attention is not None and self._parallel is None:  # else both blocks read it
@@ -74,10 +72,6 @@ class LlamaLayer(DecoderLayer):
             total = self.self_attn.partial_sum(x, cos_sin, batch, cache) + self.mlp.partial_sum(x)
             return all_reduce_norm(total, residual, next_norm, self._parallel)
         x, residual = self.self_attn(x, cos_sin, batch, cache, residual, self._norms.before_mlp)
-        if self.layer_scalar is not None:
-            _, residual = self.mlp(x, residual, None, batch)
-            residual = residual * self.layer_scalar.weight
-            return residual if next_norm is None else next_norm(residual), residual
         output: tuple[NormOutput, Tensor] = self.mlp(x, residual, next_norm, batch)
         return output
 
@@ -105,6 +99,10 @@ class Llama(Decoder):
         experts = self.shape.experts_in(layer)
         if experts is not None:
             return SparseMoe(prefix, experts, layer, multiplier=self.shape.multipliers.residual, context=self.context)
+        return self.mlp(prefix)
+
+    def mlp(self, prefix: str) -> GatedMlp:
+        """The MLP of the layer with this name."""
         name = self.context.of_gemm(prefix, "mlp_gate_up")[0].name.rsplit(".", 2)[0]
         return GatedMlp(
             name, multiplier=self.shape.multipliers.residual, activation=self.shape.activation, context=self.context

@@ -11,6 +11,7 @@ from dataclasses import replace
 from phalanx.config.model import ModelShape
 from phalanx.log import get_logger
 from phalanx.models.decoder import Decoder
+from phalanx.models.gemma4 import Gemma4
 from phalanx.models.layers.linear_methods.choose import describe
 from phalanx.models.llama import Llama
 from phalanx.models.nemotron_h import NemotronH
@@ -18,7 +19,7 @@ from phalanx.models.slices import LayerContext
 
 logger = get_logger(__name__)
 
-MODELS: dict[str, type[Decoder]] = {"NemotronHForCausalLM": NemotronH}
+MODELS: dict[str, type[Decoder]] = {"Gemma4ForCausalLM": Gemma4, "NemotronHForCausalLM": NemotronH}
 """The families whose arithmetic the traits of a `ModelShape` do not say. All others are `Llama`."""
 
 

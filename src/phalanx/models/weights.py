@@ -86,7 +86,7 @@ def files_of(model: Decoder, folder: Path) -> Located:
         located = text_tensors(located, shape.wrapper)
     located = respelled(located, declaration(shape).spellings)
     files = _without_mtp(by_model_names(located, known, tied=tied), shape)
-    files = _without_zero_biases(files, known, shape)
+    files = _without_zero_biases(_without_unread(files, shape), known, shape)
     _judge_head(model, files, folder)
     require_known(files, known | {HEAD} if tied else known, shape.num_layers)
     return files
@@ -104,7 +104,7 @@ def load(model: Decoder, folder: Path, progress: Progress | None = None) -> None
         scales_by_layer = kv_scales.read(files, shape.num_layers)
         for index, decoder_layer in zip(model.layer_range, model.layers, strict=True):
             for store in _kv_stores(decoder_layer):
-                store.read_scales = scales_by_layer.get(index)
+                store.read_scales = scales_by_layer.get(shape.kv_layer(index))
     read_parts(model, files, folder, progress)
     if shape.tie_word_embeddings and HEAD in files:
         _require_tied(model, files[HEAD])
@@ -233,6 +233,19 @@ def _judge_head(model: Decoder, files: Located, folder: Path) -> None:
     if not any(f"lm_head.{end}" in files for end in quantization.head.beside_weight):
         logger.warning("%s has lm_head.weight in 16 bit, and its quantization does not except it: it stays in 16 bit", folder)
         model.lm_head.take_plain()
+
+
+def _without_unread(files: Located, shape: ModelShape) -> Located:
+    """The tensors without those of layers that their family does not load; a log line counts these."""
+    unread = declaration(shape).unread
+    if unread is None:
+        return files
+    prefixes = tuple(name for layer in range(shape.num_layers) for name in unread(shape, layer))
+    left = {name: place for name, place in files.items() if not name.startswith(prefixes)}
+    if len(left) < len(files):
+        first = next(name for name in files if name not in left)
+        logger.info("%d tensors that no layer reads are not loaded, %s among them", len(files) - len(left), first)
+    return left
 
 
 def _without_zero_biases(files: Located, known: Collection[str], shape: ModelShape) -> Located:

@@ -585,7 +585,7 @@ def _stage_gemms(shape: ModelShape, dtype: str, layout: Layout, stage: int) -> t
             stored = weights.stored_in(shape, tensors[0], dtype)
             gemms.append(_Gemm(count, nbytes, 2.0 * sum(sizes), stored, bool(tensors[0].experts)))
         experts = shape.experts_in(first)
-        inner = shape.intermediate_size if experts is None else experts.shared
+        inner = shape.intermediate_in(first) if experts is None else experts.shared
         if shape.blocks and shape.blocks[first] not in ("mlp", "experts"):
             inner = 0
         moe += count if experts is not None else 0

@@ -45,7 +45,8 @@ def activation_features(
     hidden = float(size) * -(-max_num_tokens // indices) * shape.hidden_size
     sampled = [float(max_num_tokens), logits, hidden, logits * size / 4 / layout.tp if layout.tp > 1 else 0.0]
     if experts is None:
-        return sampled, [hidden, size * max_num_tokens * shape.intermediate_size / layout.tp, 0.0, 0.0]
+        inner = max(map(shape.intermediate_in, range(shape.num_layers)))
+        return sampled, [hidden, size * max_num_tokens * inner / layout.tp, 0.0, 0.0]
     width = (experts.intermediate * experts.per_token + experts.shared) * layout.moe_ep / layout.tp
     pairs = max_num_tokens * experts.per_token
     return sampled, [hidden, 0.0, size * max_num_tokens * width, size * pairs * shape.hidden_size]

@@ -365,7 +365,7 @@ class ModelRunner:
             batch.inner = InnerStates(self._inner_layers, out)
         hidden = None
         if not self._first:
-            shape = (int(batch.token_ids.shape[0]), self._model.shape.hidden_size)
+            shape = (int(batch.token_ids.shape[0]), self._model.stream_width)
             hidden = self._receive(batch.inner, torch.empty(shape, dtype=self._dtype, device=self._device))
         parts = [(batch, hidden)] if not self._row_by_row else tokens_of(batch, hidden)
         hidden_states, lm_head = self._forward(parts), self._model.lm_head
@@ -476,11 +476,12 @@ class ModelRunner:
         return [self._prompts.reported(row) for row in rows]
 
     def _receive(self, inner: InnerStates | None, hidden: Tensor) -> Tensor:
-        """Fill the residual stream [T, hidden_size], and its inner states of earlier stages, from the stage before."""
+        """Fill the residual stream [T, stream_width], and its inner states of earlier stages, from the stage before."""
         before = self._pipeline.rank - 1
         received = self._pipeline.receive(hidden, before)
         if inner is not None and self._inner_before:
-            states = InnerStates(self._inner_before, hidden.new_empty(len(hidden), len(self._inner_before) * hidden.shape[1]))
+            width = len(self._inner_before) * self._model.shape.hidden_size
+            states = InnerStates(self._inner_before, hidden.new_empty(len(hidden), width))
             self._pipeline.receive(states.out, before)
             for layer in self._inner_before:
                 inner.of(layer)[: len(hidden)].copy_(states.of(layer))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from phalanx.config.families import HeadSizes, Norms
+from phalanx.config.families import Norms
+from phalanx.config.gemma4 import HeadSizes
 from phalanx.config.model import ModelShape
 from phalanx.config.text_tower import WRAPPERS
 from phalanx.layout.cache import CacheTensor
@@ -18,8 +19,6 @@ def layer(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
     """The tensors of one decoder layer."""
     prefix = f"model.layers.{index}"
     yield from attention(shape, prefix, shape.heads_in(index))
-    if shape.layer_scalar:
-        yield WeightTensor(f"{prefix}.layer_scalar", (1,), "replicated", "norm")
     if shape.experts_in(index) is None:
         yield from gated_mlp(f"{prefix}.mlp", shape.hidden_size, shape.intermediate_size, "mlp", bias=shape.mlp_bias)
     else:
@@ -42,11 +41,11 @@ def fused_layer(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
 
 def attention(shape: ModelShape, prefix: str, sizes: HeadSizes | None = None) -> Iterator[WeightTensor]:
     """Grouped-query attention, and the two norms of a layer. sizes: of the layer, where layers differ in them."""
-    hidden, heads, (kv_heads, dim, keys_are_values) = shape.hidden_size, shape.num_heads, sizes or shape.heads_in(0)
+    hidden, heads, (kv_heads, dim, keys_are_values, shared) = shape.hidden_size, shape.num_heads, sizes or shape.heads_in(0)
     name = f"{prefix}.self_attn"
-    projections: list[tuple[str, int, bool]] = [("q_proj", heads, False), ("k_proj", kv_heads, True)]
-    if not keys_are_values:
-        projections.append(("v_proj", kv_heads, True))
+    projections: list[tuple[str, int, bool]] = [("q_proj", heads, False)]
+    if not shared:
+        projections += [(projection, kv_heads, True) for projection in ("k_proj", "v_proj")[: 1 if keys_are_values else 2]]
     for projection, count, keys in projections:
         split: Split = "kv_heads" if keys else "heads"
         yield WeightTensor(
@@ -64,18 +63,21 @@ def attention(shape: ModelShape, prefix: str, sizes: HeadSizes | None = None) ->
         yield WeightTensor(f"{name}.q_norm.weight", (heads, dim), "heads", "norm", heads=heads)
         yield WeightTensor(f"{name}.k_norm.weight", (kv_heads, dim), "kv_heads", "norm", heads=heads, kv_heads=kv_heads)
     elif shape.qk_norm and not shape.qk_norm_plain:
-        yield from (_norm(shape, f"{name}.{each}", dim) for each in ("q_norm", "k_norm"))
+        yield from (norm(shape, f"{name}.{each}", dim) for each in ("q_norm", "k_norm")[: 1 if shared else 2])
     yield from norms(shape, prefix)
 
 
 def cache(shape: ModelShape, index: int, dtype: str) -> Iterator[CacheTensor]:
     """The keys and values of one decoder layer. In int8 each of them has a scale, and those of a block and a head lie side by side,
     so that attention reads those of 16 tokens in 64 bytes."""
-    window, heads, (kv_heads, head_dim, _) = shape.windows[index], shape.num_heads, shape.heads_in(index)
+    window, heads, (kv_heads, head_dim, *_) = shape.windows[index], shape.num_heads, shape.heads_in(index)
+    owner = shape.kv_layer(index)
+    shared = any(shape.kv_layer(each) == owner != each for each in range(shape.num_layers))
+    common: dict[str, Any] = {"window": window, "heads": heads, "shared": f"layer {owner}" if shared else ""}
     for name in ("key", "value"):
-        yield CacheTensor(name, (kv_heads, head_dim), dtype, window=window, heads=heads)
+        yield CacheTensor(name, (kv_heads, head_dim), dtype, **common)
     if dtype == "int8":
-        yield CacheTensor("token_scales", (kv_heads, 2), "bf16", window=window, heads=heads, token_dim=1)
+        yield CacheTensor("token_scales", (kv_heads, 2), "bf16", token_dim=1, **common)
 
 
 class NormNames(NamedTuple):
@@ -99,10 +101,11 @@ NORMS: dict[Norms, NormNames] = {
 def norms(shape: ModelShape, prefix: str) -> Iterator[WeightTensor]:
     """Those of a layer, by where it has them."""
     for name in filter(None, NORMS[shape.norms]):
-        yield _norm(shape, f"{prefix}.{name}", shape.hidden_size)
+        yield norm(shape, f"{prefix}.{name}", shape.hidden_size)
 
 
-def _norm(shape: ModelShape, name: str, size: int) -> WeightTensor:
+def norm(shape: ModelShape, name: str, size: int) -> WeightTensor:
+    """The weight of one norm."""
     return WeightTensor(f"{name}.weight", (size,), "replicated", "norm", kept="fp32" if shape.norm_offset else "quantized")
 
 
@@ -156,6 +159,6 @@ def outer(shape: ModelShape) -> Iterator[WeightTensor]:
     """Embedding, final norm and head; a tied head has no tensor of its own."""
     vocabulary = (shape.vocab_size, shape.hidden_size)
     yield WeightTensor("model.embed_tokens.weight", vocabulary, "vocabulary", "embedding")
-    yield _norm(shape, "model.norm", shape.hidden_size)
+    yield norm(shape, "model.norm", shape.hidden_size)
     if not shape.tie_word_embeddings:
         yield WeightTensor("lm_head.weight", vocabulary, "vocabulary", "head", "head")

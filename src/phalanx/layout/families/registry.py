@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import phalanx.layout.families.deepseek as deepseek
 import phalanx.layout.families.dense as dense
+import phalanx.layout.families.gemma4 as gemma4
 import phalanx.layout.families.gpt_oss as gpt_oss
 import phalanx.layout.families.llama4 as llama4
 import phalanx.layout.families.mamba2 as mamba2
@@ -34,11 +35,15 @@ class LayerDeclaration(NamedTuple):
 
     tensors (shape, index): of the checkpoint.
     cache (shape, index, dtype of keys and values): what the layer keeps between steps.
+    unread (shape, index): beginnings of names that checkpoints may have of the layer, and that are not loaded.
+    outer (shape): of embedding, final norm and head, and what else no layer has.
     spellings: parts of names in further checkpoints -> what they are in the declared names.
     """
 
     tensors: Callable[[ModelShape, int], Iterable[WeightTensor]]
     cache: Callable[[ModelShape, int, str], Iterable[CacheTensor]] = dense.cache
+    outer: Callable[[ModelShape], Iterable[WeightTensor]] = dense.outer
+    unread: Callable[[ModelShape, int], tuple[str, ...]] | None = None
     spellings: Mapping[str, str] = MappingProxyType({})
 
 
@@ -56,9 +61,10 @@ DECLARATIONS = {
     "Mistral4ForCausalLM": LayerDeclaration(deepseek.layer, deepseek.cache),
     "Glm4MoeForCausalLM": LayerDeclaration(deepseek.glm4_moe),
     "HYV3ForCausalLM": LayerDeclaration(deepseek.hy_v3),
-    "Ernie4_5_MoeForCausalLM": LayerDeclaration(deepseek.ernie_moe),
-    "GraniteMoeHybridForCausalLM": LayerDeclaration(mamba2.granite_hybrid, mamba2.cache, mamba2.GRANITE_SPELLINGS),
-    "NemotronHForCausalLM": LayerDeclaration(mamba2.nemotron_h, mamba2.cache, mamba2.NEMOTRON_SPELLINGS),
+    "Ernie4_5_MoeForCausalLM": LayerDeclaration(deepseek.ernie_moe, unread=deepseek.of_images),
+    "GraniteMoeHybridForCausalLM": LayerDeclaration(mamba2.granite_hybrid, mamba2.cache, spellings=mamba2.GRANITE_SPELLINGS),
+    "NemotronHForCausalLM": LayerDeclaration(mamba2.nemotron_h, mamba2.cache, spellings=mamba2.NEMOTRON_SPELLINGS),
+    "Gemma4ForCausalLM": LayerDeclaration(gemma4.layer, outer=gemma4.outer, unread=gemma4.unread),
     "GptOssForCausalLM": LayerDeclaration(gpt_oss.layer),
     "Qwen3NextForCausalLM": LayerDeclaration(qwen3_next.layer, qwen3_next.cache),
     "Qwen3_5ForCausalLM": LayerDeclaration(qwen3_next.qwen3_5, qwen3_next.cache),
@@ -114,8 +120,8 @@ def model_cache(shape: ModelShape) -> tuple[Cache, ...]:
 
 
 def outer_tensors(shape: ModelShape) -> tuple[WeightTensor, ...]:
-    """Embedding, final norm and head."""
-    return tuple(dense.outer(shape))
+    """Embedding, final norm and head, and what else no layer has."""
+    return tuple(declaration(shape).outer(shape))
 
 
 @cache

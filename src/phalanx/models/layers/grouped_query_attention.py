@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx import kernels
 from phalanx.config.model import ModelShape
 from phalanx.kernels.gated_delta.dispatch import sigmoid_mul
 from phalanx.kernels.reference import HeadNorm
@@ -108,16 +109,18 @@ class GroupedQueryAttention(nn.Module):
     sinks: heads may attend to nothing: each has one more logit, [q_heads of this rank], without a value (gpt-oss).
     rope_in: RoPE may rotate a part of each head, or none of it; it may have a temperature of the queries.
     multipliers: of the scores, and of what the block adds to the residual stream; and the scores' soft cap.
-    heads_in: sizes of this layer; its values may be the keys before their norm and rope (keys_are_values).
+    heads_in: sizes of this layer; its values may be the keys before their norm and rope (keys_are_values), or it has none of
+    either, and attends to those of an earlier layer, whose cache it has (shared).
     v_norm: values are normed, each head alone, without weights.
     gated_delta: the output of each head is multiplied by the sigmoid of a gate, which q_proj gives beside its query.
     """
 
     def __init__(self, name: str, shape: ModelShape, layer: int, *, context: LayerContext) -> None:
         super().__init__()
-        _, head_dim, self.keys_are_values = shape.heads_in(layer)
-        query, key = (context.parts(f"{name}.{part}_proj") for part in "qk")
-        value = [] if self.keys_are_values else context.parts(f"{name}.v_proj")
+        _, head_dim, self.keys_are_values, self.shares = shape.heads_in(layer)
+        query = context.parts(f"{name}.q_proj")
+        key = [] if self.shares else context.parts(f"{name}.k_proj")
+        value = [] if self.shares or self.keys_are_values else context.parts(f"{name}.v_proj")
         gates = [] if shape.gated_delta is None else query[len(query) // 2 :]
         parts, bias = [*query[: len(query) - len(gates)], *key, *value, *gates], f"{name}.q_proj.bias" in context.declared
         self.qkv_proj = ColumnParallelLinear(parts, bias=bias, context=context)
@@ -144,11 +147,11 @@ class GroupedQueryAttention(nn.Module):
                 self.register_buffer("ones", ones, persistent=False)
                 self.head_norm = HeadNorm(ones, ones, shape.rms_norm_eps)
         elif shape.qk_norm:
-            self.q_norm, self.k_norm = (
-                RmsNorm(
-                    f"{name}.{each}", head_dim, shape.rms_norm_eps, order=order, offset=shape.norm_offset, context=context
-                ) for each in ("q_norm", "k_norm")
-            )  # fmt: skip
+            norms = [
+                RmsNorm(f"{name}.{each}", head_dim, shape.rms_norm_eps, order=order, offset=shape.norm_offset, context=context)
+                for each in ("q_norm", "k_norm")[: 1 if self.shares else 2]
+            ]
+            self.q_norm, self.k_norm = norms[0], norms[1] if len(norms) > 1 else None
         self.value_eps = shape.rms_norm_eps if shape.v_norm else None
         self.sinks = TensorPart(f"{name}.sinks", context=context) if shape.sinks else None
         self.kv_store = KvStore(name, context=context)
@@ -184,6 +187,9 @@ class GroupedQueryAttention(nn.Module):
     def _rotated_query(self, x: Activation, cos_sin: CosSin, batch: Batch, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
         """x [T, hidden] -> the rotated queries [T, q_heads, head_dim], and the gates of their outputs [T, q_heads * head_dim] where
         there are any; keys and values are stored in the cache."""
+        if self.shares:
+            query = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+            return kernels.rope(query if self.q_norm is None else self.q_norm(query), *cos_sin[:2]), None
         kv_slots = batch.of_group(cache.group).kv_slots
         if self.qk_norm is not None:
             heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)

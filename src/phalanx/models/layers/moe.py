@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phalanx import kernels
 from phalanx.config.experts import Experts
 from phalanx.kernels.gated_delta.dispatch import sigmoid_mul
-from phalanx.kernels.moe.dispatch import experts_of, quantized_input, routed_experts
+from phalanx.kernels.moe.dispatch import experts_of, quantized_input, routed_experts, scaled
 from phalanx.kernels.moe.tensors import ExpertTensors, Routing
 from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.layout import shard
@@ -46,7 +46,9 @@ class SparseMoe(nn.Module):
     a gate or not.
 
     Where a token's weight multiplies its input (`Experts.scales_input`), the routed experts and the router get weight * x: the
-    best expert of it is that of x, as a router has no bias, and its weight, renormalized, is 1."""
+    best expert of it is that of x, as a router has no bias, and its weight, renormalized, is 1.
+
+    Experts may have norms of their own (Gemma 4): x is then normed without weights, which `norm_weight` [hidden] has."""
 
     def __init__(
         self, prefix: str, experts: Experts, layer: int, *, multiplier: float = 1.0, context: LayerContext
@@ -61,7 +63,10 @@ class SparseMoe(nn.Module):
         self.exchange = ExpertExchange(experts.count, context)
         self.shared_experts: Mlp | None = None
         self.shared_gate: TensorPart | None = None
-        if experts.shared:
+        self.norm_weight: TensorPart | None = None
+        if experts.beside_mlp:
+            self.norm_weight = TensorPart(f"{prefix}.pre_feedforward_layernorm_2.weight", context=context)
+        elif experts.shared:
             name = context.of_gemm(prefix, "shared_gate_up")[0].name.rsplit(".", 2)[0]
             self.shared_experts = mlp_of("silu" if experts.gated else "relu2", name, context=context)
             self.shared_gate = TensorPart(f"{name}_gate.weight", context=context) if experts.shared_gate else None
@@ -112,15 +117,21 @@ class SparseMoe(nn.Module):
             shared = sigmoid_mul(shared, kernels.linear(x, self.shared_gate.weight))
         if self.config.scales_input:
             x = x * self.router.best(x)
-        if batch.dp_tokens is not None:
-            total = self.exchanged(x, batch.dp_tokens, quantized)
-            total = total if shared is None else total.add_(shared)
-        else:
-            out = group.empty(*x.shape, dtype=x.dtype, device=x.device) if group.size > 1 else None
-            total = self.partial_sum(x, out, quantized, batch.kv_slots, shared)
+        total = self.rank_sum(x, batch, quantized, shared)
         if self.multiplier != 1.0:
             total.mul_(self.multiplier)
         return all_reduce_norm(total, residual, norm, group)
+
+    def rank_sum(
+        self, x: Tensor, batch: Batch, quantized: Quantized | None = None, shared: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """x [T, hidden] (and the same quantized) -> what this rank adds to the routed experts' sum [T, hidden], plus `shared`."""
+        group = self.context.group
+        if batch.dp_tokens is not None:
+            total = self.exchanged(x, batch.dp_tokens, quantized)
+            return total if shared is None else total.add_(shared)
+        out = group.empty(*x.shape, dtype=x.dtype, device=x.device) if group.size > 1 else None
+        return self.partial_sum(x, out, quantized, batch.kv_slots, shared)
 
     def exchanged(self, x: Tensor, dp_tokens: DpTokens, quantized: Quantized | None = None) -> Tensor:
         """x [T, hidden] (and the same quantized), the tokens of this dp index -> what the experts of all indices give to them
@@ -129,17 +140,24 @@ class SparseMoe(nn.Module):
 
     def route(self, x: Tensor, padding: Tensor | None = None) -> Routing:
         """x [T, hidden] -> each token's experts; none where `padding` [T] is given and negative."""
-        return self.router.route(x, self.tensors(), padding)
+        routing, scale = self.router.route(x, self.tensors(), padding), self.router.expert_scale
+        return routing if scale is None else scaled(routing, scale.weight)
 
     def routed(self, x: Tensor | Quantized, routing: Routing) -> Tensor:
         """x [N, hidden], or what `payload` gives for it, with its routing -> what this rank's part of the experts gives
         [N, hidden]."""
         dtype = self.context.dtype
+        x = self._normed(x) if isinstance(x, Tensor) else x
         return experts_of(x, self.tensors(), routing, num_experts=self.config.count, dtype=dtype, load=self.load)
 
     def payload(self, x: Tensor) -> Tensor | Quantized:
-        """x [T, hidden] as the experts' GEMMs read it: quantized where they do that anyway."""
-        return quantized_input(x, self.tensors())
+        """x [T, hidden] as `routed` takes it: quantized where the experts' GEMMs do that anyway."""
+        quantized = quantized_input(self._normed(x), self.tensors())
+        return x if isinstance(quantized, Tensor) else quantized
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """x [T, hidden] as the experts read it."""
+        return x if self.norm_weight is None else x * self.norm_weight.weight
 
     def partial_sum(
         self, x: Tensor, out: Tensor | None = None, quantized: Quantized | None = None, kv_slots: Tensor | None = None,
@@ -148,10 +166,17 @@ class SparseMoe(nn.Module):
         """x [T, hidden] (and the same quantized) -> what this rank's part of the routed experts gives [T, hidden], in `out` where
         that is given. kv_slots [T]: negative for padding. shared [T, hidden]: of the shared experts, which is added."""
         total, _ = routed_experts(
-            x, self.router(x), self.tensors(), self.router.choice, load=self.load, out=out, quantized=quantized, kv_slots=kv_slots,
-            physical=self.physical, plus=shared,
+            self._normed(x), self.router(x), self.tensors(), self.router.choice, load=self.load, out=out, quantized=quantized,
+            kv_slots=kv_slots, physical=self.physical, plus=shared, expert_scale=self._expert_scale(),
         )  # fmt: skip
         return total
+
+    def _expert_scale(self) -> Tensor | None:
+        """What multiplies the weights of each physical expert of the layer, [physical experts] fp32."""
+        scale = self.router.expert_scale
+        if scale is None or self.physical is None:
+            return None if scale is None else scale.weight
+        return scale.weight[torch.tensor(self.placement, device=scale.weight.device)]
 
     def _for_shared(self, x: Tensor, quantized: Quantized | None) -> Activation:
         """The input as the shared experts take it: the routed experts' quantized one where its scales do not come from them."""

@@ -12,14 +12,15 @@ from phalanx import kernels
 from phalanx.config.experts import Experts
 from phalanx.kernels.moe.dispatch import route, router_logits
 from phalanx.kernels.moe.tensors import ExpertChoice, ExpertTensors, RouterLogits, Routing, TrafficPattern
-from phalanx.models.slices import LayerContext, Slice, Sliced, Stacked
+from phalanx.models.slices import LayerContext, Slice, Sliced, Stacked, TensorPart
 
 
 class Router(Sliced):
     """x W^T + bias in x's dtype, or in fp32 as if all were; complete on each rank, in no quantization.
 
     weight [experts, hidden]. bias [experts], or None. e_score_correction_bias [experts] fp32: what is added to scores for the
-    choice, or None. choice: how logits choose; for benchmarks, experts are drawn.
+    choice, or None. choice: how logits choose; for benchmarks, experts are drawn. input_scale [hidden]: of x, with
+    1 / sqrt(hidden), or None; expert_scale [experts] fp32: of the weights of the chosen experts, or None (Gemma 4).
     """
 
     def __init__(self, prefix: str, experts: Experts, layer: int, *, context: LayerContext) -> None:
@@ -36,6 +37,10 @@ class Router(Sliced):
         self.e_score_correction_bias = None
         if self.correction is not None:
             self.e_score_correction_bias = context.weight(count, dtype=torch.float32)
+        self.input_scale, self.expert_scale = (
+            TensorPart(f"{prefix}.router.{name}", context=context) if f"{prefix}.router.{name}" in context.declared else None
+            for name in ("scale", "per_expert_scale")
+        )
         drawn = None
         if context.traffic is not None:
             drawn = TrafficPattern.power_law(count, context.traffic, layer, context.device)
@@ -45,6 +50,8 @@ class Router(Sliced):
 
     def forward(self, x: Tensor) -> Tensor | RouterLogits:
         """x [T, hidden] -> logits [T, experts]. It runs where experts are drawn, too, so that a benchmark has its time."""
+        if self.input_scale is not None:
+            x = x * (self.input_scale.weight * x.shape[-1] ** -0.5)
         return router_logits(x, self.weight, self.bias, in_fp32=self.in_fp32, batch_invariant=self.batch_invariant)
 
     def best(self, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class GroupedExperts(ExpertMethod):
         self, gate_up: Sequence[WeightTensor], down: WeightTensor, local: Sequence[int], experts: Experts, context: LayerContext
     ) -> None:
         super().__init__(gate_up, down, local, experts, context)
-        self.count, self.gated, self.elsewhere = len(local), experts.gated, dict[str, list[str]]()
+        self.count, self.gated, self.gelu, self.elsewhere = len(local), experts.gated, experts.gelu, dict[str, list[str]]()
         self.batch_invariant = context.batch_invariant
         methods = []
         for name, tensors in (("gate_up_proj", gate_up), ("down_proj", [down])):
@@ -49,7 +49,8 @@ class GroupedExperts(ExpertMethod):
         gate_up, down = self.gate_up_proj.grouped(), self.down_proj.grouped()
         return ExpertTensors(
             self.count, first, gate_up.weight, down.weight, gate_up.scale, down.scale, gate_up.input_scale, down.input_scale,
-            down.begin, gate_up.quantizes and down.quantizes, gated=self.gated, batch_invariant=self.batch_invariant,
+            down.begin, gate_up.quantizes and down.quantizes, gated=self.gated, gelu=self.gelu,
+            batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
     def scales(self) -> Iterator[Scale]:

@@ -54,9 +54,11 @@ class PackedExperts(ExpertMethod):
         self, gate_up: Sequence[WeightTensor], down: WeightTensor, local: Sequence[int], experts: Experts, context: LayerContext
     ) -> None:
         super().__init__(gate_up, down, local, experts, context)
-        self.count, self.gated = len(local), experts.gated
+        self.count, self.gated, self.gelu = len(local), experts.gated, experts.gelu
         self.gate_up_proj, self.down_proj = PackedStack(gate_up, local, context), PackedStack([down], local, context)
 
     def tensors(self, first: int) -> ExpertTensors:
         gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
-        return ExpertTensors(self.count, first, gate_up.words, down.words, packed=(gate_up, down), gated=self.gated)
+        return ExpertTensors(
+            self.count, first, gate_up.words, down.words, packed=(gate_up, down), gated=self.gated, gelu=self.gelu
+        )  # fmt: skip
