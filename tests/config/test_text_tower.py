@@ -32,6 +32,7 @@ WRAPPED = [
     "exaone4_5",
     "gemma3_vl",
     "kimi_k25",
+    "ernie4_5_vl",
 ]
 
 
@@ -81,6 +82,23 @@ def test_a_file_without_text_config_has_the_text_fields_beside_the_others(tmp_pa
     assert nested.tie_word_embeddings
 
 
+def test_the_text_fields_of_ernie_are_the_first_of_a_list(tmp_path: Path) -> None:
+    """Ernie 4.5 VL as released: fields of all towers side by side, and values of text before those of images."""
+    folder = write_checkpoint(tmp_path, "ernie4_5_vl", num_hidden_layers=3)
+    nested = ModelShape.from_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    flat = {
+        **text, **config, "model_type": "ernie4_5_moe_vl", "rope_theta": text.pop("rope_parameters")["rope_theta"],
+        "moe_num_experts": [8, 8], "moe_layer_start_index": [1, 1], "moe_layer_end_index": [29, 28], "moe_layer_interval": 1,
+    }  # fmt: skip
+    del flat["mlp_layer_types"], flat["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(flat))
+    assert ModelShape.from_folder(folder) == nested
+    assert nested.experts is not None
+    assert nested.experts.intermediate == 32
+
+
 def test_a_tensor_of_no_known_tower_is_an_error(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "mistral3")
     tensors = load_file(folder / "model.safetensors")
@@ -121,11 +139,18 @@ def test_a_quantization_names_layers_as_the_file_does(tmp_path: Path, prefix: st
     assert quantization.of("model.layers.0.mlp.up_proj")
 
 
-@pytest.mark.parametrize("unified", [False, True])
-def test_a_text_model_inside_of_gemma_4(unified: bool, tmp_path: Path) -> None:
-    """As 31B and 12B are released, with tensors of towers beside those of the text model."""
-    theirs = write_checkpoint(tmp_path / "text", "gemma4")
+@pytest.mark.parametrize(
+    ("family", "unified"), [("gemma4", False), ("gemma4", True), ("gemma4_moe", False), ("gemma4_e", False)], ids=str
+)
+def test_a_text_model_inside_of_gemma_4(family: str, unified: bool, tmp_path: Path) -> None:
+    """As 31B, 12B, 26B-A4B and E2B are released, with tensors of towers beside those of the text model, and with keys and values
+    of layers that share those of others."""
+    theirs = write_checkpoint(tmp_path / "text", family, num_hidden_layers=6)
     tensors = load_file(theirs / "model.safetensors")
+    if family == "gemma4_e":
+        assert "model.layers.5.self_attn.k_proj.weight" not in tensors
+        for name in ("k_proj", "v_proj", "k_norm"):
+            tensors[f"model.layers.5.self_attn.{name}.weight"] = tensors[f"model.layers.3.self_attn.{name}.weight"].clone()
     own = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
     own["model.vision_embedder.patch_dense.weight" if unified else "model.vision_tower.patch_embedder.weight"] = torch.ones(2, 2)
     text = json.loads((theirs / "config.json").read_text())

@@ -25,15 +25,23 @@ class TextTower(NamedTuple):
     towers: the beginnings of the names of tensors that are not loaded, "model." before them or not.
     defaults: of text_config, where they are not those of the text architecture.
     experts_transposed: a layer's experts are one tensor [experts, inputs, outputs] for gate and up, and one for down.
+    by_modality: fields that may have a list of values, that of text first.
     """
 
     text: Mapping[str, str]
     towers: tuple[str, ...]
     defaults: Mapping[str, Any] = {}
     experts_transposed: bool = False
+    by_modality: tuple[str, ...] = ()
 
 
 _KIMI = TextTower({"kimi_k2": "DeepseekV3ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}, ("vision_tower.", "mm_projector."))
+_ERNIE = TextTower(
+    {"ernie4_5_vl_moe_text": "Ernie4_5_MoeForCausalLM"}, ("vision_model.", "vision_tower.", "resampler_model."),
+    by_modality=(
+        "moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index",
+    ),
+)  # fmt: skip
 
 WRAPPERS = {
     "Mistral3ForConditionalGeneration": TextTower(
@@ -67,6 +75,8 @@ WRAPPERS = {
         {"gemma4_unified_text": "Gemma4ForCausalLM"}, ("vision_embedder.", "embed_vision.", "embed_audio."),
         {"hidden_size_per_layer_input": 0},
     ),
+    "Ernie4_5_VLMoeForConditionalGeneration": _ERNIE,
+    "Ernie4_5_VL_MoeForConditionalGeneration": _ERNIE,  # the name of earlier transformers
     "Exaone4_5_ForConditionalGeneration": TextTower(
         {"exaone4_5_text": "Exaone4ForCausalLM", "exaone4": "Exaone4ForCausalLM"}, ("visual.", "mtp.")
     ),
@@ -93,7 +103,9 @@ vision_end_token_id vision_feature_layer vision_feature_select_strategy projecto
 projection_hidden_size projection_layer_norm_eps multimodal_projector_bias spatial_merge_size spatial_patch_size
 media_placeholder_token_id use_unified_vision_chunk video_placeholder ignore_index image_seq_length boi_token_index eoi_token_index
 boi_token_id eoi_token_id boa_token_id eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image
-mm_tokens_per_image language_model_only
+mm_tokens_per_image language_model_only image_start_token_id image_end_token_id video_start_token_id video_end_token_id im_patch_id
+pixel_hidden_size spatial_conv_size temporal_conv_size use_temporal_conv modality_detach mm_vocab_size max_text_id rope_3d
+freq_allocation moe_use_hard_gate
 """
 TABLE = FieldTable.of(f"architectures model_type generation_config {TEXT} {_EITHER}", f"{HARMLESS} {_OF_OTHER_TOWERS}", REFUSED)
 """Of what is beside text_config."""
@@ -127,6 +139,9 @@ def text_config(fields: JsonFields, architecture: str) -> dict[str, Any]:
     outside = [name for name in outer if name in _OUTSIDE_COUNTS]
     hidden = [*outside, *(("dtype", "torch_dtype") if "dtype" in outer or "torch_dtype" in outer else ())]
     inside = {name: value for name, value in stated.items() if name not in hidden and (value is not None or name not in outer)}
+    for name in wrapper.by_modality:
+        if isinstance(values := inside.get(name), list) and values:
+            inside[name] = values[0]
     text = {**wrapper.defaults, **outer, **inside, "generation_config": fields.value("generation_config")}
     return {**text, "architectures": [wrapper.text[kind]], "model_type": None}
 

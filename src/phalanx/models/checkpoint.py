@@ -220,7 +220,8 @@ def read(reader: Any, part: Slice, place: StoredTensor, stacked: Stacked | None 
     expected, (file, name) = part.shape if stacked is None else stacked.shape, place
     stored = reader.get_slice(name)
     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-    if stacked is not None and stacked.transposed and shape != expected and shape == (expected[0], *expected[:0:-1]):
+    as_declared = len(shape) == 3 and shape != expected and shape == (expected[0], *expected[:0:-1])
+    if stacked is not None and stacked.transposed and as_declared:
         stacked, expected = replace(stacked, transposed=False), shape
     if shape != expected:
         raise WeightError(
@@ -245,6 +246,8 @@ def read(reader: Any, part: Slice, place: StoredTensor, stacked: Stacked | None 
         own = slice(stacked.expert, stacked.expert + 1)
         expert: Tensor = stored[own, columns, rows].mT if stacked.transposed else stored[own, rows, columns]
         return expert[0].contiguous()
+    if stacked is not None and stacked.transposed:
+        return torch.as_tensor(stored[columns, rows]).mT.contiguous()
     values: Tensor = stored[rows] if len(shape) == 1 or (part.dim == 0 and not part.at) else stored[rows, columns]
     return values
 

@@ -14,7 +14,7 @@ Split = Literal["replicated", "column", "row", "heads", "kv_heads", "vocabulary"
 """Megatron's terms for a weight [out, in] (arXiv 1909.08053): "column" splits `out` (dim 0), "row" splits `in` (dim 1). "heads" and
 "kv_heads" split dim 0 by whole attention heads, the latter with copies where tp exceeds them. "vocabulary" splits dim 0, padded."""
 
-Part = Literal["attention", "mlp", "experts", "shared", "router", "norm", "embedding", "head"]
+Part = Literal["attention", "mlp", "experts", "shared", "router", "norm", "embedding", "layer_inputs", "head"]
 
 
 class Fused(NamedTuple):
@@ -22,7 +22,7 @@ class Fused(NamedTuple):
 
     Of a tensor of each expert, transformers 5 writes all experts into one, [experts, rows, columns]. Phi-3 has the projections of
     one input in one tensor. A tensor that is alone there has another name only. transposed: [experts, columns, rows] (Llama-4), or
-    as without it, where the shape says so: transformers 5 may write it so."""
+    as without it, where the shape says so: transformers 5 may write it so; or [columns, rows] (Ernie 4.5 VL)."""
 
     name: str
     rows: int

@@ -48,15 +48,34 @@ def hy_v3(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
 
 
 def ernie_moe(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
-    """Ernie 4.5: the tensors of GLM-4.5; checkpoints have the router in fp32, and its bias as a row beside it."""
-    prefix = f"model.layers.{index}"
+    """Ernie 4.5: the tensors of GLM-4.5; checkpoints have the router in fp32, and its bias as a row beside it. Those of Ernie 4.5
+    VL as released have the router's weight transposed, and the bias of the experts of images in a second row; transformers has
+    text's under text_moe."""
+    prefix, mixed = f"model.layers.{index}", shape.wrapper is not None
+    released, own = f"{prefix}.mlp", f"{prefix}.mlp.{'text_moe.' if mixed else ''}"
     yield from dense.attention(shape, prefix)
     for tensor in feed_forward(shape, prefix, index, "moe_statics.e_score_correction_bias"):
         if tensor.name.endswith("e_score_correction_bias"):
-            name = f"{prefix}.mlp.gate.moe_statics.e_score_correction_bias"
-            yield replace(tensor, shape=(1, *tensor.shape), fused=Fused(name, 1))
+            names = f"{released}.moe_statics.e_score_correction_bias", f"{own}gate.moe_statics.e_score_correction_bias"
+            name, other = reversed(names) if mixed else names
+            yield replace(tensor, name=name, shape=(1, *tensor.shape), fused=Fused(other, 2 if mixed else 1))
+        elif tensor.gemm == "router":
+            weight = f"{released}.gate.weight"
+            fused = Fused(weight, tensor.shape[0], transposed=True) if mixed else tensor.fused
+            yield replace(tensor, kept="fp32", name=f"{own}gate.weight", fused=fused)
+        elif mixed and tensor.experts and tensor.fused is not None:
+            yield replace(tensor, fused=tensor.fused._replace(name=tensor.fused.name.replace(f"{released}.", own)))
         else:
-            yield replace(tensor, kept="fp32") if tensor.gemm == "router" else tensor
+            yield tensor
+
+
+def of_images(shape: ModelShape, index: int) -> tuple[str, ...]:
+    """The beginnings of the names of the experts of images in a layer of Ernie 4.5 VL, and of their router's."""
+    experts, name = shape.experts_in(index), f"model.layers.{index}.mlp"
+    if shape.wrapper is None or experts is None:
+        return ()
+    released = (f"{name}.experts.{number}." for number in range(experts.count, 2 * experts.count))
+    return f"{name}.vision_moe.", f"{name}.gate.weight_1", *released
 
 
 def feed_forward(
