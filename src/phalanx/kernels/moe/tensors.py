@@ -13,7 +13,6 @@ from phalanx.config.experts import ClampedSwiGlu, Scoring
 from phalanx.kernels.gemm.int4_packing import Int4Weight
 from phalanx.kernels.moe.nvfp4_packing import Nvfp4Weight
 
-
 ExpertActivation = Literal["silu", "gelu", "clamped", "squared", ""]
 """Of an expert's gate, or, "squared", of its up; "": none."""
 
