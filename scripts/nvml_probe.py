@@ -25,6 +25,8 @@ from phalanx.health import devices
 from phalanx.health.checks.nvlink import cuda_status
 
 COPY_BYTES, COPIES = 256 << 20, 40
+TX_KIB = 138
+"""A field of NVML: KiB that a GPU has sent over its NVLinks."""
 
 
 def plain(value: Any) -> Any:
@@ -95,7 +97,7 @@ def copies(nvml: Any) -> list[dict[str, Any]]:
 
     def sent(gpu: int) -> int:
         handle = nvml.nvmlDeviceGetHandleByIndex(gpu)
-        return int(nvml.nvmlDeviceGetFieldValues(handle, [(devices.FIELDS["tx_kib"], ALL_LINKS)])[0].value.ullVal)
+        return int(nvml.nvmlDeviceGetFieldValues(handle, [(TX_KIB, ALL_LINKS)])[0].value.ullVal)
 
     for source, target in ((a, b) for a in range(count) for b in range(count) if a != b):
         values = torch.arange(COPY_BYTES // 4, device=f"cuda:{source}", dtype=torch.int32)

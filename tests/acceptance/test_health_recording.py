@@ -37,7 +37,6 @@ def test_devices():
         assert gpu.link_mbps is None, "refused on this machine: the rate is that of the generation"
         assert gpu.nvlink_bytes_per_s == 450e9
         assert topology.rate_of(gpu) == 450e9
-        assert gpu.tx_kib > 0
     assert answer.pair(*answer.gpus).kind == "NV"
 
 

@@ -171,7 +171,6 @@ def machine(
             "CurrPcieLinkWidth": 16,
             "MaxPcieLinkGeneration": 5,
             "MaxPcieLinkWidth": 16,
-            "PcieReplayCounter": 0,
             "RemappedRows": [0, 0, 0, 0],
             "MigMode": [0, 0],
             "PersistenceMode": 1,

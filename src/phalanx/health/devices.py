@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NVML answers about the GPUs of this host, as plain data. A function that is refused leaves None and its reason; nothing is
-raised, and nothing is changed."""
+"""What NVML answers about the GPUs of this host, as plain data. A function that is refused leaves None; nothing is raised, and
+nothing is changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.hardware.gauges import ALL_LINKS
 from phalanx.hardware.nvml import Ailment, Gpu, list_gpus, text_of
 from phalanx.hardware.probe import choose_gpus
 
@@ -25,8 +24,8 @@ GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
 """nvmlDeviceGetNvLinkVersion counts 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0 from 1 on."""
 LINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
 """Bytes per second of one link in one direction, by generation, where NVML does not answer: data sheets of P100 to B200."""
-FIELDS = {"link_count": 91, "tx_kib": 138, "rx_kib": 139, "remap_pending": 144, "remap_failed": 145, "link_speed_mbps": 90}
-"""Fields of nvmlDeviceGetFieldValues by our name; nvml.h numbers them, and pynvml repeats it."""
+LINK_SPEED_MBPS = 90
+"""A field of nvmlDeviceGetFieldValues, as nvml.h numbers it."""
 
 REASONS = {
     0x1: "idle",
@@ -110,13 +109,10 @@ class Device:
     compute_mode: int | None = None
     links: tuple[Link, ...] = ()
     link_mbps: int | None = None
-    tx_kib: int | None = None
-    rx_kib: int | None = None
     fabric: str | None = None
     fabric_status: int | None = None
     numa_node: int | None = None
     cpus: frozenset[int] | None = None
-    unanswered: dict[str, str] = field(default_factory=dict)
 
     @property
     def active_links(self) -> tuple[Link, ...]:
@@ -207,36 +203,28 @@ def read(nvml: Any = None, visible: str | None = None, order: str | None = None,
 
 
 class _Asker:
-    """Calls functions of NVML for one GPU; what is refused gives None and is written down."""
+    """Calls functions of NVML for one GPU, or for none; what is refused gives None."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self.nvml, self.handle = nvml, handle
-        self.unanswered: dict[str, str] = {}
 
     def __call__(self, function: str, *args: Any) -> Any:
         handles = () if self.handle is None else (self.handle,)
-        return self.attempt(function, lambda: getattr(self.nvml, function)(*handles, *args))
+        return _attempt(lambda: getattr(self.nvml, function)(*handles, *args))
 
-    def silently(self, function: str, *args: Any) -> Any:
-        """As a call, of what many GPUs do not have."""
-        answer = self(function, *args)
-        self.unanswered.pop(function, None)
-        return answer
 
-    def attempt(self, name: str, act: Callable[[], T]) -> T | None:
-        try:
-            return act()
-        except Exception as error:
-            self.unanswered[name] = f"{type(error).__name__}: {error}"
-            return None
+def _attempt(act: Callable[[], T]) -> T | None:
+    try:
+        return act()
+    except Exception:
+        return None
 
-    def value(self, name: str, scope: int = 0) -> int | None:
-        """One field of nvmlDeviceGetFieldValues."""
-        values = self("nvmlDeviceGetFieldValues", [(FIELDS[name], scope)])
-        if not values or values[0].nvmlReturn != 0:
-            self.unanswered.setdefault(name, f"field {FIELDS[name]} returned {values[0].nvmlReturn}" if values else "no answer")
-            return None
-        return int(values[0].value.ullVal if values[0].valueType in (2, 3) else values[0].value.uiVal)
+
+def _link_mbps(ask: _Asker) -> int | None:
+    values = ask("nvmlDeviceGetFieldValues", [(LINK_SPEED_MBPS, 0)])
+    if not values or values[0].nvmlReturn != 0:
+        return None
+    return int(values[0].value.ullVal if values[0].valueType in (2, 3) else values[0].value.uiVal)
 
 
 def _device(nvml: Any, gpu: Gpu, handle: Any) -> Device:
@@ -278,14 +266,11 @@ def _device(nvml: Any, gpu: Gpu, handle: Any) -> Device:
         persistence=_flag(ask("nvmlDeviceGetPersistenceMode")),
         compute_mode=ask("nvmlDeviceGetComputeMode"),
         links=_links(ask),
-        link_mbps=ask.value("link_speed_mbps"),
-        tx_kib=ask.value("tx_kib", ALL_LINKS),
-        rx_kib=ask.value("rx_kib", ALL_LINKS),
+        link_mbps=_link_mbps(ask),
         fabric=fabric,
         fabric_status=fabric_status,
         numa_node=ask("nvmlDeviceGetNumaNodeId"),
         cpus=_cpus(ask),
-        unanswered=ask.unanswered,
     )
 
 
@@ -299,7 +284,7 @@ def _holders(ask: _Asker) -> tuple[Holder, ...] | None:
 def _links(ask: _Asker) -> tuple[Link, ...]:
     links = []
     for index in range(NVLINKS):
-        state = ask.silently("nvmlDeviceGetNvLinkState", index)
+        state = ask("nvmlDeviceGetNvLinkState", index)
         if state is None:  # a link that this GPU does not have
             continue
         if not state:
@@ -331,7 +316,7 @@ def _fabric(ask: _Asker) -> tuple[str | None, int | None]:
         ask.nvml.nvmlDeviceGetGpuFabricInfoV(ask.handle, ctypes.byref(info) if isinstance(info, ctypes.Structure) else info)
         return info
 
-    info = ask.attempt("nvmlDeviceGetGpuFabricInfoV", fill)
+    info = _attempt(fill)
     return (None, None) if info is None else (FABRIC.get(int(info.state), f"state {info.state}"), int(info.status))
 
 
@@ -339,10 +324,9 @@ def _pair(nvml: Any, a: Any, b: Any) -> Pair:
     def status(kind: int) -> str:
         return P2P.get(int(nvml.nvmlDeviceGetP2PStatus(a, b, kind)), "unknown")
 
-    ask = _Asker(nvml, None)
-    level = ask.attempt("ancestor", lambda: int(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)))
+    level = _attempt(lambda: int(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)))
     kinds = {"read": 0, "write": 1, "nvlink": 2, "atomics": 3}
-    answers = {name: ask.attempt(name, lambda kind=kind: status(kind)) for name, kind in kinds.items()}  # type: ignore[misc]
+    answers = {name: _attempt(lambda kind=kind: status(kind)) for name, kind in kinds.items()}  # type: ignore[misc]
     return Pair(None if level is None else TOPOLOGY.get(level, str(level)), {name: text for name, text in answers.items() if text})
 
 
