@@ -31,6 +31,14 @@ def test_packed_weights_hold_what_they_were_made_of(size: tuple[int, int, int, b
     assert (int4_mm(x, weight, bias).double() - wanted).norm() < 4e-3 * wanted.norm()
 
 
+def test_scales_in_another_dtype_than_activations() -> None:
+    """T12: of a checkpoint's fp16 in a bf16 model they are rounded to bf16, and nothing asks for equal dtypes."""
+    codes, scales = torch.randint(0, 16, (64, 256)), (torch.rand(64, 2) + 0.5).half()
+    weight = packed(codes, scales, None, 128, torch.bfloat16)
+    rounded = scales.bfloat16().float().repeat_interleave(128, 1)
+    assert torch.equal(dequantized(weight, torch.float32), (codes - 8) * rounded)
+
+
 def test_sizes_that_do_not_fit_are_refused() -> None:
     codes, scales = torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 2)
     with pytest.raises(ValueError, match="do not fit"):
@@ -54,6 +62,20 @@ def check_kernel() -> None:
             assert (output.double() - wanted).norm() < (4e-3 if dtype == torch.bfloat16 else 5e-4) * wanted.norm()
 
 
+def check_sums_beyond_fp16() -> None:
+    """T12: partial sums of ten times what fp16 holds, of which the total is near 1."""
+    from phalanx.kernels.gemm.int4_gemm import int4_gemm
+
+    codes = torch.full((64, 256), 15)
+    weight = packed(codes, torch.ones(64, 2), None, 128, torch.float16)
+    x = torch.full((3, 256), 1000.0)
+    x[:, 128:] = -1000.0
+    x[:, 255] += 1 / 7
+    wanted = (x.half().double() * 7).sum(-1, keepdim=True).expand(3, 64)
+    for output in (int4_gemm(x.half(), weight), int4_mm(x.half(), weight)):
+        assert torch.equal(output.double(), wanted)
+
+
 def check_widened() -> None:
     from phalanx.kernels.gemm.int4_gemm import widen
 
@@ -63,7 +85,7 @@ def check_widened() -> None:
             assert torch.equal(widen(weight, rows), elements[rows])
 
 
-CHECKS = [check_kernel, check_widened]
+CHECKS = [check_kernel, check_sums_beyond_fp16, check_widened]
 
 
 def test_in_the_interpreter() -> None:

@@ -17,7 +17,7 @@ from phalanx.comm.group import Group, Solo
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import INT4_ON_LOAD
-from phalanx.errors import LayoutError, ModelError
+from phalanx.errors import LayoutError, ModelError, WeightError
 from phalanx.kernels.gemm.int4_packing import dequantized
 from phalanx.layout import Layout
 from phalanx.layout.layout import require_suits
@@ -58,7 +58,8 @@ def logits(folder: Path, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_gives_what_its_values_mean(kind: str, written: dict[str, tuple[Path, Path]]) -> None:
-    """In fp32: the model of the dequantized weights. Of three groups of 128 columns, two ranks hold two and one."""
+    """In fp32: the model of the dequantized weights. Of three groups of 128 columns, two ranks hold two and one, each with the
+    scales of its own columns (T6)."""
     stored, meant = written[kind]
     expected = logits(meant)
     for tp, moe_ep, pp in LAYOUTS if kind == "packed 32" else LAYOUTS[1:3]:
@@ -164,6 +165,30 @@ def test_more_ranks_than_groups_are_refused(written: dict[str, tuple[Path, Path]
     with pytest.raises(LayoutError, match="= 4 exceeds the 3 groups of 128 columns"):
         require_suits(Layout(tp=4), shape)
     require_suits(Layout(tp=4, moe_ep=2), shape)
+
+
+@pytest.mark.parametrize("kind", ["packed 32", "gptq", "awq"])
+def test_routers_stay_as_they_are_whatever_a_list_says(kind: str, written: dict[str, tuple[Path, Path]]) -> None:
+    """T8: no list names them, and the files have them in 16 bit."""
+    stored, meant = written[kind]
+    model, values = Formation(stored).models[0][0], load_file(meant / "model.safetensors")
+    scheme = model.shape.quantization
+    assert scheme is not None
+    for index in (0, 1):
+        name = f"model.layers.{index}.mlp.gate"
+        assert scheme.of(name) is not None, "its configuration would have it quantized"
+        assert torch.equal(model.layers[index].mlp.router.weight, values[f"{name}.weight"])
+
+
+@pytest.mark.parametrize("end", ["mlp.gate.weight", "mlp.experts.2.up_proj.weight_scale", "mlp.experts.3.down_proj.weight_packed"])
+def test_every_tensor_is_read_or_its_absence_named(end: str, plain: Path, tmp_path: Path) -> None:
+    """T9: a weight that no file fills would be zeros, and the model fluent nonsense."""
+    stored, _ = rewrite(plain, tmp_path, FORMS["packed 32"])
+    contents = load_file(stored / "model.safetensors")
+    del contents[f"model.layers.1.{end}"]
+    save_file(contents, stored / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightError, match=rf"model\.layers\.1\.{end} is missing"):
+        Formation(stored)
 
 
 def test_act_order_is_refused(plain: Path, tmp_path: Path) -> None:
