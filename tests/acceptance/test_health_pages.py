@@ -63,12 +63,12 @@ def examined_by(names, examined) -> str:
 
 
 def topo_h200(root) -> str:
-    pairs = (Measured(0, 1, 393.4e9, 8.7e-6, True, True, 0.3), Measured(1, 0, 391.2e9, 8.9e-6, True, True, 0.3))
+    pairs = (Measured(0, 1, 393.4e9, 8.7e-6, True), Measured(1, 0, 391.2e9, 8.9e-6, True))
     return topo(subject("llama-3-70b", nvml=machine(2), root=root), Measurements(pairs))
 
 
 def topo_pcie(root) -> str:
-    pairs = (Measured(0, 1, 24.1e9, 14.2e-6, True, True, 0.9), Measured(1, 0, 24.3e9, 14.0e-6, True, True, 0.9))
+    pairs = (Measured(0, 1, 24.1e9, 14.2e-6, True), Measured(1, 0, 24.3e9, 14.0e-6, True))
     return topo(
         subject("llama-3-8b", nvml=machine(2, name="NVIDIA L40S", nvlink=False, switch=False), root=root), Measurements(pairs)
     )

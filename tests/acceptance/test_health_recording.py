@@ -54,7 +54,7 @@ def test_no_alarm(monkeypatch):
     monkeypatch.setattr(nvlink, "cuda_status", lambda: RECORDING["cuda"]["cuInit"])
     examined = subject("llama-3-8b", nvml=RecordedNvml.of_file(FILE), tensor_parallel_size=2, port=0, max_seq_len=8192)
     rates = [(copied["from"], copied["to"], copied["gbytes_per_s"] * 1e9) for copied in RECORDING["load"]["copies"]]
-    examined.measured = Measurements(tuple(Measured(a, b, rate, 9e-6, True, True, 0.1) for a, b, rate in rates))
+    examined.measured = Measurements(tuple(Measured(a, b, rate, 9e-6, True) for a, b, rate in rates))
     report = examine(examined)
     assert report.alarms() == []
     assert not [finding for result in report.results for finding in result.findings if "could not run" in finding.summary]

@@ -118,7 +118,7 @@ def test_xid(tmp_path):
 
 
 def measured(**changes):
-    entries = [Measured(a, b, 393e9, 9e-6, True, True, 0.2) for a, b in ((0, 1), (1, 0))]
+    entries = [Measured(a, b, 393e9, 9e-6, True) for a, b in ((0, 1), (1, 0))]
     entries[1] = Measured(**{**vars(entries[1]), **changes})
     return Measurements(tuple(entries))
 
@@ -265,8 +265,8 @@ def test_what_nvml_refuses_is_unknown():
     gpu = devices.read(machine(1)).gpus[0]
     assert gpu.link_mbps == 26_562
     assert gpu.nvlink_bytes_per_s == pytest.approx(478e9, rel=0.01)
-    gpu = devices.read(machine(1).refuse("nvmlDeviceGetPowerUsage").refuse("nvmlDeviceGetFieldValues")).gpus[0]
-    assert (gpu.power, gpu.link_mbps) == (None, None)
+    gpu = devices.read(machine(1).refuse("nvmlDeviceGetTemperature").refuse("nvmlDeviceGetFieldValues")).gpus[0]
+    assert (gpu.temperature, gpu.link_mbps) == (None, None)
 
 
 def test_visible_gpus_only():

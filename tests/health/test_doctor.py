@@ -54,9 +54,7 @@ def healthy(nvml, **options):
         "llama-3-8b" if cards else "demo", nvml=nvml, port=0, **{**options, **({} if cards else {"max_seq_len": 512})}
     )
     count = len(examined.devices.gpus)
-    pairs = tuple(
-        Measured(a, b, 393e9 if count else 1e9, 9e-6, True, True, 0.1) for a in range(count) for b in range(count) if a != b
-    )
+    pairs = tuple(Measured(a, b, 393e9 if count else 1e9, 9e-6, True) for a in range(count) for b in range(count) if a != b)
     examined.measured = Measurements(pairs)
     return examined
 

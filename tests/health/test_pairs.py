@@ -86,7 +86,7 @@ def worker(*lines: str, then: str = "") -> list[str]:
 
 
 def line(a: int, b: int) -> str:
-    return json.dumps(asdict(Measured(a, b, 4e11, 9e-6, True, True, 0.1)))
+    return json.dumps(asdict(Measured(a, b, 4e11, 9e-6, True)))
 
 
 def test_hang_is_named_and_ended():

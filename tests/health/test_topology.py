@@ -20,7 +20,7 @@ from phalanx.tables.shipped import find
 from tests.support.health_nvml import failing, machine
 from tests.support.health_subject import subject
 
-MEASURED = Measurements((Measured(0, 1, 393.4e9, 8.7e-6, True, True, 0.3), Measured(1, 0, 391.2e9, 8.9e-6, True, True, 0.3)))
+MEASURED = Measurements((Measured(0, 1, 393.4e9, 8.7e-6, True), Measured(1, 0, 391.2e9, 8.9e-6, True)))
 SHAPE_70B = ModelShape.from_config(SHAPES["llama-3-70b"])
 
 
@@ -94,7 +94,7 @@ def test_a_gpu_that_ails_is_named():
 
 
 def test_damage_shows_in_the_matrix():
-    damaged = Measurements((Measured(0, 1, 393e9, 9e-6, False, True, 0.3, "1 of 9 words differ"), MEASURED.pairs[1]))
+    damaged = Measurements((Measured(0, 1, 393e9, 9e-6, False, "1 of 9 words differ"), MEASURED.pairs[1]))
     assert "NV18 393 GB/s 9.0 us DAMAGED" in page(subject(nvml=machine(2)), damaged)
 
 

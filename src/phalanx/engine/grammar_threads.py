@@ -33,13 +33,11 @@ SHARED_CALLS = 8
 
 @dataclass(eq=False)
 class GrammarCall:
-    """One call, for `owner`. Once collected, it has `value` or `error`. spent: seconds of the owner's calls before. quick: the last
-    one was."""
+    """One call, for `owner`. Once collected, it has `value` or `error`. spent: seconds of the owner's calls before."""
 
     owner: Any
     work: Callable[[], Any]
     spent: float = 0.0
-    quick: bool = True
     value: Any = None
     error: PhalanxError | None = None
     seconds: float = 0.0
@@ -73,7 +71,7 @@ class InlineGrammarCalls:
         return bool(self._ended)
 
     def begin(self, owner: Any, work: Callable[[], Any], *, spent: float = 0.0, quick: bool = True) -> GrammarCall:
-        call = GrammarCall(owner, work, spent, quick)
+        call = GrammarCall(owner, work, spent)
         call.run()
         self._ended.append(call)
         return call
@@ -106,7 +104,7 @@ class GrammarThreads:
 
     def begin(self, owner: Any, work: Callable[[], Any], *, spent: float = 0.0, quick: bool = True) -> GrammarCall:
         """Run `work`. spent: CPU seconds of the owner's calls, less TOKEN_SECONDS for each. quick: the last one was."""
-        call = GrammarCall(owner, work, spent, quick)
+        call = GrammarCall(owner, work, spent)
         self._open += 1
         if quick:
             self._queued.append(call)

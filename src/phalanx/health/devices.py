@@ -87,7 +87,6 @@ class Device:
     used: int
     holders: tuple[Holder, ...] | None = None
     utilization: int | None = None
-    power: float | None = None
     power_limit: float | None = None
     power_default: float | None = None
     temperature: int | None = None
@@ -245,7 +244,6 @@ def _device(nvml: Any, gpu: Gpu, handle: Any) -> Device:
         gpu.total_memory - gpu.free_memory,
         holders=_holders(ask),
         utilization=None if utilization is None else int(utilization.gpu),
-        power=_watts(ask("nvmlDeviceGetPowerUsage")),
         power_limit=_watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
         power_default=_watts(ask("nvmlDeviceGetPowerManagementDefaultLimit")),
         temperature=ask("nvmlDeviceGetTemperature", 0),

@@ -51,7 +51,6 @@ class EngineView:
 
     engine: int
     seconds: float | None
-    copies: int
     redundant: int
     layers: tuple[LayerView, ...]
 
@@ -88,8 +87,7 @@ def views(body: dict[str, Any], *, recent: bool = False, redundant: int = 0) -> 
     result = []
     for engine in body["engines"]:
         layers = tuple(_layer(row, engine["experts"], recent, redundant) for row in engine["layers"])
-        copies = len(engine["layers"][0]["placement"]) - engine["experts"]
-        result.append(EngineView(engine["engine"], engine["recent_seconds"] if recent else None, copies, redundant, layers))
+        result.append(EngineView(engine["engine"], engine["recent_seconds"] if recent else None, redundant, layers))
     return result
 
 

@@ -54,7 +54,6 @@ class Remedy:
     freed: int
     fits: bool
     gpus: int
-    why: str
 
     @property
     def flags(self) -> str:
@@ -91,7 +90,7 @@ def remedies(options: EngineOptions, shape: ModelShape, free: int, gpus: int) ->
     """
     before = budget(options, shape, on_gpu=True)
     entries = []
-    for changed, why in _changes(options, shape):
+    for changed in _changes(options, shape):
         try:
             after = budget(options.model_copy(update=changed), shape, on_gpu=True)
         except PhalanxError:
@@ -99,30 +98,29 @@ def remedies(options: EngineOptions, shape: ModelShape, free: int, gpus: int) ->
         freed = before.least - after.least
         world = options.model_copy(update=changed).world_size // options.nnodes
         if freed > 0:
-            entries.append(Remedy(changed, freed, after.least <= free, world, why))
+            entries.append(Remedy(changed, freed, after.least <= free, world))
     return sorted(entries, key=lambda entry: (not (entry.fits and entry.gpus <= gpus), not entry.fits, entry.gpus))
 
 
-def _changes(options: EngineOptions, shape: ModelShape) -> Iterator[tuple[dict[str, object], str]]:
+def _changes(options: EngineOptions, shape: ModelShape) -> Iterator[dict[str, object]]:
     tokens = options.max_num_tokens or 8192
     while tokens > 1024:
         tokens //= 2
-        yield {"max_num_tokens": tokens}, "activations of a step shrink with its tokens; long prompts take more steps"
+        yield {"max_num_tokens": tokens}
     batch, fewer = options.max_batch_size, options.max_num_tokens or 8192
     while batch > 16:
         batch, fewer = batch // 2, max(fewer // 2, 1024)
-        changed: dict[str, object] = {"max_batch_size": batch, "max_num_tokens": fewer}
-        yield changed, "a smaller batch: the sampler and the activations shrink, and so does the throughput at full load"
+        yield {"max_batch_size": batch, "max_num_tokens": fewer}
     if options.cuda_graphs:
-        yield {"cuda_graphs": False}, "no memory for captured graphs; small steps get slower"
+        yield {"cuda_graphs": False}
     if not on_load(options.dtype) and shape.quantization is None:
-        yield {"dtype": "fp8"}, "weights of GEMMs in one byte instead of two"
+        yield {"dtype": "fp8"}
     if options.redundant_experts:
-        yield {"redundant_experts": 0}, "no copies of experts; the load of ranks may be less even"
+        yield {"redundant_experts": 0}
     for factor in (2, 4, 8):
-        yield {"tensor_parallel_size": options.tensor_parallel_size * factor}, f"each layer over {factor} times as many GPUs"
+        yield {"tensor_parallel_size": options.tensor_parallel_size * factor}
     for factor in (2, 4):
-        yield {"pipeline_parallel_size": options.pipeline_parallel_size * factor}, f"layers over {factor} times as many stages"
+        yield {"pipeline_parallel_size": options.pipeline_parallel_size * factor}
 
 
 @dataclass(frozen=True)
@@ -162,20 +160,20 @@ def cpu_budget(options: EngineOptions, shape: ModelShape) -> CpuBudget:
 def cpu_remedies(options: EngineOptions, shape: ModelShape, room: int) -> list[Remedy]:
     """Changes that free memory on CPU, with `room` bytes for each rank beside its libraries; those that suffice come first."""
     before = cpu_budget(options, shape)
-    changes: list[tuple[dict[str, object], str]] = []
+    changes: list[dict[str, object]] = []
     left = room - before.weights - before.activations
     if left >= before.block:
-        changes.append(({"kv_cache_bytes": left // before.block * before.block}, "fewer requests run at once"))
-    changes += [(changed, why) for changed, why in _changes(options, shape) if "max_batch_size" not in changed]
+        changes.append({"kv_cache_bytes": left // before.block * before.block})
+    changes += [changed for changed in _changes(options, shape) if "max_batch_size" not in changed]
     entries = []
-    for changed, why in changes:
+    for changed in changes:
         try:
             after = cpu_budget(options.model_copy(update=changed), shape)
         except PhalanxError:
             continue
         if after.total < before.total:
             fits = after.total <= room and after.kv >= after.sequence
-            entries.append(Remedy(changed, before.total - after.total, fits, 0, why))
+            entries.append(Remedy(changed, before.total - after.total, fits, 0))
     return sorted(entries, key=lambda entry: not entry.fits)
 
 
@@ -189,7 +187,7 @@ def divided_remedy(options: EngineOptions, shape: ModelShape, total: int) -> Rem
     after = budget(options.model_copy(update=changed), shape, total, on_gpu=True)
     if after.sequence > after.rank.budget:
         return None
-    return Remedy(changed, 0, True, options.world_size // options.nnodes, "each rank holds a part of the tokens, not all of them")
+    return Remedy(changed, 0, True, options.world_size // options.nnodes)
 
 
 def sequence_remedy(options: EngineOptions, shape: ModelShape, current: MemoryBudget) -> Remedy | None:
@@ -200,7 +198,4 @@ def sequence_remedy(options: EngineOptions, shape: ModelShape, current: MemoryBu
     fits = most_positions(current.rank.windows, room // current.rank.block, options.block_size)
     if fits >= length or fits < options.block_size:
         return None
-    return Remedy(
-        {"max_seq_len": fits}, current.sequence - room, True, options.world_size // options.nnodes,
-        "the longest request that the KV cache holds",
-    )  # fmt: skip
+    return Remedy({"max_seq_len": fits}, current.sequence - room, True, options.world_size // options.nnodes)

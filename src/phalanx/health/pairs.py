@@ -26,8 +26,6 @@ class Measured:
     bytes_per_s: float
     latency_s: float
     verified: bool
-    peer_access: bool
-    seconds: float
     failure: str = ""
 
 
@@ -37,7 +35,6 @@ class Measurements:
 
     pairs: tuple[Measured, ...] = ()
     failure: str = ""
-    seconds: float = 0.0
     hung: tuple[int, int] | None = None
 
     def between(self, a: int, b: int) -> Measured | None:
@@ -77,13 +74,12 @@ def measure(
         out, err = process.communicate()
         late = True
     pairs = tuple(Measured(**json.loads(line)) for line in out.splitlines() if line.startswith("{"))
-    elapsed = time.monotonic() - started
     if len(pairs) == len(order):
-        return Measurements(pairs, "", elapsed)
+        return Measurements(pairs)
     a, b = order[len(pairs)]
     last = err.strip().splitlines()[-1] if err.strip() else f"its process ended with status {process.returncode}"
-    reason = f"no answer within {elapsed:.0f} s" if late else last
-    return Measurements(pairs, f"the copy from device {a} to device {b} did not end: {reason}", elapsed, (a, b) if late else None)
+    reason = f"no answer within {time.monotonic() - started:.0f} s" if late else last
+    return Measurements(pairs, f"the copy from device {a} to device {b} did not end: {reason}", (a, b) if late else None)
 
 
 def line_of(pair: Measured) -> str:

@@ -274,7 +274,6 @@ class SimulationResult:
     queries: int
     preemptions: int
     busy: float
-    replicas: int
     host_hits: int = 0
     drafts: int = 0
     accepted: int = 0
@@ -337,7 +336,6 @@ def run(
         sum(s.prefix_queries for s in stats),
         sum(s.preemptions for s in stats),
         sum(e.busy for e in simulated),
-        replicas,
         sum(s.host_hits for s in stats),
         sum(s.draft_tokens for s in stats),
         sum(sum(s.accepted_tokens) for s in stats),
