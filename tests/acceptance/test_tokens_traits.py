@@ -45,6 +45,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gemma4_e": {
         **ODD_HEADS,
         "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     },
     "cohere2": {**ODD_HEADS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},

@@ -30,8 +30,8 @@ MAMBA = ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "input_l
 DELTA = ("in_proj_qkvz", "in_proj_ba", "out_proj", *SEVEN)
 FAMILIES = {
     "llama": SEVEN, "qwen2": SEVEN, "qwen3": SEVEN, "granite": SEVEN, "cohere": SEVEN, "olmo2": SEVEN, "phi3": PHI3,
-    "gemma4": SEVEN, "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"), "deepseek_v3": LATENT, "qwen3_next": DELTA,
-    "granite_hybrid": MAMBA,
+    "gemma4": SEVEN, "gemma4_moe": SEVEN, "gemma4_e": SEVEN, "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "deepseek_v3": LATENT, "qwen3_next": DELTA, "granite_hybrid": MAMBA,
 }  # fmt: skip
 """Each with what layers of the others do not have: biases, norms of heads and behind blocks, multipliers, parallel blocks, rows in
 another order, fused tensors, experts beside shared ones, latents, gates, keys for values."""

@@ -132,7 +132,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
     }),
     "gemma4-inputs-shared": ("gemma4_e", {
-        "num_attention_heads": 8, "num_key_value_heads": 1, "num_hidden_layers": 6, "tie_word_embeddings": True,
+        "num_attention_heads": 8, "num_key_value_heads": 1, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+        "tie_word_embeddings": True,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     }),
     "gemma4-one-size-of-heads": ("gemma4_e", {

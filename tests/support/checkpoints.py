@@ -210,7 +210,7 @@ _FAMILIES |= {
     }),
     "gemma4_e": ("Gemma4", {
         **_FAMILIES["gemma4"][1], "attention_k_eq_v": False, "hidden_size_per_layer_input": 10,
-        "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 1, "use_double_wide_mlp": True, "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention"] * 4,
     }),
 }  # fmt: skip

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,7 +29,8 @@ class LayerInputEmbedding(nn.Module):
         self.embed_tokens_per_layer = VocabParallelEmbedding(
             "model.embed_tokens_per_layer", vocab_size, columns, multiplier=self.width**0.5, context=context
         )  # fmt: skip
-        self.per_layer_model_projection = ColumnParallelLinear.of("model.per_layer_model_projection", context=context)
+        plain = replace(context, adapters=None)  # which have factors for modules of layers alone
+        self.per_layer_model_projection = ColumnParallelLinear.of("model.per_layer_model_projection", context=plain)
         self.per_layer_projection_norm = RmsNorm(
             "model.per_layer_projection_norm", self.width, shape.rms_norm_eps, context=context
         )  # fmt: skip
