@@ -77,6 +77,11 @@ def interpret() -> None:
     assert place(progress)[1] == [SUM, SUM, Call(BEHIND_LAYERS, "tp", "all_gather")] == unpack(progress.packed_calls)
 
     queue_ahead(progress, marker, space)
+    marks._counter[0] = (1 << 31) - 1  # a day and a half later
+    progress.begin(9)
+    for _ in range(3):
+        marker.call(ALL_REDUCE, lambda: oneshot.all_reduce(x, space))
+    assert len(place(progress)[1]) == 3
 
 
 def queue_ahead(progress: RankProgress, marker: CallMarker, space: SymmetricWorkspace) -> None:
@@ -134,6 +139,18 @@ def test_a_kernel_is_compiled_once_for_all_calls(sm: int) -> None:
     with only(sm) as launches:
         oneshot.all_reduce_norm(x, fusion, workspace(2, sm))
     assert "sys.global.b64" not in launches[0][2].asm["ptx"], "a group that tells nothing has no such store"
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_the_kernels_of_one_warp_compile(sm: int) -> None:
+    from phalanx.comm.device_marks import begin_step, mark_before
+
+    with only(sm) as launches:
+        for call in (UNCOUNTED, 0, 16, (BEHIND_LAYERS << 8) << 4):
+            mark_before[(1,)](0x7F00_0000_1000, call, SM=sm, num_warps=1)
+        for step in (0, 1, 16, 99):
+            begin_step[(1,)](torch.zeros(2, dtype=torch.int64), step, num_warps=1)
+    assert len({id(compiled) for _, _, compiled in launches}) == 2
 
 
 if __name__ == "__main__":

@@ -68,8 +68,9 @@ class DeviceMarks:
 
     def read(self) -> DevicePlace:
         """As ReportingDevice."""
-        last = int(self._words[LAST])
-        return DevicePlace(int(self._words[STEP]), (last >> 32) - int(self._words[BEFORE]), last & 0xFFFFFFFF)
+        last, before = int(self._words[LAST]), int(self._words[BEFORE])
+        entered = (last >> 32) - before & 0xFFFFFFFF  # the word has 32 bits of the count
+        return DevicePlace(int(self._words[STEP]), entered, last & 0xFFFFFFFF)
 
     def of_kernel(self) -> tuple[int, ...]:
         """As Marks."""
