@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The four GEMMs of a layer of Llama-3-70B with 4-bit integer weights (W4A16) on one GPU, beside the same in FP8 and in bf16.
+"""The four GEMMs of a layer of Llama-3-70B with 4-bit integer weights on one GPU, by activations in 16 bit (W4A16) and in FP8
+(W4A8), beside the same in FP8 and in bf16.
 
 Figures: [microseconds, TB/s of the weight] by rank's share, GEMM and tokens. Timed in a CUDA graph over copies of the weight that
 no cache holds. --sweep: each GEMM with several tilings, the fastest first; one whose values differ from the rule's ends the run.
@@ -32,6 +33,8 @@ from phalanx.kernels.scaled_tensors import Quantized
 COLD = 256 << 20
 """Bytes of weights that are read before any is read again, at least: an H200's L2 cache has 60 MiB."""
 REPLAYS = 7
+KINDS = ("int4", "int4 by fp8", "fp8", "bf16")
+"""Of weights; "by fp8": activations are quantized to e4m3, which is part of the time."""
 
 
 def main() -> int:
@@ -46,7 +49,7 @@ def main() -> int:
     for share in arguments.only.split(","):
         for name, (outputs, inputs) in harness.SHAPES[share].items():
             layer = Layer(outputs, inputs, arguments.group)
-            rows = {kind: {str(count): layer.row(kind, count) for count in counts} for kind in ("int4", "fp8", "bf16")}
+            rows = {kind: {str(count): layer.row(kind, count) for count in counts} for kind in KINDS}
             figures[f"{share} {name} {outputs} x {inputs}"] = rows
             print(share, name, outputs, inputs, *rows.items(), sep="\n  ", flush=True)
             for count in counts if arguments.sweep else ():
@@ -83,6 +86,10 @@ class Layer:
             from phalanx.kernels.gemm.int4_skinny import int4_skinny_gemm
 
             return [partial(int4_skinny_gemm, x, weight, tiling) for weight in self.int4]
+        if kind == "int4 by fp8":
+            from phalanx.kernels.gemm.int4_fp8 import int4_fp8_gemm
+
+            return [partial(int4_fp8_gemm, x, weight) for weight in self.int4]
         if kind == "bf16":
             return [partial(torch.nn.functional.linear, x, weight) for weight in self.bf16]
         quantized = Quantized(*kernels.quantize_fp8(x))
@@ -92,7 +99,7 @@ class Layer:
         x = torch.randn(tokens, self.inputs, device=self.device, dtype=torch.bfloat16)
         calls = self.calls(kind, x, tiling)
         us = harness.graph_us((calls * 12)[:24], replays=REPLAYS, discarded=1)
-        nbytes = self.outputs * self.inputs * {"int4": 0.5, "fp8": 1.0, "bf16": 2.0}[kind]
+        nbytes = self.outputs * self.inputs * {"int4": 0.5, "int4 by fp8": 0.5, "fp8": 1.0, "bf16": 2.0}[kind]
         return [round(us, 2), round(nbytes / us / 1e6, 3)]
 
     def sweep(self, tokens: int) -> list[list[Any]]:
