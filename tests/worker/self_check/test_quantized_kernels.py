@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from phalanx.errors import SelfCheckFailed
+from phalanx.kernels.adapters.rows import AdapterBatch, AdapterRows
 from phalanx.kernels.gemm import int4_mm, int4_packing
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers.linear_methods import fp8, int4, nvfp4
@@ -57,6 +60,16 @@ def test_right_kernels_pass(kind: str, plain: dict[str, Path], tmp_path: Path) -
     line = check_quantized_kernels(model, 512)
     assert line.startswith(("4 shapes", "5 shapes"))  # with AWQ's groups of 64 two layers have one shape
     assert float(line.split("error ")[1].split(" ")[0]) < 1e-4
+
+
+def test_adapters_of_the_last_step_are_no_matter(plain: dict[str, Path], tmp_path: Path) -> None:
+    """Its tokens may still be noted, as those of a captured step are."""
+    adapters = AdapterBatch(1, 8)
+    model = loaded("int4 packed 32", "qwen2", plain, tmp_path, adapters=adapters)
+    rows = AdapterRows.of(np.zeros(3, dtype=np.int64), torch.device("cpu"))
+    assert rows is not None
+    adapters.rows = replace(rows, slots=None)
+    assert check_quantized_kernels(model, 512)
 
 
 def test_activations_in_fp8_are_tested_as_such(

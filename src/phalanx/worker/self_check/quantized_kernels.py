@@ -92,7 +92,7 @@ def _cases(model: Decoder, tokens: int) -> Iterator[Case]:
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             method = _own(module.method)
             if not isinstance(method, Unquantized) and _is_new(method, tested):
-                yield from _of_linear(module.method, method, _inputs(tokens, method.in_features, model))
+                yield from _of_linear(_without_adapters(module.method), method, _inputs(tokens, method.in_features, model))
     if model.lm_head is not None and isinstance(model.lm_head.table, QuantizedVocabulary):
         head = model.lm_head.table.method
         if head is not None and _is_new(_own(head), tested):
@@ -104,6 +104,11 @@ def _cases(model: Decoder, tokens: int) -> Iterator[Case]:
 
 def _own(method: LinearMethod) -> LinearMethod:
     return _own(method.method) if isinstance(method, Adapted | BatchInvariant) else method
+
+
+def _without_adapters(method: LinearMethod) -> LinearMethod:
+    """Adapters expect the tokens of a step."""
+    return method.method if isinstance(method, Adapted) else method
 
 
 def _is_quantized(experts: ExpertTensors) -> bool:
