@@ -61,7 +61,7 @@ _NARROW = {
 }
 """By the most tokens: weights of no more than 64 rows for each multiprocessor."""
 _TALL = {
-    16: _Case(128, 16, 8, stages=(6,), programs=2, least=8),
+    16: _Case(128, 16, 8, stages=(6, 6, 2), programs=2, least=8),
     64: _Case(128, 64, 8, stages=(4,), programs=2, least=8),
 }
 """By the most tokens: weights of more rows."""
@@ -86,7 +86,7 @@ def block_tiling(
     case = _case(tokens, outputs, num_sms, itemsize, large)
     tiles = -(-outputs // case.rows) * -(-tokens // case.tokens)
     parts = max(1, min(case.programs * num_sms // tiles, blocks // case.least, _MAX_PARTS))
-    programs = min(case.programs, -(-tiles * parts // num_sms))
+    programs = min(max(case.programs, len(case.stages)), -(-tiles * parts // num_sms))
     stages = case.stages[min(programs, len(case.stages)) - 1]
     fitting = (shared_memory // programs - 1024) // (BLOCK_K * (case.rows + itemsize * case.tokens))
     return BlockTiling(case.rows, case.tokens, case.warps, max(2, min(stages, fitting)), parts)

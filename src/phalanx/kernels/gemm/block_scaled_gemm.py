@@ -79,23 +79,29 @@ def _block_scaled_gemm(
     x_place = x + real_token[:, None].to(tl.int64) * inputs + column
     scale_place = scale + real_row.to(tl.int64) * blocks
     total = tl.zeros([ROWS, TOKENS], tl.float32)
+    # Scales come one step ahead: their loads are no operands of a product, which alone are pipelined.
+    factor = tl.load(scale_place + first)
+    if x_scale is not None:
+        x_factor = tl.load(x_scale + first * pitch + token)
     for block in range(first, last):
-        at = block * BLOCK_COLUMNS
+        at, next_block = block * BLOCK_COLUMNS, tl.minimum(block + 1, last - 1)
+        next_factor = tl.load(scale_place + next_block)
         if FULL:
             w, v = tl.load(weight_place + at), tl.load(x_place + at)
         else:
             inside = (column + at >= 0) & (column + at < inputs)
             w, v = tl.load(weight_place + at, inside, 0.0), tl.load(x_place + at, inside, 0.0)
-        factor = tl.load(scale_place + block)[:, None]
         if x_scale is not None:
-            sums = tl.dot(w, tl.trans(v))
-            total += sums * tl.load(x_scale + block * pitch + token)[None, :] * factor
+            next_x_factor = tl.load(x_scale + next_block * pitch + token)
+            total += tl.dot(w, tl.trans(v)) * x_factor[None, :] * factor[:, None]
+            x_factor = next_x_factor
         else:
             values = widened(w, total, SM)
             if SM == 0:  # the interpreter does not multiply bf16
-                total += tl.dot(values, tl.trans(v.to(tl.float32)), input_precision="ieee") * factor
+                total += tl.dot(values, tl.trans(v.to(tl.float32)), input_precision="ieee") * factor[:, None]
             else:
-                total += tl.dot(values.to(v.dtype), tl.trans(v)) * factor
+                total += tl.dot(values.to(v.dtype), tl.trans(v)) * factor[:, None]
+        factor = next_factor
     inside = (row < outputs)[:, None] & (token < tokens)[None, :]
     place = out + token[None, :].to(tl.int64) * outputs + row[:, None]
     if PARTS:

@@ -67,13 +67,14 @@ def _columns(place, column, inputs, FULL: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    total, w, v, scale, scale_at, x_unit, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr, SM: tl.constexpr
+    total, w, v, w_unit, x_unit, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr, SM: tl.constexpr
 ):  # fmt: skip
-    """total + w times v, of which each has its own scale in this k step (BY_BLOCK: w's, at `scale_at`; "block": v's, x_unit)."""
+    """total + w times v, of which each may have its own scale in this k step (BY_BLOCK: w's, w_unit [rows]; X_SCALE "block": v's,
+    x_unit [tokens])."""
     if BY_BLOCK:
-        total += _dot(w, v, total, WIDEN, False, SM) * (tl.load(scale + scale_at)[:, None] * x_unit)
+        total += _dot(w, v, total, WIDEN, False, SM) * (w_unit[:, None] * x_unit[None, :])
     elif X_SCALE == "block":
-        total += _dot(w, v, total, WIDEN, False, SM) * x_unit
+        total += _dot(w, v, total, WIDEN, False, SM) * x_unit[None, :]
     else:
         total = _dot(w, v, total, WIDEN, True, SM)
     return total
@@ -106,15 +107,23 @@ def _pairs_of(
 
 
 @triton.jit
-def _x_columns(
-    x, x_scale, x_token_stride, x_block_stride, source, at, block, inputs, X_SCALE: tl.constexpr, FULL: tl.constexpr
-):  # fmt: skip
-    """One k step's columns of x, and their scale where each block has its own."""
-    v = _columns(x + source[:, None].to(tl.int64) * inputs + at, at, inputs, FULL)
-    x_unit = 1.0
+def _x_unit(x_scale, x_token_stride, x_block_stride, source, block, X_SCALE: tl.constexpr):
+    """The scales [tokens] of x in a block of columns; ones where they hold for more than it."""
     if X_SCALE == "block":
-        x_unit = tl.load(x_scale + source * x_token_stride + block * x_block_stride)[None, :]
-    return v, x_unit
+        unit = tl.load(x_scale + source * x_token_stride + block * x_block_stride)
+    else:
+        unit = tl.full(source.shape, 1.0, tl.float32)
+    return unit
+
+
+@triton.jit
+def _w_unit(scale, row, blocks, block, BY_BLOCK: tl.constexpr):
+    """The scales [rows] of a weight's rows in a block of columns; ones where they hold for more than it."""
+    if BY_BLOCK:
+        unit = tl.load(scale + row * blocks + block)
+    else:
+        unit = tl.full(row.shape, 1.0, tl.float32)
+    return unit
 
 
 @triton.jit
@@ -175,19 +184,35 @@ def _tile(
         lane_2, position_2, pair_2, source_2 = _pairs_of(pairs, first, size, TOKENS, EXTRA, TOP_K, FIRST, False)
         total_2 = tl.zeros([ROWS, EXTRA], SUMS)
         total_up_2 = tl.zeros([ROWS, EXTRA], SUMS)
-    for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)):
-        at = column + block * BLOCK_COLUMNS
+    begin, end = part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)
+    # Scales come one step ahead: their loads are no operands of a product, which alone are pipelined.
+    w_unit = _w_unit(scale, weight_row, blocks, begin, BY_BLOCK)
+    x_unit = _x_unit(x_scale, x_token_stride, x_block_stride, source, begin, X_SCALE)
+    if GATED:
+        u_unit = _w_unit(scale, up_row, blocks, begin, BY_BLOCK)
+    if EXTRA > 0:
+        x_unit_2 = _x_unit(x_scale, x_token_stride, x_block_stride, source_2, begin, X_SCALE)
+    for block in range(begin, end):
+        at, ahead = column + block * BLOCK_COLUMNS, tl.minimum(block + 1, end - 1)
+        next_w = _w_unit(scale, weight_row, blocks, ahead, BY_BLOCK)
+        next_x = _x_unit(x_scale, x_token_stride, x_block_stride, source, ahead, X_SCALE)
         w = _columns(weight + weight_row[:, None] * inputs + at, at, inputs, FULL)
-        v, x_unit = _x_columns(x, x_scale, x_token_stride, x_block_stride, source, at, block, inputs, X_SCALE, FULL)
-        total = _accumulate(total, w, v, scale, weight_row * blocks + block, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
+        v = _columns(x + source[:, None].to(tl.int64) * inputs + at, at, inputs, FULL)
+        total = _accumulate(total, w, v, w_unit, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
         if EXTRA > 0:
-            v_2, unit_2 = _x_columns(x, x_scale, x_token_stride, x_block_stride, source_2, at, block, inputs, X_SCALE, FULL)
-            total_2 = _accumulate(total_2, w, v_2, scale, weight_row * blocks + block, unit_2, WIDEN, BY_BLOCK, X_SCALE, SM)
+            next_x_2 = _x_unit(x_scale, x_token_stride, x_block_stride, source_2, ahead, X_SCALE)
+            v_2 = _columns(x + source_2[:, None].to(tl.int64) * inputs + at, at, inputs, FULL)
+            total_2 = _accumulate(total_2, w, v_2, w_unit, x_unit_2, WIDEN, BY_BLOCK, X_SCALE, SM)
         if GATED:
+            next_u = _w_unit(scale, up_row, blocks, ahead, BY_BLOCK)
             u = _columns(weight + up_row[:, None] * inputs + at, at, inputs, FULL)
-            total_up = _accumulate(total_up, u, v, scale, up_row * blocks + block, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
+            total_up = _accumulate(total_up, u, v, u_unit, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
             if EXTRA > 0:
-                total_up_2 = _accumulate(total_up_2, u, v_2, scale, up_row * blocks + block, unit_2, WIDEN, BY_BLOCK, X_SCALE, SM)
+                total_up_2 = _accumulate(total_up_2, u, v_2, u_unit, x_unit_2, WIDEN, BY_BLOCK, X_SCALE, SM)
+            u_unit = next_u
+        w_unit, x_unit = next_w, next_x
+        if EXTRA > 0:
+            x_unit_2 = next_x_2
     _store(
         out, total, total_up, scale, weight_row, up_row, x_scale, lane, position, pair, source, row, size, part, count, outputs,
         FIRST, BY_BLOCK, X_SCALE, PARTS, SM,

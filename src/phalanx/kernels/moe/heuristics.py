@@ -127,6 +127,9 @@ def gate_up_tiling(
     tokens, extra = size
     if tokens <= 32:
         programs = min(pairs, experts) * -(-outputs // 64)
+        if by_block:  # the sums of a step wait for each other: several programs, or twice the warps, go on meanwhile
+            warps, beside = (8, 2) if programs < 4 * num_sms else (4, 3)
+            return ExpertTiling(64, tokens, warps, _stages(128 + tokens, itemsize, sm, programs=beside), 4)
         return ExpertTiling(64, tokens, 4, _stages(128 + tokens, itemsize, sm, programs=1 if programs < 4 * num_sms else 2), 4)
     if tokens == 64 or not _large_tiles(sm, by_block) or (sm == 90 and itemsize == 1):
         # On Hopper two programs of 64 rows with 144 pairs, each one warpgroup, keep tensor cores busier than one of 128 rows.
@@ -146,6 +149,8 @@ def down_tiling(
     is_long = inputs >= 32 * BLOCK_K
     if tokens <= 32:
         programs = min(pairs, experts) * -(-outputs // 128)
+        if by_block and programs >= num_sms:
+            return ExpertTiling(64, tokens, 4, _stages(64 + tokens, itemsize, sm, programs=4), 4)
         if programs >= num_sms:
             return ExpertTiling(128, tokens, 8, _stages(128 + tokens, itemsize, sm, programs=1 if is_long else 3), 4)
         parts = 2 if inputs >= 4 * BLOCK_K else 1
