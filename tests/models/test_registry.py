@@ -78,6 +78,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-quarter-no-norm-yarn": ("glm4_moe", {
         "use_qk_norm": False, "attention_bias": False, "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
     }),
+    "glm4-moe-stacked": ("glm4_moe", {"stacked": True}),
     "minimax-m2": ("minimax_m2", {"num_attention_heads": 12, "num_key_value_heads": 3}),
     "minimax-m2-stacked": ("minimax_m2", {"stacked": True}),
     "phi3-half-longrope-short": ("phi3", {
@@ -194,19 +195,21 @@ def test_three_ranks_with_heads_that_straddle(tmp_path: Path) -> None:
     _assert_same(formation.step([(0, tokens)])[0], expected)
 
 
-def test_projections_of_one_input_may_be_apart(root: Path, tmp_path: Path) -> None:
-    """Of a family whose checkpoints have them in one tensor (Phi-3)."""
-    folder, ids, expected = _case_files("phi3-window", root)
+@pytest.mark.parametrize("case", ["phi3-window", "gemma4-experts"])
+def test_projections_of_one_input_may_be_apart(case: str, root: Path, tmp_path: Path) -> None:
+    """Of a family whose checkpoints have them in one tensor (Phi-3), or those of all experts (Gemma 4), unless tools have quantized
+    them."""
+    folder, ids, expected = _case_files(case, root)
     shape = ModelShape.from_folder(folder)
-    weights = load_file(folder / "model.safetensors")
-    for layer in range(shape.num_layers):
-        for tensor in layer_tensors(shape, layer):
-            if tensor.fused is not None:
-                rows = slice(tensor.fused.row, tensor.fused.row + tensor.shape[0])
-                weights[tensor.name] = weights[tensor.fused.name][rows].clone()
-    for name in [name for name in weights if "qkv_proj" in name or "gate_up_proj" in name]:
-        del weights[name]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tensors = load_file(folder / "model.safetensors")
+    fused = [each for layer in range(shape.num_layers) for each in layer_tensors(shape, layer) if each.fused is not None]
+    for tensor in fused:
+        stored, rows = tensors[tensor.fused.name], slice(tensor.fused.row, tensor.fused.row + tensor.shape[0])
+        parts = stored[:, rows] if tensor.experts else stored[rows].unsqueeze(0)
+        tensors |= {name: part.clone() for name, part in zip(tensor.expand(), parts, strict=True)}
+    for name in {tensor.fused.name for tensor in fused}:
+        del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(folder / "config.json", tmp_path)
     _assert_same(Formation(tmp_path, tp=2).step([(0, ids[1])])[0], expected[1])
 
