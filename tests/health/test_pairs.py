@@ -23,7 +23,6 @@ def test_real_copies_between_cpu_tensors():
     assert results.failure == ""
     assert [(pair.source, pair.target) for pair in results.pairs] == [(0, 1), (1, 0)]
     assert all(pair.verified and pair.bytes_per_s > 1e8 and 0 < pair.latency_s < 0.01 for pair in results.pairs)
-    assert all(pair.seconds < pairs.SECONDS_PER_DIRECTION for pair in results.pairs)
     assert results.between(1, 0) in results.pairs
 
 
@@ -42,8 +41,10 @@ def test_bandwidth_is_that_of_a_plain_copy():
 @pytest.mark.gpu2
 def test_pairs_on_gpus():
     """Within 5 percent of a plain copy, and at most 5 s a pair."""
+    began = time.monotonic()
     results = pairs.measure(2)
     assert results.failure == ""
+    assert time.monotonic() - began < pairs.START_SECONDS + 5 * len(results.pairs)
     for pair in results.pairs:
         source = torch.ones(64 << 20, dtype=torch.int32, device=f"cuda:{pair.source}")
         target = torch.zeros_like(source, device=f"cuda:{pair.target}")
@@ -59,7 +60,6 @@ def test_pairs_on_gpus():
             torch.cuda.synchronize(pair.target)
             rates.append(4 * source.nbytes / start.elapsed_time(end) * 1e3)
         assert pair.verified
-        assert pair.seconds < 5
         assert pair.bytes_per_s == pytest.approx(statistics.median(rates[1:]), rel=0.05)
 
 
