@@ -283,7 +283,13 @@ class Worker:
             adapters=AdapterBatch(options.max_loras, options.max_lora_rank) if options.max_loras else None,
             last_embeds=network is not None and network.reads_target, int4_fp8=options.quantize_activations,
         )  # fmt: skip
-        return registry.build(shape, layers, context), layers
+        model = registry.build(shape, layers, context)
+        if options.quantize_activations:
+            from phalanx.models.layers.linear_methods.int4 import Int4Linear
+
+            if not any(isinstance(module, Int4Linear) for module in model.modules()):
+                logger.warning("rank %d: quantize_activations changes nothing: experts alone have 4-bit integers", self.rank)
+        return model, layers
 
     def _form_exchange(
         self, dp: Group, shape: ModelShape, device: torch.device
