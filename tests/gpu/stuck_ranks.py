@@ -77,7 +77,7 @@ def executor_of(model: Path, fault: dict[str, Any], *, graphs: bool, max_seq_len
     """One of two ranks, with a fault."""
     executor = RankExecutor(options(
         model, device="cuda", dtype="bf16", tensor_parallel_size=2, kv_block_size=BLOCK, cuda_graphs=graphs, load_format="dummy",
-        max_seq_len=max_seq_len, launcher="tests.support.faulty_rank:FaultyLauncher",
+        max_seq_len=max_seq_len, device_progress=True, launcher="tests.support.faulty_rank:FaultyLauncher",
     ))  # fmt: skip
     launcher = executor._launcher
     assert isinstance(launcher, FaultyLauncher)

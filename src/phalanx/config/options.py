@@ -262,6 +262,11 @@ class EngineOptions(BaseModel):
         description="Seconds after which a step without a result is an error, at most. Where the engine has measured such steps, "
         "it is ten times what they take, and 5 s at least.",
     )
+    device_progress: bool = Field(
+        False,
+        description="Have kernels tell the host to which collective a GPU came last, so that the error of a stuck rank names it, "
+        "in CUDA graphs too. Without it the rank and the step are named. Ranks on CPU always tell. Off: it has not met GPUs yet.",
+    )
     start_timeout: float = Field(600.0, gt=0, description="Seconds within which all ranks must have started.")
 
     @classmethod
