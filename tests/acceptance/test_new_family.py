@@ -48,7 +48,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         else:
             stored[name] = values
         meant[name] = values
-    assert sum(values.dtype == torch.int8 for values in stored.values()) == 4 * 4 + 2 * 3
+    assert sum(values.dtype == torch.int8 for values in stored.values()) == 4 * 4 + 2 * 3 + 1  # of layers, and the head
     for kind, content, more in (("stored", stored, QUANTIZED), ("meant", meant, {})):
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "config.json").write_text(json.dumps({**CONFIG, **more}))

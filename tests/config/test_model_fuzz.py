@@ -422,14 +422,14 @@ def reference_of(stem: str, config: dict[str, Any]) -> dict[str, Any]:
         facts["blocks"] = tuple(names.get(kind, kind) for kind in read.layer_types)
         facts["mamba"] = (
             tuple(layer for layer, kind in enumerate(read.layer_types) if kind == "linear_attention"), read.mamba_num_heads,
-            read.mamba_head_dim, read.n_groups, read.ssm_state_size, read.conv_kernel,
+            read.mamba_head_dim, read.n_groups, read.ssm_state_size, read.conv_kernel, 0,
         )  # fmt: skip
     if stem == "GraniteMoeHybrid":
         facts["nope_layers"] = tuple(range(layers)) if read.position_embedding_type != "rope" else ()
         of_state = tuple(layer for layer, kind in enumerate(read.layer_types) if kind == "linear_attention")
         facts["shared"] = read.shared_intermediate_size
         facts["mamba"] = of_state and (
-            of_state, read.mamba_n_heads, read.mamba_d_head, read.mamba_n_groups, read.mamba_d_state, read.mamba_d_conv,
+            of_state, read.mamba_n_heads, read.mamba_d_head, read.mamba_n_groups, read.mamba_d_state, read.mamba_d_conv, 0,
         )  # fmt: skip
     if stem.startswith("Granite"):
         facts["multipliers"] = [read.embedding_multiplier, read.residual_multiplier, read.logits_scaling, read.attention_multiplier]

@@ -29,7 +29,7 @@ from phalanx.layout.memory import stage_caches
 from phalanx.layout.weights import layer_bytes, stage_layers, weight_bytes
 from phalanx.models import registry
 from phalanx.models.layers.attention import sdpa_latent as latent_backend
-from phalanx.models.layers.attention import sparse_latent
+from phalanx.models.layers.attention import sparse_rows
 from phalanx.models.layers.attention.plain import PlainBackend
 from phalanx.models.slices import LayerContext
 from tests.support import models_formation, quantized_checkpoints
@@ -58,7 +58,7 @@ def test_logits_equal_transformers(case: str, tp: int, moe_ep: int, pp: int, roo
 
 
 def test_chosen_latents_are_gathered_a_few_queries_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_latent, "EXPANDED_BYTES", 1)
+    monkeypatch.setattr(sparse_rows, "EXPANDED_BYTES", 1)
     monkeypatch.setattr(indexer, "SCORES_BYTES", 1)
     folder, ids, expected = written("v32", root)
     run_steps(Formation(folder), STEPS, ids, expected, assert_same)

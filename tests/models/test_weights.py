@@ -219,7 +219,7 @@ def test_tensors_of_the_base_class_have_no_prefix(tmp_path: Path) -> None:
         ("model.layers.7.mlp.up_proj.weight", "num_hidden_layers=2"),
         ("model.layers.0.mlp.up_proj.weight_packed", "belongs to a quantization"),
         ("model.layers.0.mlp.up_proj.bias", "has no bias"),
-        ("lm_head.weight_scale", "output head is read in 16 or 32 bit"),
+        ("lm_head.weight_scale", "the output head is in 16 or 32 bit, without scales"),
         ("model.layers.0.mlp.router.weight", "has no such tensor"),
     ],
 )

@@ -64,8 +64,8 @@ def _int4() -> None:
 
     right = int4.int4_mm
 
-    def wrong(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        out = right(x, *arguments)
+    def wrong(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        out = right(x, *arguments, **options)
         out[16:, -16:] = 0
         return out
 

@@ -13,13 +13,16 @@ import torch
 
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
+from phalanx.kernels.attention.heuristics import SplitKvWorkspace
 from phalanx.layout.mtp import Mtp
 from phalanx.models import registry, weights
 from phalanx.models.layers.attention.select import select_backend
 from phalanx.models.layers.attention.sparse_latent import SparseLatentBackend
+from phalanx.models.layers.attention.sparse_rows import KernelRows
 from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
 from phalanx.models.mtp import MtpHead
 from phalanx.models.slices import LayerContext
+from phalanx.worker.graph_buffers import GraphSize
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.speculation.model_proposer import ModelProposer
 from tests.support import kernels_sparse
@@ -75,6 +78,22 @@ def test_captured_steps_give_the_tokens_of_plain_torch(
     assert {kind for kind, _ in calls} == {"choose", "sparse", "dense"}
     wanted, _ = serve([plain_runner(folders[family])], arrivals)
     alike(outputs, wanted)
+
+
+def test_a_captured_size_with_as_many_rows_as_tokens_has_prompts(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 tokens and 24 + 8 rows: token t is not row t."""
+    kernels_sparse.put_references(monkeypatch)
+    graphs = runner_of(folders["deepseek_v32"], Counting()).graphs
+    assert graphs is not None
+    assert graphs.mixed_buffers is not None
+    batch = graphs.mixed_buffers.batch(GraphSize(32, 24, 8), graphs._tables.device, None)
+    assert batch.kv_lengths is not None
+    assert len(batch.token_ids) == len(batch.kv_lengths)
+    batch.query_starts[1:25], batch.query_starts[25:] = 1, 21  # a decode row, and 20 tokens of a prompt
+    batch.kv_lengths[0], batch.kv_lengths[24] = 5, 20
+    batch.positions[0], batch.positions[1:21], batch.kv_slots[:21] = 4, torch.arange(20), torch.arange(21)
+    rows = KernelRows(batch, 8, SplitKvWorkspace(CPU))
+    assert rows._rows.lengths[:21].tolist() == [5, *range(1, 21)]
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -56,6 +56,8 @@ def config_of(name: str) -> dict[str, Any] | None:
         raise OptionError(f"{name!r}: {layers!r} is no number of layers of {base}", next=f"use {base}:1 to {base}:{most}")
     by_layer = {name: value[: int(layers)] for name, value in _text(config).items() if name in _BY_LAYER}
     cut = {**_text(config), **by_layer, "num_hidden_layers": int(layers)}
+    if "num_kv_shared_layers" in cut:  # the last layers
+        cut["num_kv_shared_layers"] = max(0, cut["num_kv_shared_layers"] - (most - int(layers)))
     return {**config, "text_config": cut} if "text_config" in config else cut
 
 

@@ -85,6 +85,8 @@ class QuantizedVocabulary(Sliced):
 
     def logits(self, states: Tensor, out: Tensor | None) -> Tensor:
         """states [S, hidden] -> [S, local], in `out` where that is given; 0 for padding."""
+        if not len(states):  # of a step of parts of prompts: no GEMM of quantized weights expects that
+            return torch.empty(0, len(self.local), dtype=self.dtype, device=self.device)
         if out is None and self.method is not None and self.num_tokens == len(self.local):
             return self.method.multiply(states)
         out = torch.empty(len(states), len(self.local), dtype=self.dtype, device=self.device) if out is None else out

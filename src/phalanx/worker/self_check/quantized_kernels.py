@@ -117,7 +117,8 @@ def _is_quantized(experts: ExpertTensors) -> bool:
 
 def _is_new(module: nn.Module, tested: set[str]) -> bool:
     facts = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in module.named_parameters()]
-    fact = f"{type(module).__name__} {facts}"
+    sizes = (module.out_features, module.in_features) if isinstance(module, LinearMethod) else ()  # packed weights do not tell
+    fact = f"{type(module).__name__} {sizes} {facts}"
     is_new = fact not in tested
     tested.add(fact)
     return is_new

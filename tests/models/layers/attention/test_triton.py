@@ -363,7 +363,8 @@ def test_what_the_kernel_supports() -> None:
 
 
 ABSENT = """
-from tests.kernels.attention.test_decode import Case, check, let_loops_begin_anywhere
+from tests.kernels.attention.test_decode import Case, check
+from tests.support.kernels_interpreted import let_loops_begin_anywhere
 let_loops_begin_anywhere()
 for more in ({}, {"window": 7}, {"fp8": True}, {"tile": 64, "warps": 4, "cooperative": True}, {"extra_splits": 0}):
     check(Case([0, 33, 0, 90], 2, 4, 16, **more))

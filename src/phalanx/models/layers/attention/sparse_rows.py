@@ -79,7 +79,8 @@ class KernelRows:
 
     def __init__(self, batch: Batch, topk: int, workspace: SplitKvWorkspace) -> None:
         self._workspace, tokens = workspace, len(batch.token_ids)
-        decodes = tokens == len(batch.kv_lengths_cpu)
+        # A captured batch may have as many rows as tokens, and rows of several tokens among them.
+        decodes = len(batch.kv_lengths_cpu) == (batch.decodes if batch.fixed else tokens)
         self._rows = DecodeRows.leading(batch, tokens) if decodes else DecodeRows.of_all_tokens(batch)
         self._longest = None if batch.fixed else max(batch.kv_lengths_cpu)  # at most; None: as long as a table allows
         self._lengths = self._rows.lengths.clamp(max=topk)
