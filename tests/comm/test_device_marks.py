@@ -20,6 +20,7 @@ from phalanx.layout.rank_progress import (
     UNCOUNTED,
     Call,
     CallMarker,
+    DevicePlace,
     Place,
     RankProgress,
     unpack,
@@ -112,6 +113,32 @@ def queue_ahead(progress: RankProgress, marker: CallMarker, space: SymmetricWork
 
 def test_in_the_interpreter() -> None:
     assert interpreted("tests.comm.test_device_marks").strip() == "checked"
+
+
+class Words:
+    """A step begins after each of the first `begins` reads."""
+
+    def __init__(self, begins: int) -> None:
+        self._begins, self._words = begins, [5 << 32 | 16, 3, 7]
+
+    def __getitem__(self, place: int) -> int:
+        word = self._words[place]
+        if self._begins:
+            self._begins -= 1
+            last, _, step = self._words
+            self._words = [last + (2 << 32), last >> 32, step + 1]
+        return word
+
+
+@pytest.mark.parametrize("begins", [0, 1, 2, 3, 7])
+def test_words_of_two_steps_are_read_again(begins: int) -> None:
+    from phalanx.comm.device_marks import DeviceMarks
+
+    marks = DeviceMarks.__new__(DeviceMarks)
+    marks._words = Words(begins)  # type: ignore[assignment]
+    assert marks.read() == DevicePlace(7 + begins, 2, 16)
+    marks._words = Words(10_000)  # type: ignore[assignment]
+    assert marks.read().entered == (1 << 32) - 1, "more than any step has"
 
 
 class Marks:

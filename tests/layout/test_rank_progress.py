@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 import timeit
+from array import array
 
 import pytest
 
-from phalanx.layout.rank_progress import ALL_GATHER, ALL_REDUCE, BEHIND_LAYERS, SEND, Call, RankProgress, unpack
+from phalanx.layout.rank_progress import ALL_GATHER, ALL_REDUCE, BEHIND_LAYERS, SEND, Call, DevicePlace, RankProgress, unpack
 
 
 def test_the_calls_of_a_step_are_told_one_by_one() -> None:
@@ -30,6 +31,32 @@ def test_the_calls_of_a_step_are_told_one_by_one() -> None:
     ]  # fmt: skip
     progress.begin(5)
     assert (progress.packed_calls, progress.inside, progress.step) == (b"", 0, 5)
+
+
+class Device:
+    at = DevicePlace(0, 0, 0)
+
+    def begin(self, step: int) -> None:
+        self.at = DevicePlace(step, 0, 0)
+
+    def read(self) -> DevicePlace:
+        return self.at
+
+
+def test_more_calls_than_the_host_has_queued_are_an_unknown_place() -> None:
+    progress = RankProgress()
+    device = progress.device = Device()
+    progress.begin(3)
+    call = 1 << 8 | ALL_REDUCE
+    progress.replay(array("I", [call, call]))
+    device.at = DevicePlace(3, 2, call << 4)
+    assert (progress.place.on_device, unpack(progress.place.calls)) == (True, [Call(1, "tp", "all_reduce")] * 2)
+    device.at = DevicePlace(3, 3, call << 4)
+    assert (progress.place.on_device, progress.place.calls, progress.place.begun) == (False, b"", 3)
+    progress.finished = 3
+    progress.begin(4)
+    device.at = DevicePlace(3, 2, call << 4)  # it has ended, and the next has not begun
+    assert (progress.place.on_device, progress.place.begun, progress.place.calls) == (True, 3, b"")
 
 
 def test_what_no_rank_calls_is_refused() -> None:

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.errors import EngineError, ModelError, WeightError
-from phalanx.kernels.adapters.rows import AdapterBatch
+from phalanx.kernels.adapters.rows import AdapterBatch, AdapterRows
 from phalanx.layout.adapter import AdapterFile, read_adapter, slot_bytes, takes_adapters
 from phalanx.layout.families import layer_tensors
 from phalanx.layout.layout import Layout
 from phalanx.models.adapters import HostFactors, ModelAdapters
+from phalanx.models.layers.linear_methods import adapted
 from phalanx.models.layers.linear_methods.adapted import Adapted
 from tests.support.adapters import SEVEN, merge, write_adapter
 from tests.support.checkpoints import write_checkpoint
@@ -182,3 +183,15 @@ def test_a_layer_that_takes_activations_in_fp8_is_refused(tmp_path):
     base = write_checkpoint(tmp_path / "base", "llama", hidden_size=64, intermediate_size=128)
     with pytest.raises(ModelError, match=r"max_loras=2 does not work with this checkpoint; model.layers.0.self_attn.q_proj takes"):
         Adapting(base, quantization=on_load("fp8"), fp8_gemm=True)
+
+
+def test_a_layer_that_sees_one_token_of_a_batch_of_more_has_no_delta_from_the_gemv(tmp_path, monkeypatch):
+    """It may be another token than the adapter's."""
+    formation = Adapting(write_checkpoint(tmp_path / "base", "llama", num_hidden_layers=1))
+    layer = next(each for each in formation.models[0][0].modules() if isinstance(each, Adapted))
+    monkeypatch.setattr(Adapted, "fuses", lambda *_: True)
+    monkeypatch.setattr(adapted, "linear_with_delta", lambda args, out: args.x)
+    x = torch.ones(1, layer.in_features)
+    for tokens, fused in ((1, True), (2, False)):
+        layer.adapters.rows = AdapterRows.of(np.zeros(tokens, dtype=np.int64), torch.device("cpu"))
+        assert (layer._gemv(x, None) is not None) == fused

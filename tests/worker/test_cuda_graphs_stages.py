@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,3 +99,23 @@ def test_a_step_of_more_rows_runs_eagerly(folder: Path) -> None:
     assert None not in sampled[1] + sampled[2]
     assert not capturers[0].replays
     assert not capturers[1].replays
+
+
+def test_a_stage_gives_the_next_one_the_inputs_of_its_layers(tmp_path: Path) -> None:
+    """Beside the residual stream, in the buffers of graphs, too; a graph's batch does not keep them."""
+    folder = write_checkpoint(tmp_path / "gemma4", "gemma4_e", num_hidden_layers=LAYERS)
+    runners = pipeline(folder, [Counting() for _ in range(2)])
+    for before, behind in itertools.pairwise(runners):
+        assert before.graphs is not None
+        assert behind.graphs is not None
+        for size in before.graphs.sizes:
+            out, hidden = before.graphs.buffers(size).out, behind.graphs.buffers(size).hidden
+            assert out is not None
+            assert hidden is not None
+            assert out.shape == hidden.shape
+            assert out.shape[1] > before._model.shape.hidden_size
+    batches = [runner.graphs.batch(size) for runner in runners if runner.graphs is not None for size in runner.graphs.sizes]
+    assert all(batch.layer_inputs is None for batch in batches)
+    arrivals = requests(9, count=6)
+    outputs, _ = serve(runners, arrivals)
+    alike(outputs, serve(pipeline(folder, [None]), arrivals, pipeline_stages=2)[0])

@@ -28,6 +28,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "static": ("qwen3_moe", {"num_experts_per_tok": 2}, {"fp8_gemm": False}),
     "quantized on load": ("qwen3_moe", {"num_experts_per_tok": 2}, {"quantization": ON_LOAD}),
     "biases": ("gpt_oss", {"num_local_experts": 8}, {}),
+    "scales": ("gemma4_moe", {}, {"redundant_experts": 2}),
     "mxfp4": ("gpt_oss", {"num_local_experts": 8}, {"redundant_experts": 2}),
     "int4": ("qwen3_moe", {"num_experts_per_tok": 2}, {"quantization": INT4_ON_LOAD}),
 }
@@ -54,6 +55,9 @@ def test_logits_stay_the_same(form: str, tp: int, moe_ep: int, tmp_path: Path) -
     if form == "static":  # of inputs: they cover the experts that may come
         blocks = [model.layers[0].mlp for model in formation.models[0]]
         assert len({float(block.experts.down_proj.input_scale) for block in blocks}) == 1
+    for scale in (block.router.expert_scale for rank in formation.models[0] for block in rank.moe_layers.values()):
+        if scale is not None:
+            scale.weight.data.copy_(torch.linspace(0.5, 4, 8))  # of each expert its own
     ids = torch.arange(3, 40)
     number = 0
 

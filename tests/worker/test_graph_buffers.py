@@ -20,7 +20,7 @@ from phalanx.worker.graph_buffers import DecodeGraphBuffers, GraphSize, MixedGra
 from phalanx.worker.input_batch import BlockTables
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
-MODEL: Any = SimpleNamespace(shape=SimpleNamespace(hidden_size=4), lm_head=None, cache_groups=1)
+MODEL: Any = SimpleNamespace(stream_width=4, output_width=4, lm_head=None, cache_groups=1)
 
 
 def test_sizes_end_at_the_most_and_stay_close() -> None:

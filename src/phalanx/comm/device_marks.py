@@ -27,6 +27,10 @@ from phalanx.layout.rank_progress import UNCOUNTED, DevicePlace, RankProgress
 
 LAST, BEFORE, STEP = 0, 1, 2
 """Places of words."""
+READS = 100
+"""Of the words, until no step begins between them: steps take longer than a read."""
+TORN = 0xFFFFFFFF
+"""In the place of a count: more than any step has."""
 
 
 @triton.jit(do_not_specialize=["call"])
@@ -68,9 +72,13 @@ class DeviceMarks:
 
     def read(self) -> DevicePlace:
         """As ReportingDevice."""
-        last, before = int(self._words[LAST]), int(self._words[BEFORE])
-        entered = (last >> 32) - before & 0xFFFFFFFF  # the word has 32 bits of the count
-        return DevicePlace(int(self._words[STEP]), entered, last & 0xFFFFFFFF)
+        for _ in range(READS):
+            step, before = int(self._words[STEP]), int(self._words[BEFORE])
+            last = int(self._words[LAST])
+            if (step, before) == (int(self._words[STEP]), int(self._words[BEFORE])):
+                entered = (last >> 32) - before & 0xFFFFFFFF  # the word has 32 bits of the count
+                return DevicePlace(step, entered, last & 0xFFFFFFFF)
+        return DevicePlace(step, TORN, UNCOUNTED)
 
     def of_kernel(self) -> tuple[int, ...]:
         """As Marks."""

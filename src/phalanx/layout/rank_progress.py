@@ -67,7 +67,8 @@ def in_layer(layer: int) -> str:
 
 
 class DevicePlace(NamedTuple):
-    """What a device last said. step: that it runs. entered: calls of this step whose first kernel has begun. call: the last one."""
+    """What a device last said. step: that it runs. entered: calls of this step whose first kernel has begun; more than
+    the host has recorded where the device's words do not belong together. call: the last one."""
 
     step: int
     entered: int
@@ -166,9 +167,13 @@ class RankProgress:
         if self.device is None:
             return Place(self.step, self.finished, self.layer, self.inside > 0, self.queued, self.packed_calls, False)
         at = self.device.read()
-        recorded = self._recorded.get(at.step, array(_WORD))
+        recorded = self._recorded.get(at.step)
+        if recorded is None:
+            recorded = array(_WORD)  # of a step that has ended
+        elif at.entered > len(recorded):  # then its place is unknown: as on a GPU that does not say it
+            return Place(self.step, self.finished, self.layer, self.inside > 0, self.queued, b"", False)
         calls = recorded[: at.entered]
-        if calls and len(calls) == at.entered and calls[-1] != at.call >> 4:
+        if calls and calls[-1] != at.call >> 4:
             calls[-1] = at.call >> 4  # it left out calls that the host has queued
         queued = len(recorded) > at.entered or self.step > at.step or self.queued
         layer = calls[-1] >> 8 if calls else BEFORE_LAYERS

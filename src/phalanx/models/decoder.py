@@ -118,6 +118,11 @@ class Decoder(nn.Module, ABC):
         """Columns of what the stage before gives to this one: those of the residual stream, and of what a family has beside it."""
         return self.shape.hidden_size
 
+    @property
+    def output_width(self) -> int:
+        """Columns of what `hidden_states` gives: on all stages but the last, those of the next one's `stream_width`."""
+        return self.shape.hidden_size
+
     def embedded(self, batch: Batch, vectors: Tensor) -> None:
         """What a family makes of the embedded tokens [T, hidden_size], on the first stage before its layers."""
 

@@ -101,6 +101,10 @@ class Gemma4(Llama):
     def stream_width(self) -> int:
         return self.shape.hidden_size + (len(self.layer_range) + self.behind) * self.width
 
+    @property
+    def output_width(self) -> int:
+        return self.shape.hidden_size + self.behind * self.width
+
     def embedded(self, batch: Batch, vectors: Tensor) -> None:
         if self.layer_inputs is not None:
             batch.layer_inputs = self.layer_inputs(batch.token_ids, vectors, batch.last)

@@ -256,6 +256,7 @@ class StepGraphs:
             self._adapters.batch.rows = self._adapter_inputs.rows(size)
         hidden_states = self._model.hidden_states(batch, caches, None if buffers.hidden is None else buffers.hidden[:tokens])
         batch.attention = batch.dp_tokens = None  # a plan references its batch: both would wait for the cyclic garbage collector
+        batch.layer_inputs = None  # else the batch of each size keeps its own, which larger graphs could not reuse
         if self._adapters is not None:
             self._adapters.batch.rows = None
         if buffers.out is not None:

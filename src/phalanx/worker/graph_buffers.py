@@ -95,9 +95,10 @@ def _names(kind: type[Columns]) -> list[str]:
 class GraphBuffers(ABC, Generic[Columns]):
     """What graphs of one kind, of up to `width` tokens, read and write.
 
-    columns: their inputs (on the device). hidden: the residual stream from the stage before; out [width, hidden_size]: the residual
-    stream that a forward ends with. Where decode rows end with them, instead of `out`: logits [width, columns of the LM head], of
-    this rank, in the model's dtype, and tokens [width] int64, the argmax over all ranks.
+    columns: their inputs (on the device). hidden [width, stream_width]: the residual stream from the stage before; out
+    [width, output_width]: the residual stream that a forward ends with; both with what a family has beside it. Where decode rows
+    end with them, instead of `out`: logits [width, columns of the LM head], of this rank, in the model's dtype, and tokens [width]
+    int64, the argmax over all ranks.
     """
 
     out: Tensor | None = None
@@ -109,8 +110,7 @@ class GraphBuffers(ABC, Generic[Columns]):
         matrix = torch.zeros(len(_names(kind)) + model.cache_groups - 1, width, dtype=torch.int64, device=device)
         self.width = width
         self.columns = _views(kind, matrix)
-        self._shape = width, model.shape.hidden_size
-        self.hidden = None if first else torch.zeros(self._shape, dtype=dtype, device=device)
+        self.hidden = None if first else torch.zeros(width, model.stream_width, dtype=dtype, device=device)
         self._ring = PinnedRing(matrix, lambda array: _views(kind, array))
         self.clear()
 
@@ -162,7 +162,7 @@ class DecodeGraphBuffers(GraphBuffers[DecodeColumns[Any]]):
         super().__init__(DecodeColumns, max_rows, model, first=first, dtype=dtype, device=device)
         self._row_numbers = torch.arange(max_rows, dtype=torch.int64, device=device)
         self._query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self.out = None if last else torch.zeros(self._shape, dtype=dtype, device=device)
+        self.out = None if last else torch.zeros(max_rows, model.output_width, dtype=dtype, device=device)
         if model.lm_head is not None:
             self.logits = torch.zeros(max_rows, model.lm_head.width, dtype=dtype, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -195,7 +195,7 @@ class MixedGraphBuffers(GraphBuffers[MixedColumns[Any]]):
     def __init__(self, largest: GraphSize, model: Decoder, *, first: bool, dtype: torch.dtype, device: torch.device) -> None:
         width = max(largest.tokens, largest.decode_rows + largest.prefill_rows)
         super().__init__(MixedColumns, width, model, first=first, dtype=dtype, device=device)
-        self.out = torch.zeros(self._shape, dtype=dtype, device=device)
+        self.out = torch.zeros(width, model.output_width, dtype=dtype, device=device)
 
     def batch(self, size: GraphSize, tables: Tensor, last_tokens: Tensor | None) -> Batch:
         tokens, decodes, rows, columns = size.tokens, size.decode_rows, size.decode_rows + size.prefill_rows, self.columns

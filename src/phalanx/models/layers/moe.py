@@ -81,14 +81,19 @@ class SparseMoe(nn.Module):
         self.physical: Tensor | None = None
         """[experts, 1 + copies] int32: where experts are, see `kernels.moe.reference.physical_ids`; captured graphs read it. None
         where they never move."""
+        self._expert_of: Tensor | None = None
+        """[physical experts] int64: the expert of each, on the device, where `placement` changes and captured graphs read it."""
         if context.moves_experts:
             self._copies = min(context.redundant_experts + 1, MAX_COPIES)
             self.physical = torch.full((count, 1 + self._copies), -1, dtype=torch.int32, device=context.device)
-            self.place(default_placement(count, context.moe_ep, context.redundant_experts))
+            placement = default_placement(count, context.moe_ep, context.redundant_experts)
+            self._expert_of = torch.zeros(len(placement), dtype=torch.int64, device=context.device)
+            self.place(placement)
 
     def place(self, placement: Placement) -> None:
         """From now on, in the order of the device's queue, tokens go to the physical experts of this placement."""
         assert self.physical is not None
+        assert self._expert_of is not None
         self.placement = placement
         first = self.first_physical
         self.local_experts = placement[first : first + len(self.local_experts)]
@@ -96,6 +101,7 @@ class SparseMoe(nn.Module):
         width = 1 + self._copies
         padded = [[min(row[0], self._copies), *(row[1:] + [-1] * width)[: self._copies]] for row in rows]
         self.physical.copy_(torch.tensor(padded, dtype=torch.int32))
+        self._expert_of.copy_(torch.tensor(placement))
 
     def expert_weights(self) -> list[Tensor]:
         """All that belongs to one expert, as bytes: views [physical experts of this rank, bytes]."""
@@ -152,7 +158,10 @@ class SparseMoe(nn.Module):
 
     def payload(self, x: Tensor) -> Tensor | Quantized:
         """x [T, hidden] as `routed` takes it: quantized where the experts' GEMMs do that anyway."""
-        quantized = quantized_input(self._normed(x), self.tensors())
+        tensors = self.tensors()
+        if not tensors.fp8_gemm:
+            return x
+        quantized = quantized_input(self._normed(x), tensors)
         return x if isinstance(quantized, Tensor) else quantized
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -174,9 +183,9 @@ class SparseMoe(nn.Module):
     def _expert_scale(self) -> Tensor | None:
         """What multiplies the weights of each physical expert of the layer, [physical experts] fp32."""
         scale = self.router.expert_scale
-        if scale is None or self.physical is None:
+        if scale is None or self._expert_of is None:
             return None if scale is None else scale.weight
-        return scale.weight[torch.tensor(self.placement, device=scale.weight.device)]
+        return scale.weight.index_select(0, self._expert_of)
 
     def _for_shared(self, x: Tensor, quantized: Quantized | None) -> Activation:
         """The input as the shared experts take it: the routed experts' quantized one where its scales do not come from them."""

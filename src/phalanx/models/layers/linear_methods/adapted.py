@@ -113,8 +113,9 @@ class Adapted(LinearMethod):
     def _gemv(self, x: Activation, bias: Tensor | None, group: Group | None = None) -> Tensor | None:
         """The output for one token of a captured step, delta and all, by one kernel, in a tensor of the group's where there is one.
         None: a GEMM, and then the delta."""
-        if x.shape[0] > 1 or self.adapters.rows is None or not self.fuses("gemv"):
-            return None
+        rows = self.adapters.rows
+        if x.shape[0] > 1 or rows is None or rows.total != 1 or not self.fuses("gemv"):
+            return None  # also where the layer sees one token of a batch of more: it may not be the adapter's
         out = None if group is None else group.empty(1, self.out_features, dtype=self.dtype, device=self.factors.a.device)
         return linear_with_delta(self.gemv_args(x, bias), out)
 
