@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +56,15 @@ def read_all_ways(make: Callable[[], OutputParser], text: str) -> Read:
     assert read(make(), list(text)) == result
     assert read(make(), [text[i : i + 2] for i in range(0, len(text), 2)]) == result
     return result
+
+
+def bare(value: Any, quote: str) -> str:
+    """A value as Gemma 4 writes it: objects with bare keys, sorted without regard to case, as its template shows them."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{bare(value[name], quote)}" for name in sorted(value, key=str.lower)) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(bare(each, quote) for each in value) + "]"
+    return quote + value + quote if isinstance(value, str) else json.dumps(value)
 
 
 def cut(text: str, sizes: Sequence[int]) -> list[str]:

@@ -19,12 +19,12 @@ from phalanx.errors import OptionError
 
 ReasoningParserName = Literal[
     "auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "mistral", "gpt_oss", "seed_oss", "hy_v3", "cohere_command3", "granite",
-    "ernie45",
+    "ernie45", "gemma4",
 ]  # fmt: skip
 ToolCallParserName = Literal[
     "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v31", "deepseek_v32",
     "gpt_oss", "kimi_k2", "glm45", "glm47", "minimax_m2", "seed_oss", "hy_v3", "granite", "phi4_mini_json", "cohere_command3",
-    "command_r", "olmo3",
+    "command_r", "olmo3", "gemma4",
 ]  # fmt: skip
 
 QUEUED_BATCHES = 8

@@ -44,6 +44,12 @@ def tokenizer(tmp_path):
         (TOOLS + '<minimax:tool_call>\n<invoke name="tool-name-1">' + THINK, (), "qwen3", "minimax_m2"),
         (TOOLS + "{{ '<response></response>' }}<tool_call>" + THINK, (), "ernie45", "hermes"),
         (TOOLS + "respond only with <|tool_call|> followed by a JSON list of tools used.", (), None, "granite"),
+        (
+            TOOLS + "{% if enable_thinking %}<|channel>thought{% endif %}{{ '<|tool_call>call:' + name if name }}",
+            ("<|channel>", "<channel|>"),
+            "gemma4",
+            "gemma4",
+        ),
         (TOOLS + 'formatted as functools[{"name": [function name]', (), None, "phi4_mini_json"),
         (TOOLS + 'respond in this format: <|tool_call|>{"name": "foo", "arguments": {}}<|/tool_call|>', (), None, "phi4_mini_json"),
         (TOOLS + "write <|START_ACTION|> and <|START_THINKING|>, <|END_THINKING|>", (), "cohere_command3", "cohere_command3"),
@@ -128,11 +134,14 @@ def test_every_name_has_its_format():
         ("seed_oss", "assistant\n<seed:think>", Begin.INSIDE),
         ("seed_oss", "assistant\n", Begin.OPEN),
         ("hy_v3", "<think></think>", Begin.AFTER),
+        ("gemma4", "model\n", Begin.OPEN),
+        ("gemma4", "model\n<|channel>thought\n", Begin.INSIDE),
+        ("gemma4", "model\n<|channel>thought\n<channel|>", Begin.AFTER),
         ("none", "<think>", Begin.AFTER),
     ],
 )
 def test_the_prompt_tells_where_the_output_begins(tokenizer, reasoning, prompt, begin):
-    loaded = tokenizer(TOOLS)
+    loaded = tokenizer(TOOLS, "<|channel>", "<channel|>")
     output = OutputFormat.detect(loaded, reasoning=reasoning)
     assert output.begin(loaded.encode(prompt, add_special_tokens=False)) is begin
 

@@ -22,9 +22,10 @@ from phalanx.serve.output_parsing import Markers, OutputFormat
 from phalanx.serve.output_parsing.formats import CALLS, forced_format
 from phalanx.serve.output_parsing.reasoning import Begin
 from phalanx.serve.output_parsing.structural_tags import forced_calls, structural_tag
+from phalanx.serve.output_parsing.syntax import CallSyntax
 from tests.support.fuzz import fuzz_seeds
 from tests.support.grammars import accepts, opened, write
-from tests.support.serve_output_parsing import read_all_ways
+from tests.support.serve_output_parsing import bare, read_all_ways
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -102,7 +103,10 @@ def text_of(value: Any, schema: dict[str, Any]) -> str:
     return value if isinstance(value, str) and not alike else json.dumps(value, ensure_ascii=False)
 
 
-def written(arguments: dict[str, Any], parameter: str, properties: dict[str, Any]) -> str:
+def written(arguments: dict[str, Any], syntax: CallSyntax, properties: dict[str, Any]) -> str:
+    parameter = syntax.parameter
+    if syntax.quote:
+        return bare(arguments, syntax.quote)
     if not parameter:
         return json.dumps(arguments, ensure_ascii=False)
     marks_strings = "KIND" in parameter  # whether the value is a text, so that its looks do not matter
@@ -154,7 +158,7 @@ def require_inverse(output, parser, syntax, functions, matcher, random):
     arguments = draw_value(random, functions[function])
     call = (
         syntax.begin.replace("NAME", function).replace("INDEX", "0")
-        + written(arguments, syntax.parameter, functions[function]["properties"])
+        + written(arguments, syntax, functions[function]["properties"])
         + syntax.end
     )
     text = syntax.before + call + syntax.after
@@ -167,13 +171,15 @@ TOKENIZER = SimpleNamespace(chat_template_source="", backend=SimpleNamespace(tok
 OUTPUTS = {name: OutputFormat(TOKENIZER, None, name, Markers({})) for name in CALLS}
 
 
-@pytest.mark.parametrize("name", [name for name, output in OUTPUTS.items() if output.syntax(name).parameter])
+@pytest.mark.parametrize(
+    "name", [name for name, output in OUTPUTS.items() if output.syntax(name).parameter or output.syntax(name).quote]
+)
 def test_a_choice_that_looks_like_another_comes_back(name):
     output, schema = OUTPUTS[name], {"anyOf": [{"enum": ["null", "2", 2, "b"]}, {"type": "null"}]}
     functions = {"f": {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}}
     syntax, tag = output.syntax(name), structural_tag(forced_calls(output, name, functions, {"f"}, parallel=False))
     for value in ("null", None, "2", 2, "b"):
-        call = syntax.begin.replace("NAME", "f").replace("INDEX", "0") + written({"x": value}, syntax.parameter, {"x": schema})
+        call = syntax.begin.replace("NAME", "f").replace("INDEX", "0") + written({"x": value}, syntax, {"x": schema})
         text = syntax.before + call + syntax.end + syntax.after
         assert accepts(opened("structural_tag", tag), text), text
         [(_, arguments)] = read_all_ways(lambda: output.parser(Begin.AFTER, functions, tools=forced_format(name)), text).calls

@@ -15,7 +15,7 @@ from phalanx.config.sampling_params import StructuredOutputParams
 from phalanx.engine.grammar import Grammars
 from phalanx.serve.openai.request_params import schemas_of
 from phalanx.serve.openai.schema.chat import Tool
-from phalanx.serve.output_parsing import OutputFormat, deepseek, harmony, mistral
+from phalanx.serve.output_parsing import OutputFormat, deepseek, gemma, harmony, mistral
 from phalanx.serve.output_parsing.formats import CALLS, forced_format
 from phalanx.serve.output_parsing.reasoning import Begin
 from phalanx.serve.output_parsing.structural_tags import (
@@ -28,7 +28,7 @@ from phalanx.serve.output_parsing.structural_tags import (
 from phalanx.serve.structured_output.compiler import compile_structured_output
 from phalanx.serve.structured_output.vocabulary import vocabulary_of
 from phalanx.serve.tokenizer import Tokenizer
-from tests.support.serve_output_parsing import read
+from tests.support.serve_output_parsing import bare, read
 from tests.support.serve_small_tokenizers import byte_level, write
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -49,6 +49,7 @@ WRITTEN = {
         "",
         "</\uff5cDSML\uff5cfunction_calls>",
     ),
+    "gemma4": ("", "<|tool_call>call:{}{}<tool_call|>", "", ""),
     "glm45": ("", "<tool_call>{}\n{}</tool_call>", "\n", ""),
     "glm47": ("", "<tool_call>{}{}</tool_call>", "", ""),
     "granite": ("<|tool_call|>[", '{{"name": "{}", "arguments": {}}}', ", ", "]"),
@@ -99,11 +100,12 @@ PARAMETERS = {
 """One argument, of the formats without JSON."""
 HY = [f"<{end}{tag}:opensource>" for tag in ("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value") for end in ("", "/")]
 SPECIAL += [*HY, "<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>"]
+SPECIAL += ["<|tool_call>", "<tool_call|>", gemma.QUOTE, "<|channel>", "<channel|>"]
 
 
 @functools.cache
 def tokenizer_of(template=None) -> Tokenizer:
-    """Markers of gpt-oss, Mistral and Hy3 are special tokens; those of the others are plain ones, or none."""
+    """Markers of gpt-oss, Mistral, Hy3 and Gemma 4 are special tokens; those of the others are plain ones, or none."""
     backend = byte_level()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", *deepseek.MARKERS, *deepseek.KIMI_MARKERS]
@@ -120,6 +122,8 @@ def output_of(tools, reasoning="none", template=None):
 
 
 def calls(tools, *named):
+    if tools == "gemma4":
+        named = [(name, bare(json.loads(arguments), gemma.QUOTE)) for name, arguments in named]
     if tools in PARAMETERS:
         named = [
             (name, "".join(PARAMETERS[tools].format(key, value) for key, value in json.loads(arguments).items()))
@@ -241,7 +245,11 @@ def test_an_answer_between_tags():
 
 @pytest.mark.parametrize(
     ("tools", "reasoning", "opening", "closing"),
-    [("hermes", "qwen3", "<think>", "</think>"), ("mistral", "mistral", "[THINK]", "[/THINK]")],
+    [
+        ("hermes", "qwen3", "<think>", "</think>"),
+        ("mistral", "mistral", "[THINK]", "[/THINK]"),
+        ("gemma4", "gemma4", "<|channel>thought\n", "<channel|>"),
+    ],
 )
 def test_calls_or_an_answer_after_the_reasoning(tools, reasoning, opening, closing):
     output = output_of(tools, reasoning)

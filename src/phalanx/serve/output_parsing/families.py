@@ -84,7 +84,7 @@ class OutputFormat:
         end = self.tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False).rstrip()
         if end.endswith(tags.closing):
             return Begin.AFTER
-        return Begin.INSIDE if end.endswith(tags.opening) or REASONING[self.reasoning].begins_inside else Begin.OPEN
+        return Begin.INSIDE if end.endswith(tags.opening + tags.label) or REASONING[self.reasoning].begins_inside else Begin.OPEN
 
     def parser(
         self, begin: Begin, functions: Functions, *, tools: ToolName | None, calls_or_answer: bool = False
@@ -105,7 +105,7 @@ class OutputFormat:
                 answer = CallsOrContentParser(answer, self.markers.encode(syntax.trigger))
         if (tags := self.tags) is None:
             return answer
-        opening, closing = map(self.markers.encode, (tags.opening, tags.closing))
+        opening, closing = map(self.markers.encode, (tags.opening + tags.label, tags.closing))
         answer = answer or ContentParser()
         if tags.answer is not None:
             before, after = map(self.markers.encode, tags.answer)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal
 
 import phalanx.serve.output_parsing.deepseek as deepseek
+import phalanx.serve.output_parsing.gemma as gemma
 import phalanx.serve.output_parsing.harmony as harmony
 import phalanx.serve.output_parsing.llama as llama
 import phalanx.serve.output_parsing.mistral as mistral
@@ -27,13 +28,14 @@ from phalanx.serve.structured_output.parameters import QWEN_PARAMETER
 from phalanx.serve.tokenizer import Tokenizer
 
 ToolName = Literal[
-    "gpt_oss", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "hy_v3", "glm45", "glm47", "minimax_m2", "seed_oss",
-    "qwen3_coder", "hermes", "phi4_mini_json", "granite", "cohere_command3", "command_r", "mistral", "olmo3", "pythonic",
-    "llama3_json",
+    "gpt_oss", "gemma4", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "hy_v3", "glm45", "glm47", "minimax_m2",
+    "seed_oss", "qwen3_coder", "hermes", "phi4_mini_json", "granite", "cohere_command3", "command_r", "mistral", "olmo3",
+    "pythonic", "llama3_json",
 ]  # fmt: skip
 ReasoningName = Literal[
-    "gpt_oss", "deepseek_v3", "deepseek_r1", "seed_oss", "hy_v3", "cohere_command3", "granite", "ernie45", "qwen3", "mistral"
-]
+    "gpt_oss", "gemma4", "deepseek_v3", "deepseek_r1", "seed_oss", "hy_v3", "cohere_command3", "granite", "ernie45", "qwen3",
+    "mistral",
+]  # fmt: skip
 MakeParser = Callable[[Functions, Markers, CallSyntax], OutputParser]
 
 
@@ -106,6 +108,10 @@ CALLS: dict[ToolName, CallFormat] = {
             f"{harmony.CHANNEL}commentary to=functions.NAME {harmony.CONSTRAIN}json{harmony.MESSAGE}", "", harmony.CHANNEL, None
         ),
         None, harmony.MARKERS,
+    ),
+    "gemma4": CallFormat(
+        CallSyntax("<|tool_call>call:NAME", "<tool_call|>", "<|tool_call>", "", quote=gemma.QUOTE),
+        gemma.GemmaParser, ("<|tool_call>", "<tool_call|>", gemma.QUOTE), source=r"<\|tool_call>call:",
     ),
     "deepseek_v3": CallFormat(
         CallSyntax(
@@ -234,11 +240,13 @@ def forced_format(tools: ToolName) -> ToolName:
 
 @dataclass(frozen=True)
 class Tags:
-    """The reasoning stands between `opening` and `closing`, and the answer maybe between the two tags of `answer`."""
+    """The reasoning stands between `opening` and `closing`, and the answer maybe between the two tags of `answer`. label: text that
+    belongs to the opening tag, and is no part of a special token."""
 
     opening: str
     closing: str
     answer: tuple[str, str] | None = None
+    label: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -283,6 +291,7 @@ _THINK = Tags("<think>", "</think>")
 _THINK_RESPONSE = Tags("<think>", "</think>", ("<response>", "</response>"))
 
 REASONING: dict[ReasoningName, ReasoningFormat] = {
+    "gemma4": ReasoningFormat(Tags("<|channel>", "<channel|>", label="thought"), _knows("<|channel>", "<channel|>")),
     "deepseek_v3": ReasoningFormat(_THINK, partial(_is_deepseek, by_request=True)),
     "deepseek_r1": ReasoningFormat(_THINK, partial(_is_deepseek, by_request=False), begins_inside=True),
     "seed_oss": ReasoningFormat(Tags("<seed:think>", "</seed:think>"), _knows("</seed:think>")),

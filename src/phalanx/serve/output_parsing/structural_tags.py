@@ -89,7 +89,7 @@ def after_reasoning(
     assert tags is not None
     reasoning: Format = {
         "type": "tag",
-        "begin": "" if begin is Begin.INSIDE else _tag_end(output, tags.opening),
+        "begin": "" if begin is Begin.INSIDE else _sequence(*_literal(output, tags.opening + tags.label)),
         "content": _ANY_TEXT,
         "end": _tag_end(output, tags.closing),
     }
@@ -127,6 +127,8 @@ def _any_call(output: OutputFormat, syntax: CallSyntax, functions: Functions, st
         content: Format = {"type": "json_schema", "json_schema": schema, "tool": name, "strict": name in strict}
         if syntax.parameter:
             content |= {"parameter": syntax.parameter, "special": output.markers.special}
+        if syntax.quote:
+            content |= {"quote": syntax.quote, "special": output.markers.special}
         first, *more = [_literal(output, part.replace("NAME", name)) for part in syntax.begin[skip:].split("INDEX")]
         begin = [*first, *(format_ for part in more for format_ in (_INDEX, *part))]
         calls.append(_sequence(*begin, content, *_literal(output, syntax.end)))

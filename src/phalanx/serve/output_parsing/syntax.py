@@ -22,7 +22,8 @@ class CallSyntax:
     - trigger: the text that begins a call in free text; the beginning of `before + begin`.
     - between: None if there can be only one call.
     - parameter: how one argument is written, with "KEY" and "VALUE"; white space around VALUE belongs to the format, and strings
-      have no quotes. "": the arguments are one JSON object.
+      have no quotes. "": the arguments are one object.
+    - quote: what stands around the strings of that object, whose keys are bare (`structured_output.bare_objects`). "": it is JSON.
     """
 
     begin: str
@@ -32,6 +33,7 @@ class CallSyntax:
     before: str = ""
     after: str = ""
     parameter: str = ""
+    quote: str = ""
 
     @cached_property
     def markers(self) -> tuple[str, ...]:

@@ -15,9 +15,11 @@ from typing import Any
 
 from phalanx.engine.grammar import HEAD
 from phalanx.errors import OptionError
+from phalanx.serve.structured_output.bare_objects import BareObjectWriter
 from phalanx.serve.structured_output.json_schema import MAX_BYTES, enforceable, read_json, subschemas
-from phalanx.serve.structured_output.parameters import QWEN_PARAMETER, ParameterParts, ParameterWriter, lark_escaped
+from phalanx.serve.structured_output.parameters import QWEN_PARAMETER, ParameterParts, ParameterWriter
 from phalanx.serve.structured_output.regex import rust_regex
+from phalanx.serve.structured_output.schema_writer import lark_escaped
 from phalanx.serve.structured_output.validation import json_rule, problem_of, problem_of_grammar
 
 Format = dict[str, Any]
@@ -186,7 +188,7 @@ class TagWriter:
         flexible = "max_whitespace_cnt" in format_ or tool is not None
         begun = len(self.rules)
 
-        writer = self._parameter_writer(format_, what)
+        writer = self._argument_writer(format_, what)
 
         def write(prepared: Any) -> str:
             return json_rule(prepared, flexible=flexible) if writer is None else writer.write(prepared)
@@ -205,10 +207,10 @@ class TagWriter:
     def _qwen_xml_parameter(self, format_: Format) -> str:
         return self._json_schema({**format_, "parameter": QWEN_PARAMETER})
 
-    def _parameter_writer(self, format_: Format, what: str) -> ParameterWriter | None:
-        """The writer of arguments between tags, of which those in "special" are tokens; None if the arguments are JSON."""
-        parameter, special = format_.get("parameter"), format_.get("special", {})
-        if parameter is None:
+    def _argument_writer(self, format_: Format, what: str) -> ParameterWriter | BareObjectWriter | None:
+        """The writer of arguments between tags or with bare keys; None if they are JSON. Tags in "special" are tokens."""
+        parameter, quote, special = format_.get("parameter"), format_.get("quote"), format_.get("special", {})
+        if parameter is None and quote is None:
             return None
         tokens = {str(tag): self._token({"token": token}) for tag, token in special.items()} if isinstance(special, dict) else {}
         tags = re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
@@ -219,6 +221,11 @@ class TagWriter:
         def ending(end: str) -> str:
             return f"TEXT {tokens[end]}" if end in tokens else self.ending_text(end)
 
+        if quote is not None:
+            token = tokens.get(str(quote))
+            return BareObjectWriter(
+                str(quote), token, rules=self.rules, json_rule=json_rule, regex=raw_regex, ending=ending, what=what
+            )
         parts = ParameterParts.of(str(parameter))
         return ParameterWriter(parts, rule=self.rule, json_rule=json_rule, regex=raw_regex, text=text, ending=ending, what=what)
 

@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import OptionError
-from phalanx.serve.structured_output.json_schema import KEYWORDS
 from phalanx.serve.structured_output.schema_values import value_of
+from phalanx.serve.structured_output.schema_writer import ANNOTATIONS, STRING, SchemaWriter
 
 QWEN_PARAMETER = "<parameter=KEY>\nVALUE\n</parameter>\n"
 """How Qwen3-Coder writes a parameter."""
 _ONE_LINE = r" & /[^\n]*/"
-_STRING = frozenset(("minLength", "maxLength", "pattern"))
-_ANNOTATIONS = frozenset(name for name, treatment in KEYWORDS.items() if treatment == "annotation")
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class ParameterParts:
         return end_key + self.gap + self.open_value + self.wrap
 
 
-class ParameterWriter:
+class ParameterWriter(SchemaWriter):
     """parts: how a parameter is written. rule: adds a rule (its body, attributes, and whether it is a terminal) and gives its name.
     json_rule: the expression of a schema. regex: of a regular expression. text: of a literal text. ending: of any text up to a text
     and that. what: the schema's name in errors."""
@@ -84,9 +82,8 @@ class ParameterWriter:
         self, parts: ParameterParts, *, rule: Callable[..., str], json_rule: Callable[[Any], str], regex: Callable[[str], str],
         text: Callable[[str], str], ending: Callable[[str], str], what: str,
     ) -> None:  # fmt: skip
-        self.parts, self.rule, self.json_rule, self.regex, self.text, self.ending = parts, rule, json_rule, regex, text, ending
-        self.what = what
-        self.root: dict[str, Any] = {}
+        super().__init__(regex=regex, what=what)
+        self.parts, self.rule, self.json_rule, self.text, self.ending = parts, rule, json_rule, text, ending
 
     def write(self, schema: Any) -> str:
         """The expression of all parameters of an object, prepared by `enforceable`. Raises OptionError for what cannot be written
@@ -144,7 +141,7 @@ class ParameterWriter:
         node = self.resolved(schema)
         if isinstance(node, dict):
             for name in ("anyOf", "oneOf"):
-                if isinstance(node.get(name), list) and not node.keys() - _ANNOTATIONS - {name}:
+                if isinstance(node.get(name), list) and not node.keys() - ANNOTATIONS - {name}:
                     return [each for child in node[name] for each in self.alternatives(child)]
             if isinstance(node.get("type"), list):
                 return [{**node, "type": one} for one in node["type"]]
@@ -152,19 +149,9 @@ class ParameterWriter:
 
     def is_free_text(self, node: Any) -> bool:
         """Whether it allows any text."""
-        if not isinstance(node, dict) or not node.keys() - _ANNOTATIONS:
+        if not isinstance(node, dict) or not node.keys() - ANNOTATIONS:
             return node is not False
-        return node.get("type") == "string" and not node.keys() & {*_STRING, "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
-
-    @staticmethod
-    def choices(node: Any) -> list[Any] | None:
-        """The values of a node that allows few. None of any other."""
-        if not isinstance(node, dict):
-            return None
-        if node.keys() & {"enum", "const"}:
-            return [node["const"]] if "const" in node else list(node["enum"])
-        few: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
-        return few.get(str(node.get("type")))
+        return node.get("type") == "string" and not node.keys() & {*STRING, "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
 
     def is_json(self, node: Any) -> bool:
         """Whether the library writes its JSON: it has lexemes of its own."""
@@ -178,7 +165,7 @@ class ParameterWriter:
         """
         choices = self.choices(node)
         if choices is not None:
-            if node.keys() - _ANNOTATIONS - {"enum", "const", "type"}:
+            if node.keys() - ANNOTATIONS - {"enum", "const", "type"}:
                 raise self.refused("'enum' beside other keywords")
             texts = [
                 each if isinstance(each, str) and (self.parts.tells_strings or isinstance(value_of(each, schema, self.root), str))
@@ -191,41 +178,10 @@ class ParameterWriter:
                 raise self.refused("a parameter without a 'type'")
             definitions = {name: self.root[name] for name in ("$defs", "definitions") if name in self.root}
             return [f"{self.json_rule({**definitions, **node} if isinstance(node, dict) else node)} {end}"]
-        if node.keys() - _ANNOTATIONS - _STRING - {"type"}:
-            raise self.refused("a string beside other keywords")
-        shortest, longest = node.get("minLength", 0), node.get("maxLength", "")
-        body = f"/(?s:.{{{shortest},{longest}}})/ & ~/(?s:.*){lark_escaped(self.parts.end_value)}(?s:.*)/"
-        body += _ONE_LINE if beside else ""
-        if "pattern" in node:
-            pattern = node["pattern"]
-            if "|" in pattern and not pattern.startswith("^(?:") and re.search(r"[\^$]", pattern):
-                raise self.refused(f"the pattern {pattern!r}, whose anchors are within alternatives")
-            before = "" if pattern.startswith("^") else "(?s:.*)"
-            after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
-            inner = pattern.removeprefix("^")
-            inner = inner if after else inner[:-1]
-            body += f" & {self.regex(f'{before}(?:{inner}){after}')}"
+        body = self.text_body(node, self.parts.end_value) + (_ONE_LINE if beside else "")
         return [self.rule(f"{self.rule(body, terminal=True)} {end}", terminal=True)]
 
     def literal(self, text: str) -> str:
         if self.parts.end_value in text:
             raise self.refused(f"the value {text[:60]!r}, which holds {self.parts.end_value}")
         return json.dumps(text, ensure_ascii=False)
-
-    def resolved(self, node: Any) -> Any:
-        for _ in range(8):
-            if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)) or node.keys() - _ANNOTATIONS - {"$ref"}:
-                break
-            target: Any = self.root
-            for part in node["$ref"].removeprefix("#").split("/")[1:]:
-                target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-            node = target
-        return node if node is not None else {}
-
-    def refused(self, part: str) -> OptionError:
-        return OptionError(f"the {self.what} have {part}", why="this model's format of calls cannot express it", next="rewrite it")
-
-
-def lark_escaped(text: str) -> str:
-    """A text within `/.../`."""
-    return "".join(f"\\{c}" if c in r"\.+*?()|[]{}^$#&-~/" else {"\n": r"\n", "\r": r"\r", "\t": r"\t"}.get(c, c) for c in text)
