@@ -15,8 +15,27 @@ LINEAR = "linear_attention"
 FULL_INTERVAL = 4
 
 
+class VerifiedState:
+    """Sizes of a request's state whose last tokens may be rejected. conv: tokens that the causal convolution covers; drafts: of a
+    row, at most."""
+
+    conv: int
+    drafts: int
+
+    @property
+    def kept(self) -> int:
+        """Tokens of a request that are kept behind its state, since they may be rejected."""
+        return self.drafts + 1 if self.drafts else 0
+
+    @property
+    def conv_rows(self) -> int:
+        """Of a request: the inputs that the convolution still covers; those of the tokens that are kept, and the position of the
+        state."""
+        return self.conv - 1 + (self.kept + 1 if self.kept else 0)
+
+
 @dataclass(frozen=True)
-class GatedDelta:
+class GatedDelta(VerifiedState):
     """The layers that keep a state for each request in place of keys and values, and the sizes of their heads, in elements.
 
     layers: their numbers.
@@ -33,17 +52,6 @@ class GatedDelta:
     value_dim: int
     conv: int
     drafts: int = 0
-
-    @property
-    def kept(self) -> int:
-        """Tokens of a request that are kept behind its state, since they may be rejected."""
-        return self.drafts + 1 if self.drafts else 0
-
-    @property
-    def conv_rows(self) -> int:
-        """Of a request: the inputs that the convolution still covers; those of the tokens that are kept, and the position of the
-        state."""
-        return self.conv - 1 + (self.kept + 1 if self.kept else 0)
 
     @property
     def ratio(self) -> int:

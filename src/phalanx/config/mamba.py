@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.config.gated_delta import CHUNK, LINEAR
+from phalanx.config.gated_delta import CHUNK, LINEAR, VerifiedState
 from phalanx.config.json_fields import JsonFields
 from phalanx.config.rope import FULL
 from phalanx.errors import ModelError
@@ -16,7 +16,7 @@ _KINDS = {"mamba": LINEAR, "attention": FULL, LINEAR: LINEAR, FULL: FULL}
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(VerifiedState):
     """The layers that keep a state for each request in place of keys and values, and the sizes of their heads, in elements.
 
     layers: their numbers.
@@ -34,16 +34,6 @@ class Mamba2:
     state_dim: int
     conv: int
     drafts: int = 0
-
-    @property
-    def kept(self) -> int:
-        """As of `GatedDelta`."""
-        return self.drafts + 1 if self.drafts else 0
-
-    @property
-    def conv_rows(self) -> int:
-        """As of `GatedDelta`."""
-        return self.conv - 1 + (self.kept + 1 if self.kept else 0)
 
     @property
     def inner(self) -> int:

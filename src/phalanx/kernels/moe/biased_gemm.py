@@ -36,7 +36,7 @@ from phalanx.kernels.moe.nvfp4_packing import SCALES_OF_TILE, Nvfp4Weight
 from phalanx.kernels.moe.packing import SCALES_IN_WORD, TILE_ROWS
 from phalanx.kernels.moe.reference import MXFP4_BLOCK
 from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles, tile_at
-from phalanx.kernels.moe.tensors import ExpertActivation, ExpertTensors
+from phalanx.kernels.moe.tensors import GATED_ACTIVATIONS, ExpertActivation, ExpertTensors
 from phalanx.kernels.vectors import nearest
 
 BLOCK_COLUMNS = tl.constexpr(BLOCK_K)
@@ -294,7 +294,7 @@ def biased_gemm(
     weight, scale, bias: as of `ExpertTensors`. Rows of pairs with experts of other ranks are not written."""
     inputs, count, sm = x.shape[1], tiles.pairs.numel(), sm_arch(x.device)
     operand = _Operand.of(weight, scale, experts, inputs)
-    outputs = operand.outputs // (2 if activation not in ("", "squared") else 1)
+    outputs = operand.outputs // (2 if activation in GATED_ACTIVATIONS else 1)
     blocks = triton.cdiv(inputs, BLOCK_K)
     part_blocks = triton.cdiv(blocks, tiling.parts)
     parts = triton.cdiv(blocks, part_blocks)

@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
 from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles, tile_at
-from phalanx.kernels.moe.tensors import ExpertActivation
+from phalanx.kernels.moe.tensors import GATED_ACTIVATIONS, ExpertActivation
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
 
@@ -277,7 +277,7 @@ def grouped_gemm(
     [parts, P, H] by the pairs' numbers, in fp32 where parts > 1.
 
     x_scale: of x in e4m3: a scalar, [rows, 1] or [rows, blocks]. Rows of pairs with experts of other ranks are not written."""
-    inputs, outputs = weight.shape[1], weight.shape[0] // (experts * (2 if activation in ("silu", "gelu") else 1))
+    inputs, outputs = weight.shape[1], weight.shape[0] // (experts * (2 if activation in GATED_ACTIVATIONS else 1))
     count, sm = tiles.pairs.numel(), sm_arch(x.device)
     blocks = triton.cdiv(begin + inputs, BLOCK_K)
     part_blocks = triton.cdiv(blocks, tiling.parts)

@@ -15,6 +15,7 @@ from phalanx.kernels.moe.nvfp4_packing import Nvfp4Weight
 
 ExpertActivation = Literal["silu", "gelu", "clamped", "squared", ""]
 """Of an expert's gate, or, "squared", of its up; "": none."""
+GATED_ACTIVATIONS: tuple[ExpertActivation, ...] = ("silu", "gelu", "clamped")
 
 
 @dataclass(frozen=True)
