@@ -11,7 +11,8 @@ import pytest
 
 from phalanx.config.json_fields import JsonFields
 from phalanx.config.model import ModelShape, load_config
-from phalanx.config.quantization import TABLES, Int4, Quantization, read_quantization, require_uniform
+from phalanx.config.quantization import Int4, Quantization, require_uniform
+from phalanx.config.quantization_config import TABLES, read_quantization
 from phalanx.errors import ModelError
 
 NUMBER = {"num_bits": 8, "type": "float", "symmetric": True}

@@ -10,7 +10,7 @@ from phalanx.config import EngineOptions
 from phalanx.config.experts import Experts
 from phalanx.config.latent import Indexer, Latent
 from phalanx.config.model import ModelShape
-from phalanx.config.quantization import ON_LOAD
+from phalanx.config.quantization import ON_LOAD, Int4, Quantization
 from phalanx.config.resolve import compute_dtype, concrete_kv_cache_dtype, resolve
 from phalanx.errors import LayoutError, OptionError
 
@@ -219,3 +219,7 @@ def test_activations_in_fp8_need_weights_of_4_bit_integers() -> None:
     assert resolve(options(dtype="int4", **own), SHAPE, gpus=0).options.quantize_activations
     with pytest.raises(OptionError, match="does not work with deterministic"):
         resolve(options(dtype="int4", deterministic=True, **own), SHAPE, gpus=0)
+    awq = replace(SHAPE, quantization=Quantization("awq", "int4", "none", int4=Int4("awq", 128, zeros=True)))
+    assert resolve(options(**own), awq, gpus=0).options.quantize_activations
+    with pytest.raises(OptionError, match="copies its dense layers to FP8"):
+        resolve(options(dtype="fp8", **own), awq, gpus=0)

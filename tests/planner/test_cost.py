@@ -238,6 +238,17 @@ def test_experts_are_read_as_far_as_tokens_reach_them():
     assert costs("qwen3-235b-a22b", tp=2, ep=2).label == costs("gpt-oss-120b", tp=1).label == "estimated"
 
 
+def test_activations_in_fp8_shorten_steps_of_many_tokens_where_gpus_multiply_fp8():
+    plain = costs(tp=1, dtype="int4")
+    for machine, shorter in ((MACHINE, True), (subject.machine_for("A100-80")[0], False)):
+        pair = [replace(plain, machine=machine, quantize_activations=by_fp8) for by_fp8 in (False, True)]
+        few, many = ([sum(each.step_seconds(Work(tokens, 8, 8 * 256.0))) for each in pair] for tokens in (128, 4096))
+        assert few[0] == few[1]
+        assert (many[1] < 0.95 * many[0]) == shorter
+    dense = [replace(costs(tp=1), quantize_activations=by_fp8).step_seconds(Work(4096, 8)) for by_fp8 in (False, True)]
+    assert dense[0] == dense[1]
+
+
 def test_weights_in_int4_are_estimated_and_those_of_experts_take_what_mxfp4_takes():
     plain, int4 = (costs("qwen3-30b-a3b", tp=1, dtype=dtype) for dtype in ("bf16", "int4"))
     assert costs("llama-3-70b", tp=4, dtype="int4").label == int4.label == "estimated"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 
@@ -11,7 +12,9 @@ import pytest
 
 from phalanx.cli import main
 from phalanx.config import EngineOptions
+from phalanx.config.model import ModelShape
 from phalanx.config.sources import build_options, read_sources
+from phalanx.layout.families import known
 from phalanx.planner import explain, search, subject
 from phalanx.planner.search import PlanRequest
 
@@ -217,3 +220,31 @@ def test_the_price_of_deterministic_is_printed():
     assert result.plans[0].output_tokens_per_second.label == "estimated"
     without = explain.text(*planned("llama-3-8b", "H200", 1, dtype="bf16", tp_size=1))
     assert "deterministic" not in without
+
+
+def test_the_gain_of_quantized_activations_is_printed_and_stands_in_the_command():
+    name, shape, machine, request, result = planned(gpu="H200", nodes=1, dtype="int4", quantize_activations=True)
+    text = explain.text(name, shape, machine, request, result)
+    (line,) = (line for line in text.splitlines() if line.startswith("--quantize_activations: time per token"))
+    assert "output tokens per second +" in line
+    assert "--quantize_activations" in explain.command(name, shape, machine, request, result.plans[0])[0]
+
+
+def test_a_copy_in_fp8_of_4_bits_stands_beside_the_plan():
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    awq = ModelShape.from_config({**known("llama-3-70b"), "quantization_config": quantization})
+    for gpu, words in (("H200", r"note: a copy of .* \(--dtype fp8\): [\d,]+ output .* 7\d\.\d GB of weights"), ("A100-80", "")):
+        machine, _ = subject.machine_for(gpu, gpus_per_node=1)
+        request = PlanRequest(dtype="bf16", kv_cache_dtype="model", tp_size=1)
+        result = search.search(awq, machine, request)
+        lines = [line for line in explain.text("x", awq, machine, request, result).splitlines() if "a copy of" in line]
+        assert len(lines) == (1 if words else 0)
+        assert all(re.search(words, line) for line in lines)
+    machine, _ = subject.machine_for("L40S", gpus_per_node=1)
+    request = PlanRequest(dtype="bf16", kv_cache_dtype="model", tp_size=1, concurrency=4, isl=512, osl=64)
+    result = search.search(awq, machine, request)
+    assert re.search(r"note: a copy .* does not run so: .*", explain.text("x", awq, machine, request, result))
+    copied = search.search(awq, subject.machine_for("H200", gpus_per_node=1)[0], replace(request, dtype="fp8"))
+    text = explain.text("x", awq, subject.machine_for("H200", gpus_per_node=1)[0], replace(request, dtype="fp8"), copied)
+    assert "--dtype fp8, a copy of 4 bits: time per token" in text
+    assert "weights in FP8" in text

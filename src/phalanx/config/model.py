@@ -21,7 +21,8 @@ from phalanx.config.latent import Indexer, Latent
 from phalanx.config.mamba import Block, Mamba2
 from phalanx.config.mistral_format import PARAMS, as_config
 from phalanx.config.model_fields import MODEL
-from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
+from phalanx.config.quantization import Quantization
+from phalanx.config.quantization_config import from_modelopt, read_quantization
 from phalanx.config.rope import (
     BY_TYPE,
     CHUNKED,

@@ -54,8 +54,9 @@ class EngineOptions(BaseModel):
     dtype: Dtype = Field(
         "auto",
         description="Compute dtype. auto: the checkpoint's (fp32 on CPU). fp8: quantize the linear layers of a 16-bit checkpoint "
-        "to FP8 while loading; everything else as with auto. int4: the same to 4-bit integers, rounded to nearest in groups of "
-        "128, for trials: checkpoints that AWQ or GPTQ calibrated lose less. Quantized checkpoints always run as they are.",
+        "to FP8 while loading, or copy those of a 4-bit one to FP8, but not experts; everything else as with auto. int4: quantize "
+        "a 16-bit checkpoint to 4-bit integers, rounded to nearest in groups of 128, for trials: checkpoints that AWQ or GPTQ "
+        "calibrated lose less. Other quantized checkpoints run as they are.",
     )
     kv_cache_dtype: Literal["auto", "model", "fp8", "int8"] = Field(
         "auto",

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.config.experts import Experts, require_places
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
-from phalanx.config.quantization import on_load
+from phalanx.config.quantization import loaded_as, on_load
 from phalanx.errors import LayoutError, OptionError
 
 GPU_STEP_TOKENS = 8192
@@ -160,16 +160,18 @@ def _check_moves(options: EngineOptions, experts: Experts | None) -> None:
         require_places(experts.count, ranks, options.redundant_experts)
 
 
-def _check_int4(options: EngineOptions, shape: ModelShape) -> None:
-    if not options.quantize_activations:
-        return
-    schemes = () if shape.quantization is None else (shape.quantization, *shape.quantization.others)
-    if options.dtype != "int4" and not any(scheme.int4 is not None for scheme in schemes):
+def check_quantize_activations(dtype: str, shape: ModelShape, *, deterministic: bool) -> None:
+    """Raise OptionError where the option of this name has no effect, or cannot be with another."""
+    quantization = loaded_as(shape.quantization, on_load(dtype))
+    schemes = () if quantization is None else (quantization, *quantization.others)
+    if not any(scheme.int4 is not None for scheme in schemes):
+        copied = any(scheme.copied is not None for scheme in schemes)
         raise OptionError(
-            "quantize_activations has no effect with this checkpoint", why="it has no weights of 4-bit integers",
-            next="leave it out, or use dtype='int4' with a checkpoint in 16 bit",
+            "quantize_activations has no effect with this checkpoint",
+            why="dtype='fp8' copies its dense layers to FP8" if copied else "it has no weights of 4-bit integers",
+            next="leave one of them out" if copied else "leave it out, or use dtype='int4' with a checkpoint in 16 bit",
         )  # fmt: skip
-    if options.deterministic:
+    if deterministic:
         raise OptionError(
             "quantize_activations does not work with deterministic",
             why="it quantizes activations in steps of many tokens alone", next="leave one of them out",
@@ -235,7 +237,8 @@ def _check_layout(options: EngineOptions, shape: ModelShape, gpus: int | None, u
             held=f"{shape.architecture}, load_format={options.load_format!r}", why="a trained router must choose the experts",
             next="leave expert_traffic out",
         )  # fmt: skip
-    _check_int4(options, shape)
+    if options.quantize_activations:
+        check_quantize_activations(options.dtype, shape, deterministic=options.deterministic)
     _check_experts(options.tensor_parallel_size, moe_ep, ep, shape.experts)
     _check_context_parallel(options, shape)
     if options.expert_exchange in ("ALL_TO_ALL", "ONE_SIDED") and ep == 1:

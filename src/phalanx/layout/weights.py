@@ -10,7 +10,7 @@ from functools import cache
 
 from phalanx.config.dtypes import DTYPES
 from phalanx.config.model import ModelShape
-from phalanx.config.quantization import Quantization, on_load
+from phalanx.config.quantization import Quantization, loaded_as, on_load
 from phalanx.layout.families import WeightTensor, layer_tensors, outer_tensors
 from phalanx.layout.layout import Layout, stages
 from phalanx.layout.quantized_bytes import quantized_bytes
@@ -45,7 +45,7 @@ def tensor_bytes(shape: ModelShape, tensor: WeightTensor, dtype: str, layout: La
 
 def scheme_of(shape: ModelShape, tensor: WeightTensor, dtype: str) -> Quantization | None:
     """How the weights of a GEMM are quantized; None: they are not."""
-    quantization = shape.quantization or on_load(dtype)
+    quantization = loaded_as(shape.quantization, on_load(dtype))
     plain = not tensor.gemm or tensor.part == "router" or tensor.kept != "quantized"
     if plain or quantization is None:
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import loaded_as
 from phalanx.log import get_logger
 from phalanx.models.decoder import Decoder
 from phalanx.models.gemma4 import Gemma4
@@ -32,7 +33,7 @@ def build(shape: ModelShape, layers: range, context: LayerContext) -> Decoder:
     """
     if not (0 <= layers.start < layers.stop <= shape.num_layers and layers.step == 1):
         raise ValueError(f"{layers} is not a run of the model's {shape.num_layers} layers")
-    context = replace(context, quantization=shape.quantization or context.quantization)
+    context = replace(context, quantization=loaded_as(shape.quantization, context.quantization))
     line = describe(context)
     if line is not None:
         logger.info(line)

@@ -77,4 +77,5 @@ def request_of(options: EngineOptions, shape: ModelShape) -> PlanRequest:
         speculative_config=options.speculative_config,
         draft=None if options.speculation is None else network_for(options.speculation, shape),
         adapters=(options.max_loras, options.max_lora_rank), deterministic=options.deterministic,
+        quantize_activations=options.quantize_activations,
     )  # fmt: skip

@@ -139,7 +139,7 @@ class Work:
 
 INT4_TOKENS, INT4_READ, INT4_FLOPS = 128, 0.71, 0.6
 """Up to so many tokens, what of the bandwidth of GEMMs in 16 bit, and of their operations, those of 4-bit integers reach: one layer
-of Llama-3-70B (benchmarks/results/kernels_int4_gemm.json)."""
+of Llama-3-70B (benchmarks/results/kernels_int4_gemm.json). By activations in FP8, of GEMMs in FP8: not measured."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ class _Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices steps of one replica: a model in a dtype, split over ranks of a machine. kv: the dtype of keys and values."""
+    """Prices steps of one replica: a model in a dtype, split over ranks of a machine. kv: the dtype of keys and values.
+    quantize_activations: as the engine's option."""
 
     shape: ModelShape
     dtype: str
@@ -179,6 +180,7 @@ class Costs:
     machine: MachineModel
     strategy: str = "AUTO"
     exchange: str = "AUTO"
+    quantize_activations: bool = False
     _fixed: dict[tuple[int, int, bool], tuple[float, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -399,8 +401,9 @@ class Costs:
             nbytes, flops = float(gemm.weight_bytes), gemm.flops * tokens
             fp8, int4 = gemm.stored == "FP8", gemm.stored == "INT4"
             peak, part = _reached_flops(gpu, cs, fp8, cs.e_flops), cs.e_bytes if fp8 else cs.e_bytes_16
-            if int4 and tokens <= INT4_TOKENS:
-                part, peak = part * INT4_READ, peak * INT4_FLOPS
+            by_fp8 = self.quantize_activations and tokens > INT4_TOKENS and gpu.fp8_flops is not None
+            if int4 and (by_fp8 or tokens <= INT4_TOKENS):
+                part, peak = part * INT4_READ, INT4_FLOPS * _reached_flops(gpu, cs, by_fp8, cs.e_flops)
             elif gemm.stored == "NVFP4":  # by the GEMM of experts in MXFP4
                 part, peak = part / cs.mxfp4, peak / cs.mxfp4_flops
             elif int4:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.model import ModelShape
-from phalanx.config.quantization import on_load
+from phalanx.config.quantization import loaded_as, on_load
 from phalanx.config.resolve import GPU_STEP_TOKENS, concrete_dtype, concrete_kv_cache_dtype
 from phalanx.layout import Layout
 from phalanx.layout.cache import kv_dtype
@@ -196,21 +196,43 @@ def options(model: str, shape: ModelShape, machine: MachineModel, request: PlanR
         chosen["kv_host_memory"] = request.kv_host_memory
     if request.deterministic:
         chosen["deterministic"] = True
+    if request.quantize_activations:
+        chosen["quantize_activations"] = True
     return {"model": checkpoint_of(model), **layout_options(machine, plan), **chosen}
 
 
 def price(shape: ModelShape, machine: MachineModel, request: PlanRequest, plan: Plan) -> list[str]:
-    """A line with what `--deterministic` costs the plan; none without."""
-    if not request.deterministic:
-        return []
-    free = examine(shape, machine, replace(request, deterministic=False, slo_ttft=None, slo_tpot=None), plan.layout)
+    """A line with what `--deterministic` and `--quantize_activations` cost or gain the plan, and, where the checkpoint has dense
+    layers in 4 bits, one with what a copy of them in FP8 would."""
+    lines = []
+    if request.deterministic:
+        lines += _beside("--deterministic", shape, machine, replace(request, deterministic=False), plan)
+    if request.quantize_activations:
+        lines += _beside("--quantize_activations", shape, machine, replace(request, quantize_activations=False), plan)
+    in_fp8 = replace(request, dtype="fp8", quantize_activations=False)
+    if machine.gpu.fp8_flops and loaded_as(shape.quantization, on_load("fp8")) != shape.quantization and shape.quantization:
+        if request.dtype == "fp8":
+            return lines + _beside("--dtype fp8, a copy of 4 bits", shape, machine, replace(request, dtype="bf16"), plan)
+        copy = examine(shape, machine, replace(in_fp8, slo_ttft=None, slo_tpot=None), plan.layout)
+        if isinstance(copy, Rejected):
+            return [*lines, f"note: a copy of the dense layers in FP8 (--dtype fp8) does not run so: {copy.reason}"]
+        lines.append(
+            f"note: a copy of the dense layers in FP8 (--dtype fp8): {copy.output_tokens_per_second.value:,.0f} output tokens per "
+            f"second, {copy.ms_per_token.value:.3g} ms per token, {copy.bytes['weights'] / 1e9:.1f} GB of weights on a GPU"
+        )
+    return lines
+
+
+def _beside(name: str, shape: ModelShape, machine: MachineModel, without: PlanRequest, plan: Plan) -> list[str]:
+    """A line with the plan's times beside those of a request without something; none where that does not run."""
+    free = examine(shape, machine, replace(without, slo_ttft=None, slo_tpot=None), plan.layout)
     if isinstance(free, Rejected):
         return []
     slower = 100 * (plan.ms_per_token.value / free.ms_per_token.value - 1)
-    fewer = 100 * (1 - plan.output_tokens_per_second.value / free.output_tokens_per_second.value)
+    more = 100 * (plan.output_tokens_per_second.value / free.output_tokens_per_second.value - 1)
     return [
-        f"--deterministic: time per token {plan.ms_per_token.value:.3g} ms instead of {free.ms_per_token.value:.3g} "
-        f"({slower:+.0f} %), output tokens per second {fewer:.0f} % fewer"
+        f"{name}: time per token {plan.ms_per_token.value:.3g} ms instead of {free.ms_per_token.value:.3g} "
+        f"({slower:+.0f} %), output tokens per second {more:+.0f} %"
     ]
 
 
@@ -238,7 +260,7 @@ def checkpoint_of(model: str) -> str:
 
 def stored(shape: ModelShape, dtype: str) -> str:
     """How most weights are stored: "MXFP4", "FP8", "INT4", or the dtype."""
-    quantization = shape.quantization or on_load(dtype)
+    quantization = loaded_as(shape.quantization, on_load(dtype))
     return dtype if quantization is None else quantization.stored
 
 
@@ -258,6 +280,7 @@ def simulation(model: str, shape: ModelShape, machine: MachineModel, request: Pl
         flags |= {} if bound is None else {name: f"{bound * 1e3:g}"}
     words = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items())
     words += " --deterministic" if request.deterministic else ""
+    words += " --quantize_activations" if request.quantize_activations else ""
     return [f"to simulate a steady load: phalanx plan simulate poisson:{rate:.3g} --requests 500 {words}"]
 
 

@@ -41,8 +41,8 @@ the difference of two such predictions the square root of 2 times that."""
 class PlanRequest:
     """What is asked of a plan. dtype, kv_cache_dtype: as the engine's options, but concrete; isl, osl: tokens in and out of
     each of `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's
-    part. redundant_experts, speculative_config: as the engine's options. draft: the network that the latter names, of which
-    plans count the memory. deterministic: as the engine's option. kv_host_memory: of each host, in bytes. speculation: its
+    part. redundant_experts, speculative_config, deterministic, quantize_activations: as the engine's options. draft: the network
+    that speculative_config names, of which plans count the memory. kv_host_memory: of each host, in bytes. speculation: its
     drafts and how many are accepted, where this is stated; plans have the gain then. adapters: as of `footprint.Sizes`. *_size:
     only layouts with this size, None for any; of dcp_size: for those in which the cache then holds more of the requests."""
 
@@ -67,6 +67,7 @@ class PlanRequest:
     adapters: tuple[int, int] = (0, 1)
     kv_host_memory: int = 0
     deterministic: bool = False
+    quantize_activations: bool = False
     tp_size: int | None = None
     pp_size: int | None = None
     ep_size: int | None = None
@@ -284,7 +285,9 @@ def fitting(shape: ModelShape, machine: MachineModel, request: PlanRequest, layo
     if not footprint.requests_held(rank.kv_tokens, layout.dp, request.seq_len):
         return Rejected(layout, _too_small(rank_bytes, rank.kv_tokens // layout.dp, short, request), short)
     priced = machine.deterministic if request.deterministic else machine
-    costs = Costs(shape, request.dtype, kv, layout, priced, request.strategy, request.exchange)
+    costs = Costs(
+        shape, request.dtype, kv, layout, priced, request.strategy, request.exchange, request.quantize_activations
+    )  # fmt: skip
     return Fitting(costs, slots, rank_bytes, rank)
 
 

@@ -86,6 +86,7 @@ def test_files_are_checked_before_anything_runs(tmp_path, capsys, monkeypatch):
     [
         (["plan", "llama-3-8b", "--gpu", "V100"], "gpu 'V100' is not in the catalogue"),
         (["plan", "llama-3-8b", "--gpu", "H100", "--dtype", "int3"], "dtype 'int3' is unknown; use one of auto, fp8, int4, bf16, "),
+        (["plan", "llama-3-8b", "--gpu", "H100", "--quantize_activations"], "it has no weights of 4-bit integers"),
         (["plan", "llama-3-8b", "--gpu", "H100", "--goal", "glory"], "goal 'glory' is unknown"),
         (["plan", "llama-3-8b", "--gpu", "H100", "--osl", "9000"], "its positions end at 8192"),
         (["plan", "simulate", "nowhere.csv", "--model", "llama-3-8b", "--gpu", "H100"], "is not a file"),

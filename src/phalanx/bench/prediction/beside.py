@@ -35,7 +35,7 @@ def predicted(model: ModelShape, facts: EngineFacts, workload: Workload, options
     kv = kv_dtype(concrete_kv_cache_dtype(options.kv_cache_dtype, model), facts.dtype)
     strategy = "NCCL" if options.allreduce_strategy == "NCCL" else "AUTO"
     machine = machine.deterministic if options.deterministic else machine
-    costs = Costs(model, facts.dtype, kv, layout, machine, strategy, options.expert_exchange)
+    costs = Costs(model, facts.dtype, kv, layout, machine, strategy, options.expert_exchange, options.quantize_activations)
     if workload.kind == "decode":
         value = 1e3 * burst.decode_round(costs, requests, workload.mean_context, slots)
     else:

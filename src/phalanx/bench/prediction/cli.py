@@ -46,6 +46,9 @@ HostBytes = Annotated[
     int,
     typer.Option("--kv_host_memory", help="Bytes, as for `phalanx serve`: the report says how many tokens of prefixes they keep."),
 ]
+QuantizeActivations = Annotated[
+    bool, typer.Option("--quantize_activations", help="As for `phalanx serve`: the report has what it gains.")
+]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="As for `phalanx serve`: the report has its price.")]
 Speculation = Annotated[
     str | None,
@@ -137,6 +140,7 @@ def layouts(
     redundant_experts: Copies = 0,
     kv_host_memory: HostBytes = 0,
     deterministic: Deterministic = False,
+    quantize_activations: QuantizeActivations = False,
     speculative_config: Speculation = None,
     acceptance_length: AcceptanceLength = None,
     json: Json = None,
@@ -206,7 +210,7 @@ def _write(document: dict[str, Any], json: str | None) -> None:
 
 _AS_ASKED = (
     "isl", "osl", "concurrency", "goal", "max_batch_size", "max_num_tokens", "max_seq_len", "redundant_experts", "kv_host_memory",
-    "deterministic", "tp_size", "pp_size", "ep_size", "dcp_size",
+    "deterministic", "quantize_activations", "tp_size", "pp_size", "ep_size", "dcp_size",
 )  # fmt: skip
 """Flags that a request has under the same name."""
 
@@ -214,7 +218,7 @@ _AS_ASKED = (
 def request_of(shape: Any, device: str, flags: dict[str, Any]) -> Any:
     """What the flags ask for, with every "auto" replaced as an engine on this device ("cuda" or "cpu") does. Raises OptionError."""
     from phalanx.config.dtypes import DTYPE_SPELLINGS
-    from phalanx.config.resolve import concrete_dtype, concrete_kv_cache_dtype
+    from phalanx.config.resolve import check_quantize_activations, concrete_dtype, concrete_kv_cache_dtype
     from phalanx.config.speculation import SpeculativeConfig
     from phalanx.layout.draft import network_for
     from phalanx.planner import speculation as gains
@@ -234,6 +238,8 @@ def request_of(shape: Any, device: str, flags: dict[str, Any]) -> Any:
         raise OptionError("acceptance_length has no effect without speculative_config", next="give both, or none")
     if speculation is not None and speculation.acceptance is not None and acceptance_length is not None:
         raise OptionError("acceptance_length is stated twice", held="speculative_config has synthetic acceptance", next="give one")
+    if flags["quantize_activations"]:
+        check_quantize_activations(dtypes[spelling], shape, deterministic=flags["deterministic"])
     draft = None if speculation is None else network_for(speculation, shape, shape_of=shape_for)
     if speculation is not None and speculation.model is not None:
         speculation = speculation.model_copy(update={"model": checkpoint_of(speculation.model)})
@@ -286,6 +292,7 @@ def simulate(
     prefix_caching: Prefixes = True,
     kv_host_memory: HostBytes = 0,
     deterministic: Deterministic = False,
+    quantize_activations: QuantizeActivations = False,
     speculative_config: Speculation = None,
     acceptance_length: AcceptanceLength = None,
     path_ms: PathMs = None,

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from phalanx.config.locate import may_be_hub_id
-from phalanx.config.quantization import on_load
+from phalanx.config.quantization import loaded_as, on_load
 from phalanx.config.resolve import resolve
 from phalanx.errors import PhalanxError
 from phalanx.health.check import Finding, Need, check, error, note, ok, size, skipped, warning
@@ -138,7 +138,7 @@ def layout(subject: Subject) -> Finding:
     except PhalanxError as failure:
         return error(str(failure), failure.next or "choose other sizes")
     old = [gpu for gpu in subject.gpus_in_use if gpu.sm < 89]
-    quantization = shape.quantization or on_load(options.dtype)
+    quantization = loaded_as(shape.quantization, on_load(options.dtype))
     if quantization is not None and quantization.stored == "FP8" and old:
         return note(
             f"{old[0].name} has no FP8 arithmetic: weights take one byte, and GEMMs compute in 16 bit",

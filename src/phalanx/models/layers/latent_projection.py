@@ -27,9 +27,9 @@ class LatentUpProjection(Sliced):
         rows = latent.nope + latent.v
         self.weight = context.weight(len(part.rows) // rows, rows, latent.kv_rank)
         quantization = None if context.quantization is None else context.quantization.of(name)
-        if quantization is not None and quantization.stored != "FP8" and not quantization.on_load:
+        if quantization is not None and (quantization.copied or quantization.stored != "FP8") and not quantization.on_load:
             raise ModelError(
-                f"{name} is in {quantization.stored}", held="it is read in 16 bit and in FP8",
+                f"{name} is in {(quantization.copied or quantization).stored}", held="it is read in 16 bit and in FP8",
                 next="use a checkpoint that leaves it in 16 bit, or one in FP8",
             )  # fmt: skip
         stored = quantization is not None and quantization.weights in ("tensor", "channel", "block")

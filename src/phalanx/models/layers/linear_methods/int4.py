@@ -76,6 +76,12 @@ class Int4Linear(LinearMethod):
             return int4_fp8_plain(x, weight, bias)
         return F.linear(x, dequantized(weight, self.dtype), bias)
 
+    def dequantized(self, dtype: torch.dtype, rows: slice) -> Tensor:
+        values = dequantized(rows_of(self.weight, rows), dtype)
+        if self.order is None:
+            return values
+        return values.new_zeros(len(values), self.in_features).index_add_(1, self.order, values)  # what pads a group is 0
+
     def _ordered(self, x: Activation) -> Tensor:
         assert isinstance(x, Tensor)
         return x if self.order is None else x.index_select(1, self.order)

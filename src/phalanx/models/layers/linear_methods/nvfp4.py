@@ -66,6 +66,9 @@ class Nvfp4Linear(LinearMethod):
         assert isinstance(x, Tensor)
         return F.linear(x, dequantized(rows_of(self.weight, rows), self.dtype))
 
+    def dequantized(self, dtype: torch.dtype, rows: slice) -> Tensor:
+        return dequantized(rows_of(self.weight, rows), dtype)
+
     def fuses(self, fusion: Fusion) -> bool:
         return fusion == "bias"
 
