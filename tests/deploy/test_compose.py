@@ -108,6 +108,7 @@ def test_compose_replaces_nothing_in_texts(text):
         ({"pipeline_parallel_size": 2, "nnodes": 2}, {}, "describes one host"),
         ({"model": "./here"}, {}, "--model_path"),
         ({}, {"memory": "1Gi"}, "is not above shm_size"),
+        ({"kv_host_memory": 64 << 30}, {"memory": "64Gi"}, "is not above shm_size=.* and kv_host_memory=68,719,476,736 together"),
         ({}, {"startup_seconds": 10}, "below start_timeout"),
         ({}, {"publish": "a b"}, "publish="),
         ({}, {"env": ("A=1", "A=2")}, "env has A twice"),

@@ -329,6 +329,7 @@ ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"cluster_token_secret": "t"}, "needs nnodes > 1"),
     ({**TWO_NODES, "insecure_cluster": True}, {"cluster_token_secret": "t"}, "without insecure_cluster"),
     ({}, {"memory": "1Gi"}, "is not above shm_size=1Gi"),
+    ({"kv_host_memory": 64 << 30}, {"memory": "64Gi"}, "is not above shm_size=1Gi and kv_host_memory=68,719,476,736 together"),
     ({}, {"memory": "much"}, "must be a quantity"),
     ({}, {"cpu": "0"}, "above 0"),
     ({}, {"startup_seconds": 905}, "multiple of 10"),

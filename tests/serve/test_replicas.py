@@ -16,7 +16,7 @@ import pytest
 from phalanx import LLM, SamplingParams
 from phalanx.config import EngineOptions
 from phalanx.engine.messages import EngineFacts, RankFacts, RequestUpdate, Stats
-from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError
+from phalanx.errors import CapacityError, EngineClosed, EngineError, LayoutError, OptionError
 from phalanx.hardware.nvml import Gpu
 from phalanx.hardware.probe import Machine
 from phalanx.layout import Layout
@@ -107,10 +107,17 @@ def test_host_memory_is_of_the_host(monkeypatch):
         return ScriptedReplica()
 
     monkeypatch.setattr(replicas, "free_host_memory", lambda: 900)
-    for memory in (0, 1000, "auto"):
+    for memory in (0, 800, "auto"):
         options = EngineOptions(model="demo", device="cpu", replicas=3, kv_host_memory=memory)
         asyncio.run(ReplicatedEngineClient.start(options, start))
-    assert shares == [0] * 3 + [333] * 3 + [150] * 3
+    assert shares == [0] * 3 + [266] * 3 + [150] * 3
+
+
+def test_host_memory_that_only_a_part_of_the_replicas_can_have_is_refused_before_any_starts(monkeypatch):
+    monkeypatch.setattr(replicas, "free_host_memory", lambda: 900)
+    options = EngineOptions(model="demo", device="cpu", replicas=2, kv_host_memory=1400)  # 700 each, and 810 may be used
+    with pytest.raises(CapacityError, match=r"kv_host_memory=1,400 does not fit .* 900 bytes are available"):
+        asyncio.run(ReplicatedEngineClient.start(options, lambda options, number: pytest.fail(f"replica {number} starts")))
 
 
 class ScriptedReplica:

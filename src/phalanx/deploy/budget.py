@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a start may take, and how much shared memory the ranks of a pod need: numbers of a manifest, each with its reason."""
+"""How long a start may take, and how much memory the ranks of a pod need: numbers of a manifest, each with its reason."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
+from phalanx.deploy.options import quantity
+from phalanx.errors import OptionError
 from phalanx.layout import Layout
 from phalanx.layout.families import known
 from phalanx.layout.weights import weight_bytes
@@ -73,6 +75,20 @@ def shm_bytes(ranks: int, *, gpu: bool) -> int:
 def shm_quantity(ranks: int, *, gpu: bool) -> str:
     size = shm_bytes(ranks, gpu=gpu)
     return f"{size >> 30}Gi" if gpu else f"{size >> 20}Mi"
+
+
+def require_memory(memory: str | None, shm: str, engine: EngineOptions) -> None:
+    """Raise OptionError where a container's limit has no room for what counts towards it. shm: the size of /dev/shm."""
+    if memory is None:
+        return
+    if quantity(memory) <= quantity(shm):
+        raise OptionError(f"memory={memory} is not above shm_size={shm}", why="/dev/shm counts towards it")
+    kept = 0 if engine.kv_host_memory == "auto" else engine.kv_host_memory
+    if quantity(memory) <= quantity(shm) + kept:
+        raise OptionError(
+            f"memory={memory} is not above shm_size={shm} and kv_host_memory={kept:,} together", why="both count towards it",
+            next="raise memory, or lower kv_host_memory",
+        )  # fmt: skip
 
 
 def _tens(seconds: float) -> int:

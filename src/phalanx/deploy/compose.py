@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from phalanx.deploy import yaml_text
-from phalanx.deploy.budget import shm_quantity, startup
+from phalanx.deploy.budget import require_memory, shm_quantity, startup
 from phalanx.deploy.k8s import name_of
 from phalanx.deploy.options import ComposeOptions, quantity, require_once
 from phalanx.deploy.pod import CLOSE_SECONDS, USER, drain_seconds, on_gpu, ranks_per_pod
@@ -29,8 +29,7 @@ def text(flags: ServeFlags, options: ComposeOptions) -> str:
         )  # fmt: skip
     ranks, gpu = ranks_per_pod(flags), on_gpu(flags)
     shm = options.shm_size or shm_quantity(ranks, gpu=gpu)
-    if options.memory is not None and quantity(options.memory) <= quantity(shm):
-        raise OptionError(f"memory={options.memory} is not above shm_size={shm}", why="/dev/shm counts towards it")
+    require_memory(options.memory, shm, flags.engine)
     source = "a folder of the node" if options.model_path else "" if flags.engine.model == "demo" else "the Hub"
     budget = startup(flags.engine, source)
     seconds = options.startup_seconds or budget.seconds

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from phalanx.config.sources import ALIASES
 from phalanx.deploy import ray_service, yaml_text
-from phalanx.deploy.budget import PROBE_SECONDS, shm_quantity, startup
-from phalanx.deploy.options import LONGEST_NAME, K8sOptions, quantity, require_once
+from phalanx.deploy.budget import PROBE_SECONDS, require_memory, shm_quantity, startup
+from phalanx.deploy.options import LONGEST_NAME, K8sOptions, require_once
 from phalanx.deploy.pod import (
     SECRET_KEYS,
     Fields,
@@ -143,8 +143,7 @@ def _require_sizes(flags: ServeFlags, options: K8sOptions) -> None:
             f"startup_seconds={options.startup_seconds} is below start_timeout={start_timeout:g}",
             why="the pod would be ended before the engine says what it waits for", next="raise it, or lower start_timeout",
         )  # fmt: skip
-    if options.memory is not None and quantity(options.memory) <= quantity(options.shm_size):
-        raise OptionError(f"memory={options.memory} is not above shm_size={options.shm_size}", why="/dev/shm counts towards it")
+    require_memory(options.memory, options.shm_size, flags.engine)
 
 
 def objects(flags: ServeFlags, options: K8sOptions) -> list[Fields]:

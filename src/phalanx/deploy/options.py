@@ -134,7 +134,7 @@ class K8sOptions(_ManifestOptions):
     device_class: Subdomain = Field("gpu.nvidia.com", description="Device class of those claims.")
     cpu: Quantity | None = Field(None, description="Cores that each pod requests. None: no request.")
     memory: Quantity | None = Field(
-        None, description="Memory of each pod, request and limit; shm_size counts towards it. None: no limit."
+        None, description="Memory of each pod, request and limit; shm_size and --kv_host_memory count towards it. None: no limit."
     )
     shm_size: Quantity | None = Field(None, description="Size of /dev/shm in memory. None: what the ranks of a pod need.")
     node_selector: Selectors = Field((), description="LABEL=VALUE that nodes must have. Can be repeated.")

@@ -97,14 +97,9 @@ class HostCounts(NamedTuple):
     states: int
 
 
-def host_counts(
-    memory: HostMemory, block: int, free: int, *, state: int = 0, block_size: int = 16, host: str
-) -> HostCounts:  # fmt: skip
-    """What a host's memory holds for its ranks. block, state: bytes of one on all of them; state is 0 where no layer has one. free:
-    bytes of the host. host: its name, for errors. Raises CapacityError where the memory is not there, or holds no block, or not the
-    state that a hit needs."""
-    if not memory:
-        return HostCounts(0, 0)
+def host_budget(memory: HostMemory, free: int, host: str) -> int:
+    """Bytes of a host for KV blocks and states. free: its bytes that nobody uses. host: its name, for errors. Raises CapacityError
+    where the memory is not there."""
     budget = free // 2 if memory == "auto" else memory
     if budget > MOST_OF_FREE * free:
         raise CapacityError(
@@ -113,6 +108,18 @@ def host_counts(
             why=f"of what is available at most {MOST_OF_FREE:.0%} may be used",
             next=f"give at most {int(MOST_OF_FREE * free):,}, or 'auto', which is half of what is available",
         )  # fmt: skip
+    return budget
+
+
+def host_counts(
+    memory: HostMemory, block: int, free: int, *, state: int = 0, block_size: int = 16, host: str
+) -> HostCounts:  # fmt: skip
+    """What a host's memory holds for its ranks. block, state: bytes of one on all of them; state is 0 where no layer has one. free:
+    bytes of the host. host: its name, for errors. Raises CapacityError where the memory is not there, or holds no block, or not the
+    state that a hit needs."""
+    if not memory:
+        return HostCounts(0, 0)
+    budget = host_budget(memory, free, host)
     if budget < block + state:
         what, and_state = ("a single KV block and a state", f" and a state {state:,}") if state else ("a single KV block", "")
         raise CapacityError(

@@ -24,6 +24,7 @@ from phalanx.config.resolve import require_one_host
 from phalanx.engine.messages import AdapterFacts, EngineFacts, ExpertStats, ModelChange, ModelState, RequestUpdate, Stats
 from phalanx.errors import EngineError, LayoutError, PhalanxError
 from phalanx.hardware.probe import free_host_memory, usable_machine
+from phalanx.layout.memory import host_budget
 from phalanx.log import get_logger
 from phalanx.serve.client import EngineClient, EngineProcessClient, MakeVocabulary
 
@@ -109,9 +110,11 @@ class ReplicatedEngineClient:
         cls, options: EngineOptions, start: StartReplica | None = None, vocabulary: MakeVocabulary | None = None
     ) -> ReplicatedEngineClient:
         """Start `options.replicas` engines at once. Raises the error of the first that cannot start, and leaves none then;
-        LayoutError where the host has too few GPUs, OptionError for several hosts."""
+        LayoutError where the host has too few GPUs, CapacityError where it lacks kv_host_memory, OptionError for several hosts."""
         environments = gpus_of_replicas(options)
-        memory = free_host_memory() // 2 if options.kv_host_memory == "auto" else options.kv_host_memory
+        memory = options.kv_host_memory
+        if memory:  # of all of them: each would find its own part free, before the others have theirs
+            memory = host_budget(memory, free_host_memory(), "the host of the replicas")
         one = options.model_copy(update={"replicas": 1, "kv_host_memory": max(memory // options.replicas, 1) if memory else 0})
 
         async def start_one(number: int) -> EngineProcessClient:
