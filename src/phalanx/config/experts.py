@@ -41,9 +41,9 @@ class Experts:
     bias of the router's scores (V3); biases: of router and GEMMs (gpt-oss). swiglu: their activation where it is not
     silu(gate) * up. scoring: of routers in fp32; None: the logits are in the model's dtype, and their softmax chooses. shared_gate:
     what the shared experts give is multiplied by the sigmoid of a gate. gated: all have a gate; else they are relu(up)^2.
-    scales_input: a token's weight multiplies what its only expert reads, not what it gives (Llama-4). gelu: the gates' activation
-    is GELU by tanh, not SiLU. beside_mlp: the layer's MLP, whose width `shared` is, stands beside them, and each has norms of its
-    own (Gemma 4).
+    reads: what the routed experts read: the input of the block; "normed", that times the weight of a norm of their own (Gemma 4);
+    or "weighted", that times the token's weight, which then multiplies nothing else (Llama-4). gelu: the gates' activation is GELU
+    by tanh, not SiLU. beside_mlp: the layer's MLP, whose width `shared` is, stands beside them (Gemma 4).
     """
 
     count: int
@@ -58,7 +58,7 @@ class Experts:
     scoring: Scoring | None = None
     shared_gate: bool = False
     gated: bool = True
-    scales_input: bool = False
+    reads: Literal["input", "normed", "weighted"] = "input"
     gelu: bool = False
     beside_mlp: bool = False
 
@@ -110,7 +110,7 @@ def read_llama4(fields: JsonFields) -> Experts:
     step, stated = fields.count("interleave_moe_layer_step", 1), fields.value("moe_layers")
     sparse = range(step - 1, layers, step) if stated is None else stated
     experts = _experts(
-        fields, 16, 1, width, names=("num_local_experts",), shared=width, scoring=Scoring("sigmoid"), scales_input=True,
+        fields, 16, 1, width, names=("num_local_experts",), shared=width, scoring=Scoring("sigmoid"), reads="weighted",
         dense_layers=tuple(layer for layer in range(layers) if layer not in sparse),
     )  # fmt: skip
     if experts.per_token > 1:
@@ -202,7 +202,7 @@ def read_gemma4(fields: JsonFields) -> Experts | None:
     return _experts(
         fields, fields.count("num_experts"), fields.count("top_k_experts"), width, names=("num_experts",),
         per_token_names=("top_k_experts",), shared=fields.count("intermediate_size"), scoring=Scoring(), gelu=True,
-        beside_mlp=True,
+        reads="normed", beside_mlp=True,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phalanx import kernels
 from phalanx.config.experts import Experts
 from phalanx.kernels.gated_delta.dispatch import sigmoid_mul
-from phalanx.kernels.moe.dispatch import experts_of, quantized_input, routed_experts, scaled
+from phalanx.kernels.moe.dispatch import experts_of, quantized_input, routed_experts
 from phalanx.kernels.moe.tensors import ExpertTensors, Routing
 from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.layout import shard
@@ -45,10 +45,7 @@ class SparseMoe(nn.Module):
     and, where a family has shared experts, their MLP of x, which all ranks of the group split by its features, times the sigmoid of
     a gate or not.
 
-    Where a token's weight multiplies its input (`Experts.scales_input`), the routed experts and the router get weight * x: the
-    best expert of it is that of x, as a router has no bias, and its weight, renormalized, is 1.
-
-    Experts may have norms of their own (Gemma 4): x is then normed without weights, which `norm_weight` [hidden] has."""
+    The routed experts read `Router.experts_read` of x."""
 
     def __init__(
         self, prefix: str, experts: Experts, layer: int, *, multiplier: float = 1.0, context: LayerContext
@@ -63,10 +60,7 @@ class SparseMoe(nn.Module):
         self.exchange = ExpertExchange(experts.count, context)
         self.shared_experts: Mlp | None = None
         self.shared_gate: TensorPart | None = None
-        self.norm_weight: TensorPart | None = None
-        if experts.beside_mlp:
-            self.norm_weight = TensorPart(f"{prefix}.pre_feedforward_layernorm_2.weight", context=context)
-        elif experts.shared:
+        if experts.shared and not experts.beside_mlp:
             name = context.of_gemm(prefix, "shared_gate_up")[0].name.rsplit(".", 2)[0]
             self.shared_experts = mlp_of("silu" if experts.gated else "relu2", name, context=context)
             self.shared_gate = TensorPart(f"{name}_gate.weight", context=context) if experts.shared_gate else None
@@ -109,7 +103,7 @@ class SparseMoe(nn.Module):
 
     def set_input_norm(self, norm: RmsNorm) -> None:
         """The norm before the block: it feeds the router in 16 bit, and the experts as they take it."""
-        takes = self.exchange.takes_quantized and not self.config.scales_input
+        takes = self.exchange.takes_quantized and self.config.reads == "input"
         norm.set_quantizer(self.experts.input_quantizer if takes else None, keep_norm=True)
 
     def forward(
@@ -121,8 +115,6 @@ class SparseMoe(nn.Module):
         shared = None if self.shared_experts is None else self.shared_experts.partial_sum(self._for_shared(x, quantized))
         if shared is not None and self.shared_gate is not None:
             shared = sigmoid_mul(shared, kernels.linear(x, self.shared_gate.weight))
-        if self.config.scales_input:
-            x = x * self.router.best(x)
         total = self.rank_sum(x, batch, quantized, shared)
         if self.multiplier != 1.0:
             total.mul_(self.multiplier)
@@ -146,14 +138,13 @@ class SparseMoe(nn.Module):
 
     def route(self, x: Tensor, padding: Tensor | None = None) -> Routing:
         """x [T, hidden] -> each token's experts; none where `padding` [T] is given and negative."""
-        routing, scale = self.router.route(x, self.tensors(), padding), self.router.expert_scale
-        return routing if scale is None else scaled(routing, scale.weight)
+        return self.router.route(x, self.tensors(), padding)
 
     def routed(self, x: Tensor | Quantized, routing: Routing) -> Tensor:
         """x [N, hidden], or what `payload` gives for it, with its routing -> what this rank's part of the experts gives
         [N, hidden]."""
         dtype = self.context.dtype
-        x = self._normed(x) if isinstance(x, Tensor) else x
+        x = self.router.experts_read(x) if isinstance(x, Tensor) else x
         return experts_of(x, self.tensors(), routing, num_experts=self.config.count, dtype=dtype, load=self.load)
 
     def payload(self, x: Tensor) -> Tensor | Quantized:
@@ -161,12 +152,8 @@ class SparseMoe(nn.Module):
         tensors = self.tensors()
         if not tensors.fp8_gemm:
             return x
-        quantized = quantized_input(self._normed(x), tensors)
+        quantized = quantized_input(self.router.experts_read(x), tensors)
         return x if isinstance(quantized, Tensor) else quantized
-
-    def _normed(self, x: Tensor) -> Tensor:
-        """x [T, hidden] as the experts read it."""
-        return x if self.norm_weight is None else x * self.norm_weight.weight
 
     def partial_sum(
         self, x: Tensor, out: Tensor | None = None, quantized: Quantized | None = None, kv_slots: Tensor | None = None,
@@ -175,17 +162,11 @@ class SparseMoe(nn.Module):
         """x [T, hidden] (and the same quantized) -> what this rank's part of the routed experts gives [T, hidden], in `out` where
         that is given. kv_slots [T]: negative for padding. shared [T, hidden]: of the shared experts, which is added."""
         total, _ = routed_experts(
-            self._normed(x), self.router(x), self.tensors(), self.router.choice, load=self.load, out=out, quantized=quantized,
-            kv_slots=kv_slots, physical=self.physical, plus=shared, expert_scale=self._expert_scale(),
+            self.router.experts_read(x), self.router(x), self.tensors(), self.router.choice, load=self.load, out=out,
+            quantized=quantized, kv_slots=kv_slots, physical=self.physical, plus=shared,
+            expert_scale=self.router.scale_of(self._expert_of),
         )  # fmt: skip
         return total
-
-    def _expert_scale(self) -> Tensor | None:
-        """What multiplies the weights of each physical expert of the layer, [physical experts] fp32."""
-        scale = self.router.expert_scale
-        if scale is None or self._expert_of is None:
-            return None if scale is None else scale.weight
-        return scale.weight.index_select(0, self._expert_of)
 
     def _for_shared(self, x: Tensor, quantized: Quantized | None) -> Activation:
         """The input as the shared experts take it: the routed experts' quantized one where its scales do not come from them."""
