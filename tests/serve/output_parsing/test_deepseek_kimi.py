@@ -59,6 +59,14 @@ def test_cases(text, expected):
     assert read_all_ways(make, text) == expected
 
 
+@pytest.mark.parametrize("head", ["functions_add_2:7", "functions_add_2_7", "functions.add_2_7", "functionsadd_2:7", "add_2:7"])
+def test_ids_with_other_separators(head):
+    """As the model writes them once a client has sent an id back with other characters."""
+    parser = KimiParser({"add_2": {}, "add": {}}, LETTERS)
+    events = parser.push(f"{BEGIN}{CALL}{head}{ARGUMENTS}{{}}{CALL_END}{END}")
+    assert [(event.name, event.id) for event in events if isinstance(event, CallBegin)] == [("add_2", "functions.add_2:7")]
+
+
 def test_special_tokens_are_not_letters():
     markers = special(*KIMI_MARKERS)
     assert read(KimiParser(NAMES, markers), [markers.encode(RECORDED)]) == CALLED

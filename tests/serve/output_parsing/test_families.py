@@ -18,6 +18,9 @@ from tests.support.serve_http_app import HERMES_TEMPLATE, LLAMA_TEMPLATE
 from tests.support.serve_small_tokenizers import byte_level, write
 
 TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+RESPONSE_OF_TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '\n<response>' + m.content }}</response>{% endif %}{% endfor %}"
+)
 THINK = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
 
 
@@ -43,6 +46,7 @@ def tokenizer(tmp_path):
         (TOOLS + "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>" + THINK, (), "qwen3", "glm47"),
         (TOOLS + '<minimax:tool_call>\n<invoke name="tool-name-1">' + THINK, (), "qwen3", "minimax_m2"),
         (TOOLS + "{{ '<response></response>' }}<tool_call>" + THINK, (), "ernie45", "hermes"),
+        (TOOLS + "<minimax:tool_call>\n<invoke name='x'>" + RESPONSE_OF_TOOLS + THINK, (), "qwen3", "minimax_m2"),
         (TOOLS + "respond only with <|tool_call|> followed by a JSON list of tools used.", (), None, "granite"),
         (
             TOOLS + "{% if enable_thinking %}<|channel>thought{% endif %}{{ '<|tool_call>call:' + name if name }}",
@@ -147,8 +151,8 @@ def test_the_prompt_tells_where_the_output_begins(tokenizer, reasoning, prompt, 
 
 
 def test_tokens_are_counted_where_the_end_is_one_token(tokenizer):
-    assert OutputFormat.detect(tokenizer(THINK)).token_counter(Begin.OPEN) is None
-    assert OutputFormat.detect(tokenizer(THINK, "<think>", "</think>")).token_counter(Begin.OPEN) is not None
-    assert OutputFormat.detect(tokenizer(TOOLS)).token_counter(Begin.AFTER) is None
-    assert OutputFormat.detect(tokenizer(TOOLS, *harmony.MARKERS)).token_counter(Begin.AFTER) is not None
-    assert OutputFormat.detect(tokenizer(TOOLS), reasoning="gpt_oss").token_counter(Begin.AFTER) is None
+    assert OutputFormat.detect(tokenizer(THINK)).token_counter(Begin.OPEN, calls=True) is None
+    assert OutputFormat.detect(tokenizer(THINK, "<think>", "</think>")).token_counter(Begin.OPEN, calls=True) is not None
+    assert OutputFormat.detect(tokenizer(TOOLS)).token_counter(Begin.AFTER, calls=True) is None
+    assert OutputFormat.detect(tokenizer(TOOLS, *harmony.MARKERS)).token_counter(Begin.AFTER, calls=True) is not None
+    assert OutputFormat.detect(tokenizer(TOOLS), reasoning="gpt_oss").token_counter(Begin.AFTER, calls=True) is None

@@ -47,6 +47,11 @@ def make(markers=LETTERS):
             '<|tool_call> call: add { <|"|>a:b<|"|> : <|"|><|"|> , c d : [ 1 , x y , ] , e : 007 , } <tool_call|> Done.',
             Read(" Done.", [("add", '{"a:b": "", "c d": [1, "x y"], "e": "007"}')]),
         ),
+        # The first tag is missing, as behind reasoning; elsewhere that is text.
+        ("call:noon{}<tool_call|>" + OSLO, Read("", [("noon", "{}"), ("weather", '{"city": "Oslo", "days": 3}')])),
+        ("Write call:noon{}", Read("Write call:noon{}", [])),
+        ("call:other{}", Read("call:other{}", [])),
+        ("call:noon", Read("call:noon", [])),
         # Calls of other functions, and no calls.
         (OSLO.replace("weather", "other"), Read(OSLO.replace("weather", "other"), [])),
         ("<|tool_call>[]", Read("<|tool_call>[]", [])),

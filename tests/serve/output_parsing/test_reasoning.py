@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.serve.output_parsing.deepseek import KIMI_MARKERS, KimiParser
 from phalanx.serve.output_parsing.events import ContentParser
 from phalanx.serve.output_parsing.formats import CALLS
 from phalanx.serve.output_parsing.reasoning import AnswerParser, Begin, ReasoningParser, TagTokenCounter
-from tests.support.serve_output_parsing import LETTERS, NAMES, SIZES, Read, cut, read, read_all_ways, shreds
+from tests.support.serve_output_parsing import LETTERS, NAMES, SIZES, Read, cut, read, read_all_ways, shreds, special
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -47,6 +48,17 @@ def test_calls_follow_the_reasoning():
     text = f"<think>I could write {CALL}.</think>\n\nI look.\n{CALL}"
     result = read_all_ways(lambda: make(Begin.OPEN, hermes), text)
     assert result == Read("I look.", [("add", '{"a": 1}')], f"I could write {CALL}.")
+
+
+def test_a_special_token_that_begins_calls_ends_the_reasoning():
+    markers = special(*KIMI_MARKERS)
+    begin, end, call, call_end, arguments = map(markers.encode, KIMI_MARKERS)
+    text = f"<think>Hm.\n{begin}{call}functions.add:0{arguments}{{}}{call_end}{end}"
+
+    def parser():
+        return ReasoningParser("<think>", "</think>", KimiParser(NAMES, markers), Begin.OPEN, begin)
+
+    assert read_all_ways(parser, text) == Read("", [("add", "{}")], "Hm.")
 
 
 @pytest.mark.parametrize(
@@ -98,12 +110,13 @@ def test_pieces_never_matter(begin, text, sizes):
         (Begin.OPEN, [5, 1, 5, 2], 0),
         (Begin.INSIDE, [5, 6, 5], 3),
         (Begin.INSIDE, [1, 5, 2, 5], 1),
+        (Begin.INSIDE, [5, 3, 5], 1),
         (Begin.AFTER, [5, 2, 5], 0),
     ],
 )
 def test_tokens_are_counted(begin, tokens, count):
     for size in (1, 2, len(tokens)):
-        counter = TagTokenCounter(1, 2, {1: "<think>", 2: "</think>", 5: "a", 6: "\n"}.__getitem__, begin)
+        counter = TagTokenCounter(1, (2, 3), {1: "<think>", 2: "</think>", 5: "a", 6: "\n"}.__getitem__, begin)
         for piece in cut(tokens, [size]):
             counter.push(piece)
         assert counter.count == count

@@ -103,7 +103,8 @@ class ChatHandler(Handler):
             await service.check([tokens], params, engine, self._prepared.name)
             ticket.prompt([len(tokens)] * params.n)
             output, request = engine.output, self._request
-            counters = [counter for _ in range(params.n) if (counter := output.token_counter(begin)) is not None]
+            makes = (output.token_counter(begin, calls=may_call(request)) for _ in range(params.n))
+            counters = [counter for counter in makes if counter is not None]
             usage = self.usage = UsageCounter([tokens], params.n, reasoning=counters, predicted=bool(predictions))
             either = self._structured_output is not None and self._structured_output.is_calls_or_answer
             parsers = [parser_of(output, request, begin, calls_or_answer=either) for _ in range(params.n)]

@@ -6,7 +6,7 @@ fenced block of JSON and `<｜tool▁call▁end｜>`, then `<｜tool▁calls▁e
 V3.1: each call is `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
 Kimi-K2: `<|tool_calls_section_begin|>`, then for each call `<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>`,
 the arguments and `<|tool_call_end|>`, then `<|tool_calls_section_end|>`. What stands before the arguments is the call's id, which
-the template writes back.
+the template writes back. Clients that write it back with other separators make the model do so, too (`functions_NAME_INDEX`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SectionParser(CallParser):
     """The parser of these calls.
 
     tags: of all calls, of one, and the separator before the arguments. head: a pattern for what stands before the arguments of a
-    call, with SEPARATOR; of its groups "name" and "bare" one is the function, "id" is the call's.
+    call, with SEPARATOR; of its groups "name" and "bare" one is the function; "index" is in the call's id.
     """
 
     def __init__(self, functions: Functions, markers: Markers, tags: tuple[str, ...], head: str) -> None:
@@ -82,7 +82,7 @@ class SectionParser(CallParser):
         if head is not None and name in self._functions and head.end() <= MAX_HEAD:
             self._text = self._text[head.end() :]
             self._object, self._skipped, self._state = ArgumentsObject(), "", self._in_arguments
-            yield self._begin(str(name), groups.get("id"))
+            yield self._begin(str(name), f"functions.{name}:{groups['index']}" if "index" in groups else None)
             if self._text.startswith(NO_ARGUMENTS):
                 self._text, self._state = self._text[len(NO_ARGUMENTS) :], self._after_arguments
                 yield self._arguments("{}")
@@ -129,4 +129,6 @@ class KimiParser(SectionParser):
     """The parser of Kimi-K2."""
 
     def __init__(self, functions: Functions, markers: Markers) -> None:
-        super().__init__(functions, markers, KIMI_MARKERS, r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*SEPARATOR\s*")
+        super().__init__(
+            functions, markers, KIMI_MARKERS, r"(?:functions[._]?)?(?P<name>[\w.-]+?)[:_]?(?P<index>\d+)\s*SEPARATOR\s*"
+        )

@@ -98,11 +98,12 @@ class OutputFormat:
             functions = functions if tools == "gpt_oss" else {}
             return harmony.HarmonyParser(functions, self.markers, reasoning=self.reasoning == "gpt_oss")
         answer: OutputParser | None = None
+        trigger = ""
         if tools is not None and (make := CALLS[tools].parser) is not None:
             syntax = self.syntax(tools)
-            answer = make(functions, self.markers, syntax)
+            answer, trigger = make(functions, self.markers, syntax), self.markers.encode(syntax.trigger)
             if calls_or_answer:
-                answer = CallsOrContentParser(answer, self.markers.encode(syntax.trigger))
+                answer = CallsOrContentParser(answer, trigger)
         if (tags := self.tags) is None:
             return answer
         opening, closing = map(self.markers.encode, (tags.opening + tags.label, tags.closing))
@@ -110,10 +111,11 @@ class OutputFormat:
         if tags.answer is not None:
             before, after = map(self.markers.encode, tags.answer)
             answer = AnswerParser(before, after, answer)
-        return ReasoningParser(opening, closing, answer, begin)
+        return ReasoningParser(opening, closing, answer, begin, trigger if len(trigger) == 1 else "")
 
-    def token_counter(self, begin: Begin) -> TokenCounter | None:
-        """A counter of the tokens of the reasoning; None for a model that has none, and if its end is not one token."""
+    def token_counter(self, begin: Begin, *, calls: bool) -> TokenCounter | None:
+        """A counter of the tokens of the reasoning; None for a model that has none, and if its end is not one token. calls: of a
+        request that allows calls."""
         if self.reasoning == "gpt_oss":
             special = self.markers.special
             known = all(marker in special for marker in (harmony.START, harmony.CHANNEL, harmony.MESSAGE))
@@ -121,7 +123,11 @@ class OutputFormat:
         if (tags := self.tags) is None:
             return None
         opening, closing = map(self.tokenizer.backend.token_to_id, (tags.opening, tags.closing))
-        return None if closing is None else TagTokenCounter(opening, closing, self.tokenizer.token_text, begin)
+        if closing is None:
+            return None
+        trigger = self.markers.special.get(self.syntax(self.tools).trigger) if calls and self.tools is not None else None
+        ends = {closing} if trigger is None else {closing, trigger}
+        return TagTokenCounter(opening, ends, self.tokenizer.token_text, begin)
 
 
 def _reasoning_of(tokenizer: Tokenizer) -> ReasoningName | None:

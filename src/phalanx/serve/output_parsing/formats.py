@@ -287,6 +287,13 @@ def _is_deepseek(tokenizer: Tokenizer, *, by_request: bool) -> bool:
     return "\uff5cAssistant\uff5c" in source and "</think>" in source and thinking is by_request
 
 
+def _answers_in_response(tokenizer: Tokenizer) -> bool:
+    """Whether answers stand in `<response>`, and not what tools return (MiniMax-M2): the tags follow another role."""
+    of_tools = r"""['"]tool['"](?:(?!['"](?:system|user|assistant)['"]).)*<response>"""
+    known = _knows("</think>", "</response>")(tokenizer)
+    return known and re.search(of_tools, tokenizer.chat_template_source, re.DOTALL) is None
+
+
 _THINK = Tags("<think>", "</think>")
 _THINK_RESPONSE = Tags("<think>", "</think>", ("<response>", "</response>"))
 
@@ -309,7 +316,7 @@ REASONING: dict[ReasoningName, ReasoningFormat] = {
         _THINK_RESPONSE, _in_source("Here is my thought process:"),
         variants=((_in_source("Here is my thought process:"), Tags("Here is my thought process:", "Here is my response:")),),
     ),
-    "ernie45": ReasoningFormat(_THINK_RESPONSE, _knows("</think>", "</response>")),
+    "ernie45": ReasoningFormat(_THINK_RESPONSE, _answers_in_response),
     "qwen3": ReasoningFormat(_THINK, _knows("</think>")),
     "mistral": ReasoningFormat(Tags("[THINK]", "[/THINK]"), _is_token("[/THINK]")),
 }  # fmt: skip

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of Gemma 4: `<|tool_call>call:NAME{city:<|"|>Oslo<|"|>,days:[1,2],at:{north:true}}<tool_call|>`, one behind another.
 
-The arguments are an object whose keys have no quotation marks; `structured_output.bare_objects` says how it is written.
+The arguments are an object whose keys have no quotation marks; `structured_output.bare_objects` says how it is written. A model may
+forget the first tag at the beginning of its answer, behind its reasoning.
 """
 
 from __future__ import annotations
@@ -40,13 +41,23 @@ class GemmaParser(CallParser):
         # A special token is no text, so the end of the call also ends a string whose quote the model forgot.
         self._end_of_word = re.compile(rf"[,}}\]]|{re.escape(self._closing)}")
         self._ends_of_string = (self._quote, self._closing) if len(self._closing) == 1 else (self._quote,)
-        self._state = self._outside
+        self._state = self._at_the_beginning
         self._open: list[str] = []  # what closes the objects and arrays that are open
         self._comma = False  # the innermost of them has a value
 
     def _step(self, *, final: bool) -> Events:
         progress = yield from self._state(final=final)
         return progress if progress or not final else (yield from self._last_blank())
+
+    def _at_the_beginning(self, *, final: bool) -> Events:
+        head, begun = _HEAD.match(self._text), _HEAD_BEGUN.fullmatch(self._text)
+        if head is None and not final and len(self._text) <= _MAX_HEAD and begun:
+            return False
+        self._state = self._outside
+        if head is not None and head[1] in self._functions:
+            self._text, self._state = self._text[head.end() :], self._before_value
+            yield self._begin(head[1])
+        return True
 
     def _outside(self, *, final: bool) -> Events:
         if (yield from self._content_until(self._opening, final=final)) is None:

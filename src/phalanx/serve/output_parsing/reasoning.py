@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Protocol
 
-from phalanx.serve.output_parsing.events import BLANK, BufferedParser, Events, OutputParser, ReasoningText, overlap
+from phalanx.serve.output_parsing.events import BLANK, BufferedParser, Events, OutputParser, ReasoningText, first_of, overlap
 
 
 class Begin(Enum):
@@ -22,12 +22,14 @@ class ReasoningParser(BufferedParser):
     """Parses the reasoning, and gives what follows to the parser of the answer.
 
     White space around the reasoning and before the answer is dropped. An opening tag counts only at the beginning. Without a
-    closing tag, everything is reasoning.
+    closing tag, everything is reasoning. calls: a special token that begins calls, and so ends the reasoning of a model that forgot
+    the closing tag (Kimi-K2); "" for none.
     """
 
-    def __init__(self, opening: str, closing: str, answer: OutputParser, begin: Begin) -> None:
+    def __init__(self, opening: str, closing: str, answer: OutputParser, begin: Begin, calls: str = "") -> None:
         super().__init__()
         self._opening, self._closing, self._answer = opening, closing, answer
+        self._ends = (closing, calls) if calls else (closing,)
         self._begin = begin
         self._step_of_state = self._before if begin is not Begin.AFTER else self._after
         self._started = False  # a part of the reasoning that is not blank has been emitted
@@ -51,10 +53,11 @@ class ReasoningParser(BufferedParser):
     def _inside(self, *, final: bool) -> Events:
         if not self._started:
             self._text = self._text.lstrip(BLANK)
-        at = self._text.find(self._closing)
-        if at >= 0:
+        end = first_of(self._text, *self._ends)
+        if end is not None:
+            at, tag = end
             yield ReasoningText(self._text[:at].rstrip(BLANK))
-            self._text = self._text[at + len(self._closing) :]
+            self._text = self._text[at + len(tag) if tag == self._closing else at :]
             self._step_of_state, self._strip_answer = self._after, True
             return True
         ready = self._text
@@ -123,11 +126,12 @@ class TokenCounter(Protocol):
 
 
 class TagTokenCounter:
-    """Counts the tokens between the tags. opening, closing: the ids of the tags. text_of: the text of a token."""
+    """Counts the tokens between the tags. opening: the id of the tag. ends: the ids of those that end it. text_of: the text of a
+    token."""
 
-    def __init__(self, opening: int | None, closing: int, text_of: Callable[[int], str], begin: Begin) -> None:
+    def __init__(self, opening: int | None, ends: Collection[int], text_of: Callable[[int], str], begin: Begin) -> None:
         self.count = 0
-        self._opening, self._closing, self._text_of = opening, closing, text_of
+        self._opening, self._ends, self._text_of = opening, ends, text_of
         self._state = begin
 
     def push(self, token_ids: Sequence[int]) -> None:
@@ -138,7 +142,7 @@ class TagTokenCounter:
             if token_id == self._opening and not self.count:
                 self._state = Begin.INSIDE
             elif self._state is Begin.INSIDE:
-                if token_id == self._closing:
+                if token_id in self._ends:
                     self._state = Begin.AFTER
                 else:
                     self.count += 1
