@@ -20,7 +20,6 @@ from phalanx.layout.rank_progress import (
     UNCOUNTED,
     Call,
     CallMarker,
-    DevicePlace,
     Place,
     RankProgress,
     unpack,
@@ -36,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 CPU = torch.device("cpu")
 HALF = 64
 """Vectors in one half of a workspace."""
+ADDITION = "red.relaxed.gpu.global.add.u64"
 SUM = Call(1, "tp", "all_reduce")
 
 
@@ -47,6 +47,8 @@ def small_workspace(marks: Any) -> SymmetricWorkspace:
 
 
 def place(progress: RankProgress) -> tuple[Place, list[Call]]:
+    """As after a look at a late step."""
+    progress.device.look()  # type: ignore[union-attr]
     return progress.place, unpack(progress.place.calls)
 
 
@@ -78,11 +80,14 @@ def interpret() -> None:
     assert place(progress)[1] == [SUM, SUM, Call(BEHIND_LAYERS, "tp", "all_gather")] == unpack(progress.packed_calls)
 
     queue_ahead(progress, marker, space)
-    marks._counter[0] = (1 << 31) - 1  # a day and a half later
-    progress.begin(9)
-    for _ in range(3):
-        marker.call(ALL_REDUCE, lambda: oneshot.all_reduce(x, space))
-    assert len(place(progress)[1]) == 3
+    for step, count in ((9, (1 << 32) - 2), (10, -2), (11, (1 << 63) - 2)):  # days later: the halves of the word pass their ends
+        marks._words[0] = count
+        progress.begin(step)
+        assert progress.place == Place(step, 7, 0, False, False, b"", False), "nobody has looked"
+        for _ in range(3):
+            marker.call(ALL_REDUCE, lambda: oneshot.all_reduce(x, space))
+        assert (len(place(progress)[1]), progress.place.on_device) == (3, True)
+    between_two_stores(progress, marks)
 
 
 def queue_ahead(progress: RankProgress, marker: CallMarker, space: SymmetricWorkspace) -> None:
@@ -108,37 +113,20 @@ def queue_ahead(progress: RankProgress, marker: CallMarker, space: SymmetricWork
     assert calls == [SUM]
     assert (at.begun, at.finished, at.queued) == (8, 7, True)
     run(launches[2])  # the device left out one that the host has queued
-    assert place(progress)[1] == [SUM, Call(3, "tp", "all_reduce")]
+    assert place(progress) == (Place(8, 7, BEHIND_LAYERS, False, False, b"", False), []), "unknown"
+
+
+def between_two_stores(progress: RankProgress, marks: Any) -> None:
+    """Of `begin_step`: the count before step 12 is there, and the device's step is still 11, of which the host knows all calls."""
+    progress.begin(12)
+    marks._words[1] = 11
+    assert len(place(progress)[1]) == 3
+    marks._words[1] = 12
+    assert place(progress)[1] == []
 
 
 def test_in_the_interpreter() -> None:
     assert interpreted("tests.comm.test_device_marks").strip() == "checked"
-
-
-class Words:
-    """A step begins after each of the first `begins` reads."""
-
-    def __init__(self, begins: int) -> None:
-        self._begins, self._words = begins, [5 << 32 | 16, 3, 7]
-
-    def __getitem__(self, place: int) -> int:
-        word = self._words[place]
-        if self._begins:
-            self._begins -= 1
-            last, _, step = self._words
-            self._words = [last + (2 << 32), last >> 32, step + 1]
-        return word
-
-
-@pytest.mark.parametrize("begins", [0, 1, 2, 3, 7])
-def test_words_of_two_steps_are_read_again(begins: int) -> None:
-    from phalanx.comm.device_marks import DeviceMarks
-
-    marks = DeviceMarks.__new__(DeviceMarks)
-    marks._words = Words(begins)  # type: ignore[assignment]
-    assert marks.read() == DevicePlace(7 + begins, 2, 16)
-    marks._words = Words(10_000)  # type: ignore[assignment]
-    assert marks.read().entered == (1 << 32) - 1, "more than any step has"
 
 
 class Marks:
@@ -162,10 +150,12 @@ def test_a_kernel_is_compiled_once_for_all_calls(sm: int) -> None:
                 marks.call = call
                 run(x, fusion, space)  # type: ignore[operator]
         assert len({id(compiled) for _, _, compiled in launches}) == 1
-        assert launches[0][2].asm["ptx"].count("st.relaxed.sys.global.b64") == 1
+        ptx = launches[0][2].asm["ptx"]
+        assert ptx.count(ADDITION) == 1
+        assert "sys.global.b64" not in ptx, "a store to the host would keep the kernel from its end"
     with only(sm) as launches:
         oneshot.all_reduce_norm(x, fusion, workspace(2, sm))
-    assert "sys.global.b64" not in launches[0][2].asm["ptx"], "a group that tells nothing has no such store"
+    assert ADDITION not in launches[0][2].asm["ptx"], "a group that tells nothing has no such addition"
 
 
 @pytest.mark.parametrize("sm", [80, 90, 100])
@@ -176,8 +166,11 @@ def test_the_kernels_of_one_warp_compile(sm: int) -> None:
         for call in (UNCOUNTED, 0, 16, (BEHIND_LAYERS << 8) << 4):
             mark_before[(1,)](0x7F00_0000_1000, call, SM=sm, num_warps=1)
         for step in (0, 1, 16, 99):
-            begin_step[(1,)](torch.zeros(2, dtype=torch.int64), step, num_warps=1)
+            begin_step[(1,)](torch.zeros(4, dtype=torch.int64), step, num_warps=1)
+    mark, begin = launches[0][2].asm["ptx"], launches[-1][2].asm["ptx"]
     assert len({id(compiled) for _, _, compiled in launches}) == 2
+    assert mark.count(ADDITION) == 1
+    assert begin.index("st.global.b64") < begin.index("release"), "the step comes behind its count"
 
 
 if __name__ == "__main__":

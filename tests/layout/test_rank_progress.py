@@ -34,25 +34,26 @@ def test_the_calls_of_a_step_are_told_one_by_one() -> None:
 
 
 class Device:
-    at = DevicePlace(0, 0, 0)
+    at: DevicePlace | None = None
 
     def begin(self, step: int) -> None:
         self.at = DevicePlace(step, 0, 0)
 
-    def read(self) -> DevicePlace:
+    def read(self) -> DevicePlace | None:
         return self.at
 
 
-def test_more_calls_than_the_host_has_queued_are_an_unknown_place() -> None:
+def test_calls_that_the_host_has_not_queued_are_an_unknown_place() -> None:
     progress = RankProgress()
     device = progress.device = Device()
     progress.begin(3)
     call = 1 << 8 | ALL_REDUCE
     progress.replay(array("I", [call, call]))
-    device.at = DevicePlace(3, 2, call << 4)
+    device.at = DevicePlace(3, 2, 2 * call << 4)
     assert (progress.place.on_device, unpack(progress.place.calls)) == (True, [Call(1, "tp", "all_reduce")] * 2)
-    device.at = DevicePlace(3, 3, call << 4)
-    assert (progress.place.on_device, progress.place.calls, progress.place.begun) == (False, b"", 3)
+    for unknown in (None, DevicePlace(3, 3, 3 * call << 4), DevicePlace(3, 2, call << 4)):
+        device.at = unknown
+        assert (progress.place.on_device, progress.place.calls, progress.place.begun) == (False, b"", 3)
     progress.finished = 3
     progress.begin(4)
     device.at = DevicePlace(3, 2, call << 4)  # it has ended, and the next has not begun

@@ -22,12 +22,10 @@ def enter(epoch, SM: tl.constexpr):
 
 
 @triton.jit
-def mark(counter, call):
+def mark(words, call):
     if (tl.program_id(0) == 0) & (call >= 0):
-        place = counter.to(tl.pointer_type(tl.int64))
-        count = tl.load(place) + 1
-        tl.store(place, count)
-        tl.store(tl.load(place + 1).to(tl.pointer_type(tl.int64)), (count << 32) | call)
+        count = words.to(tl.pointer_type(tl.int64))
+        tl.store(count, tl.load(count) + (call.to(tl.int64) << 32) + 1)
 
 
 @triton.jit

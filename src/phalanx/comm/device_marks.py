@@ -2,20 +2,24 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # Kernels are written in Triton's language: its types are not Python's.
 """What a rank's GPU tells the host about its place in a step. A captured graph says nothing while it runs, and a call of a
-collective returns when it is queued: so kernels write words into pinned memory of the host, which reads them without a call of
-CUDA.
+collective returns when it is queued: so kernels count their calls in the GPU's own memory, and where a step is late, a thread
+copies the count on a stream of its own, past the kernels that stand still.
 
-    counter [2] int64, on the device    calls so far; the address of words
-    words [3] int64, on the host        count << 32 | number of the call that began last; the count before the step; the step
+    words [4] int64, on the device    the count; the step; the count before it, of even steps; the same, of odd ones
 
-A collective of our own writes its words itself, while it waits for its peers' data (`signals.mark`): no launch, and nothing that a
-step waits for. Before a collective of NCCL, and before each step, a kernel of one warp does it. That a call has ended is not
-written: a store to the host at the end of a kernel would keep the next one waiting. The beginning of the next call tells it.
+The count of n calls is n + 2^32 * (the sum of their numbers), modulo 2^64: one addition of a call, for whose end nothing waits, and
+the host sees whether the calls that it has recorded are those that the device has come to.
+
+A collective of our own counts itself, while it waits for its peers' data (`signals.mark`). Before a collective of NCCL, and before
+each step, a kernel of one warp does it. That a call has ended is not counted: the beginning of the next one tells it.
 
 All marks of a rank are on one stream, or on streams that events join.
 """
 
 from __future__ import annotations
+
+import threading
+import time
 
 import torch
 import triton
@@ -24,30 +28,31 @@ from triton.language.extra.cuda import gdc_wait
 
 from phalanx.comm.signals import dependents, mark
 from phalanx.layout.rank_progress import UNCOUNTED, DevicePlace, RankProgress
+from phalanx.log import get_logger
 
-LAST, BEFORE, STEP = 0, 1, 2
+log = get_logger(__name__)
+
+STEP, BEFORE = 1, 2
 """Places of words."""
-READS = 100
-"""Of the words, until no step begins between them: steps take longer than a read."""
-TORN = 0xFFFFFFFF
-"""In the place of a count: more than any step has."""
+LOOK_SECONDS = 0.5
+"""A step that a rank has not finished for so long is looked at as often. Other steps cost no copy."""
 
 
 @triton.jit(do_not_specialize=["call"])
-def mark_before(counter, call, SM: tl.constexpr):
+def mark_before(words, call, SM: tl.constexpr):
     """`signals.mark` for a collective that cannot do it itself."""
     dependents(SM)
     if SM >= 90:
         gdc_wait()
-    mark(counter, call)
+    mark(words, call)
 
 
 @triton.jit(do_not_specialize=["step"])
-def begin_step(counter, step):
-    """words[1] = the count, words[2] = step. counter: a pointer to it."""
-    words = tl.load(counter + 1).to(tl.pointer_type(tl.int64))
-    tl.store(words + 1, tl.load(counter))
-    tl.store(words + 2, step)
+def begin_step(words, step):
+    """The count before the step, then the step. words: a pointer to them. The count of the step before stays, so that whoever reads
+    that step has the count that belongs to it."""
+    tl.store(words + 2 + step % 2, tl.load(words))
+    tl.atomic_xchg(words + 1, step, sem="release")
 
 
 class DeviceMarks:
@@ -56,33 +61,62 @@ class DeviceMarks:
     def __init__(self, progress: RankProgress, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._progress = progress
-        self._pinned = torch.zeros(3, dtype=torch.int64, pin_memory=on_gpu)
-        self._words = self._pinned.numpy()
-        self._counter = torch.tensor([0, self._pinned.data_ptr()], dtype=torch.int64, device=device)
+        self._words = torch.zeros(4, dtype=torch.int64, device=device)
+        self._copy = torch.zeros(4, dtype=torch.int64, pin_memory=on_gpu)
+        self._seen: tuple[DevicePlace, tuple[int, int]] | None = None  # at which place of the host
         self._sm = 0
         if on_gpu:
             properties = torch.cuda.get_device_properties(device)
             self._sm = 10 * properties.major + properties.minor
         self._mark(UNCOUNTED)
         self.begin(0)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+            threading.Thread(target=self._watch, args=(device,), name="device place", daemon=True).start()
 
     def begin(self, step: int) -> None:
         """As ReportingDevice."""
-        begin_step[(1,)](self._counter, step, num_warps=1)
+        begin_step[(1,)](self._words, step, num_warps=1)
 
-    def read(self) -> DevicePlace:
+    def read(self) -> DevicePlace | None:
         """As ReportingDevice."""
-        for _ in range(READS):
-            step, before = int(self._words[STEP]), int(self._words[BEFORE])
-            last = int(self._words[LAST])
-            if (step, before) == (int(self._words[STEP]), int(self._words[BEFORE])):
-                entered = (last >> 32) - before & 0xFFFFFFFF  # the word has 32 bits of the count
-                return DevicePlace(step, entered, last & 0xFFFFFFFF)
-        return DevicePlace(step, TORN, UNCOUNTED)
+        seen = self._seen
+        return seen[0] if seen is not None and seen[1] == self._host_place() else None
+
+    def look(self) -> None:
+        """Copy the words: `read` gives the place in them until the host begins or finishes a step."""
+        host = self._host_place()
+        self._copy.copy_(self._words, non_blocking=True)
+        if self._copy.is_pinned():
+            copied = torch.cuda.Event()
+            copied.record()
+            while not copied.query():
+                time.sleep(0.001)
+        count, step, *before = self._copy.tolist()
+        calls = count - before[step % 2]
+        self._seen = DevicePlace(step, calls & 0xFFFFFFFF, calls >> 32 & 0xFFFFFFFF), host
+
+    def _host_place(self) -> tuple[int, int]:
+        return self._progress.step, self._progress.finished
+
+    def _watch(self, device: torch.device) -> None:
+        """Look at steps that are late. Errors of CUDA are for the thread that runs the steps: here the place is unknown."""
+        last = (0, 0)
+        try:
+            # Streams of another priority share no queue with the step's.
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+                while True:
+                    time.sleep(LOOK_SECONDS)
+                    before, last = last, self._host_place()
+                    if before == last and last[1] < last[0]:
+                        self.look()
+        except Exception as error:
+            log.warning("the GPU's place in late steps is not read any more: %s", str(error).partition("\n")[0])
+            self._seen = None
 
     def of_kernel(self) -> tuple[int, ...]:
         """As Marks."""
-        return self._counter.data_ptr(), self._progress.take_call()
+        return self._words.data_ptr(), self._progress.take_call()
 
     def mark(self) -> None:
         """As Marks."""
@@ -91,4 +125,4 @@ class DeviceMarks:
             self._mark(call)
 
     def _mark(self, call: int) -> None:
-        mark_before[(1,)](self._counter.data_ptr(), call, SM=self._sm, num_warps=1, launch_pdl=self._sm >= 90)
+        mark_before[(1,)](self._words.data_ptr(), call, SM=self._sm, num_warps=1, launch_pdl=self._sm >= 90)

@@ -65,23 +65,20 @@ _ADVANCE = tl.constexpr("""{
   mov.b32 $0, 0;
 }""")
 
-# The first thread of the grid counts the call and writes its number and the count to the host, 8 bytes at once. The store ends
-# while the data of peers is on its way. A number below zero is of no call.
+# The first thread of the grid counts the call and adds its number, in one word of this GPU. Nothing waits for that: a load, or a
+# store to the host, would keep a short kernel from its end. A number below zero is of no call.
 _MARK = tl.constexpr("""{
   .reg .pred %go;
-  .reg .b32 %thread, %program, %low;
-  .reg .b64 %count, %words, %word;
+  .reg .b32 %thread, %program, %one;
+  .reg .b64 %word;
   mov.u32 %thread, %tid.x;
   mov.u32 %program, %ctaid.x;
   or.b32 %thread, %thread, %program;
   setp.eq.u32 %go, %thread, 0;
   setp.ge.and.s32 %go, $2, 0, %go;
-  @%go ld.volatile.global.v2.b64 {%count, %words}, [$1];
-  @%go add.s64 %count, %count, 1;
-  @%go st.volatile.global.b64 [$1], %count;
-  @%go cvt.u32.u64 %low, %count;
-  @%go mov.b64 %word, {$2, %low};
-  @%go st.relaxed.sys.global.b64 [%words], %word;
+  mov.b32 %one, 1;
+  mov.b64 %word, {%one, $2};
+  @%go red.relaxed.gpu.global.add.u64 [$1], %word;
   mov.b32 $0, 0;
 }""")
 
@@ -194,9 +191,9 @@ def enter(epoch, SM: tl.constexpr):
 
 
 @triton.jit
-def mark(counter, call):
+def mark(words, call):
     """Say that the device has come to this call, where it is one: see `device_marks`. Behind `enter`, in every thread."""
-    tl.inline_asm_elementwise(_MARK, "=r,l,r", [counter, call], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_MARK, "=r,l,r", [words, call], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

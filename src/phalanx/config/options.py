@@ -265,8 +265,9 @@ class EngineOptions(BaseModel):
     )
     device_progress: bool = Field(
         False,
-        description="Have kernels tell the host to which collective a GPU came last, so that the error of a stuck rank names it, "
-        "in CUDA graphs too. Without it the rank and the step are named. Ranks on CPU always tell. Off: it has not met GPUs yet.",
+        description="Have kernels count the collectives that a GPU has come to, so that the error of a stuck rank names the last "
+        "one, in CUDA graphs too. Without it the rank and the step are named. Ranks on CPU always tell. Off: what it costs on GPUs "
+        "has not been measured.",
     )
     start_timeout: float = Field(600.0, gt=0, description="Seconds within which all ranks must have started.")
 

@@ -6,15 +6,15 @@ A call is one number: the layer, the group and the operation. Ranks of one tenso
 in one order: `executor.stuck` compares them.
 
 On CPU a call is recorded when it is made. On GPUs it is recorded when it is queued, or captured in a graph, and then added at each
-replay. How far the device has come in these records, it says itself: the first kernel of a call writes the call's number and a
-count to the host (`comm.device_marks`).
+replay. How far the device has come in these records, it says itself: the first kernel of a call counts it
+(`comm.device_marks`).
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -67,12 +67,16 @@ def in_layer(layer: int) -> str:
 
 
 class DevicePlace(NamedTuple):
-    """What a device last said. step: that it runs. entered: calls of this step whose first kernel has begun; more than
-    the host has recorded where the device's words do not belong together. call: the last one."""
+    """What a device last said. step: that it runs. entered: calls of this step whose first kernel has begun. total: the sum of
+    their numbers as kernels have them (`take_call`), modulo 2^32."""
 
     step: int
     entered: int
-    call: int
+    total: int
+
+    def fits(self, recorded: Sequence[int]) -> bool:
+        """Whether the first `entered` of these calls are those that it has come to."""
+        return self.entered <= len(recorded) and sum(recorded[: self.entered]) << 4 & 0xFFFFFFFF == self.total
 
 
 class ReportingDevice(Protocol):
@@ -81,7 +85,8 @@ class ReportingDevice(Protocol):
     def begin(self, step: int) -> None:
         """Queue the beginning of a step."""
 
-    def read(self) -> DevicePlace: ...
+    def read(self) -> DevicePlace | None:
+        """Where it is in a step that is late; None while it was not asked."""
 
 
 class Place(NamedTuple):
@@ -167,14 +172,11 @@ class RankProgress:
         if self.device is None:
             return Place(self.step, self.finished, self.layer, self.inside > 0, self.queued, self.packed_calls, False)
         at = self.device.read()
-        recorded = self._recorded.get(at.step)
-        if recorded is None:
-            recorded = array(_WORD)  # of a step that has ended
-        elif at.entered > len(recorded):  # then its place is unknown: as on a GPU that does not say it
+        recorded = None if at is None else self._recorded.get(at.step)
+        if at is None or (recorded is not None and not at.fits(recorded)):  # as on a GPU that does not say its place
             return Place(self.step, self.finished, self.layer, self.inside > 0, self.queued, b"", False)
+        recorded = recorded or array(_WORD)  # none: the step has ended
         calls = recorded[: at.entered]
-        if calls and calls[-1] != at.call >> 4:
-            calls[-1] = at.call >> 4  # it left out calls that the host has queued
         queued = len(recorded) > at.entered or self.step > at.step or self.queued
         layer = calls[-1] >> 8 if calls else BEFORE_LAYERS
         return Place(at.step, self.finished, layer, len(calls) > 0, queued, pack(calls), True)
