@@ -39,12 +39,14 @@ RANGES = {
     "requests": Range(0, 10_000_000),
     "slo_ttft": _POSITIVE, "slo_tpot": _POSITIVE, "slo_part": Range(0, 1, above=True), "gpu_hour": _TIME, "path_ms": _TIME,
     "event_us": _TIME, "speed": Range(0.001, 1_000_000), "verify_plans": Range(1), "seconds": _POSITIVE,
+    "acceptance_length": Range(1), "seed": Range(-math.inf),
 }  # fmt: skip
 """By flag. Burst and search take seconds at the most `concurrency` and GPUs, and would not end far beyond."""
 
 
 def require(flags: Mapping[str, Any]) -> None:
-    """Raise OptionError for the first number of these flags that is outside of its range. None: not given."""
+    """Raise OptionError for the first number of these flags that is outside of its range, KeyError for one that has none here. None:
+    not given."""
     for name, value in flags.items():
-        if name in RANGES and value is not None and not RANGES[name].holds(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and not RANGES[name].holds(value):
             raise OptionError(f"{name}={value} is out of range", next=f"give {RANGES[name]}")
