@@ -45,8 +45,8 @@ RANGES = {
 
 
 def require(flags: Mapping[str, Any]) -> None:
-    """Raise OptionError for the first number of these flags that is outside of its range, KeyError for one that has none here. None:
-    not given."""
+    """Raise OptionError for the first number of these flags that is outside of its range. None: not given. A number without
+    a range is a KeyError."""
     for name, value in flags.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and not RANGES[name].holds(value):
             raise OptionError(f"{name}={value} is out of range", next=f"give {RANGES[name]}")
