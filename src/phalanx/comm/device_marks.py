@@ -63,7 +63,7 @@ class DeviceMarks:
         self._progress = progress
         self._words = torch.zeros(4, dtype=torch.int64, device=device)
         self._copy = torch.zeros(4, dtype=torch.int64, pin_memory=on_gpu)
-        self._seen: tuple[DevicePlace, tuple[int, int]] | None = None  # at which place of the host
+        self._last: tuple[DevicePlace, tuple[int, int]] | None = None  # with the host's place at that time
         self._sm = 0
         if on_gpu:
             properties = torch.cuda.get_device_properties(device)
@@ -80,8 +80,8 @@ class DeviceMarks:
 
     def read(self) -> DevicePlace | None:
         """As ReportingDevice."""
-        seen = self._seen
-        return seen[0] if seen is not None and seen[1] == self._host_place() else None
+        last = self._last
+        return last[0] if last is not None and last[1] == self._host_place() else None
 
     def look(self) -> None:
         """Copy the words: `read` gives the place in them until the host begins or finishes a step."""
@@ -94,7 +94,7 @@ class DeviceMarks:
                 time.sleep(0.001)
         count, step, *before = self._copy.tolist()
         calls = count - before[step % 2]
-        self._seen = DevicePlace(step, calls & 0xFFFFFFFF, calls >> 32 & 0xFFFFFFFF), host
+        self._last = DevicePlace(step, calls & 0xFFFFFFFF, calls >> 32 & 0xFFFFFFFF), host
 
     def _host_place(self) -> tuple[int, int]:
         return self._progress.step, self._progress.finished
@@ -112,7 +112,7 @@ class DeviceMarks:
                         self.look()
         except Exception as error:
             log.warning("the GPU's place in late steps is not read any more: %s", str(error).partition("\n")[0])
-            self._seen = None
+            self._last = None
 
     def of_kernel(self) -> tuple[int, ...]:
         """As Marks."""
