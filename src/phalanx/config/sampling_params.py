@@ -133,6 +133,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for text in self.stops:
             if not isinstance(text, str) or not text:
                 raise OptionError(f"stop={text!r} is not valid", why="a stop string has at least one character")
+            _require_unicode("stop", text)
         _require_type("stop_token_ids", self.stop_token_ids, (list, tuple, NoneType), "a list of token ids")
         for token in self.stop_token_ids or ():
             _require_integer("stop_token_ids", token, 0, MAX_TOKEN_COUNT)
@@ -179,6 +180,18 @@ def _require_integer(name: str, value: Any, low: int, high: int) -> None:
 def _require_type(name: str, value: Any, kinds: tuple[type, ...], expected: str) -> None:
     if not isinstance(value, kinds):
         raise OptionError(f"{name}={value!r} is not valid", why=f"it must be {expected}")
+    if isinstance(value, str):
+        _require_unicode(name, value)
+
+
+def _require_unicode(name: str, text: str) -> None:
+    """A message to the engine is UTF-8, which has no surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            f"{name}={text!r} is not valid", why=f"character {error.start} is a surrogate, which UTF-8 does not have"
+        ) from None
 
 
 def _require_number(name: str, value: Any, low: float, high: float, *, open_below: bool = False) -> None:
