@@ -315,7 +315,7 @@ class _EngineCollector(Collector):
         yield self._gauge("kv_host_usage_perc", "Share of the KV blocks of host memory that have content, 0 to 1.", {(): usage})
         copies = {("out",): counters.host_saved, ("in",): counters.host_loaded}
         yield self._count("kv_host_block_copies", "KV blocks copied to host memory and back.", copies, "direction")
-        lost = "KV blocks that left the device uncopied, since the step had its copies."
+        lost = "KV blocks that left the device uncopied, since the step had its copies or no slot."
         yield self._count("kv_host_dropped_blocks", lost, {(): counters.host_dropped})
         if counters.host_states:
             usage = counters.host_states_used / counters.host_states

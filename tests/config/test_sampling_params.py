@@ -46,7 +46,8 @@ def test_an_integer_is_accepted_or_rejected_by_name(name, value):
         ("logit_bias", {-1: 0.0}), ("logit_bias", {1: math.nan}), ("logit_bias", {1: 101.0}), ("seed", 2**63), ("seed", 1.5),
         ("prompt_logprobs", 21), ("n", 0), ("n", 10**9), ("stop", 5), ("stop", ("",)), ("stop_token_ids", 5), ("logit_bias", [1]),
         ("logit_bias", {"1": 1.0}), ("structured_output", {"regex": "a"}), ("ignore_eos", "no"), ("detokenize", None),
-        ("cache_salt", "\ud800"), ("cache_salt", ""), ("cache_salt", b"a"), ("stop", "a\udfff"), ("stop", ["a", "\ud800"]), ("adapter", "\ud800"),
+        ("cache_salt", "\ud800"), ("cache_salt", ""), ("cache_salt", b"a"),
+        ("stop", "a\udfff"), ("stop", ["a", "\ud800"]), ("adapter", "\ud800"),
     ],
 )  # fmt: skip
 def test_bad_values(name, value):

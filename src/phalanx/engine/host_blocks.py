@@ -35,7 +35,7 @@ def entry_of(slot: int) -> int:
 
 class HostBlocks:
     """The slots 0 .. count-1 of one dp index. bound: copies out of one step. Counts of blocks since the start: saved, loaded:
-    copied out and in; dropped: not copied out, since the step had its copies."""
+    copied out and in; dropped: not copied out, since the step had its copies or reads what would give way."""
 
     def __init__(self, count: int, bound: int = 1 << 62) -> None:
         self.count, self._bound, self._room = count, bound, bound
@@ -66,15 +66,16 @@ class HostBlocks:
         if key in self._slots:
             self._slots.move_to_end(key)
             return
-        if not self._room:
+        slot = None
+        if self._room:
+            slot = self._free.pop() if self._free else self._evicted()
+        if slot is None:
             self.dropped += self.count > 0
             return
-        slot = self._free.pop() if self._free else self._evicted()
-        if slot is not None:
-            self._room -= 1
-            self._slots[key] = slot
-            self._generations[slot] += 1
-            self._out[slot] = block
+        self._room -= 1
+        self._slots[key] = slot
+        self._generations[slot] += 1
+        self._out[slot] = block
 
     def allow(self, count: int) -> None:
         """The next step may have so many more copies out."""

@@ -277,7 +277,7 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     host_hits: int = 0  # of prefix_hits, the tokens whose blocks came from host memory
     host_saved: int = 0  # blocks that were copied there
     host_loaded: int = 0  # and back
-    host_dropped: int = 0  # that left the device and were not copied, since the step had its copies
+    host_dropped: int = 0  # that left the device and were not copied, since the step had its copies or no slot
     host_states: int = 0  # states of prefixes that host memory may hold
     host_states_used: int = 0
     stalled: str = ""  # why work waits and no step ends; empty while steps do, or there is no work
