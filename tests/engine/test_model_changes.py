@@ -17,7 +17,9 @@ from phalanx.engine.messages import (
     GiveMemory,
     ModelState,
     ReadWeights,
+    RequestMode,
     RequestRejected,
+    RequestUpdate,
     RowResult,
     Sleep,
     Step,
@@ -119,6 +121,76 @@ def test_a_held_request_can_be_aborted_and_sleep_rejects_it() -> None:
     assert (rejected.request_id, rejected.error["kind"]) == ("two", "EngineAsleep")
     assert engine.works() == [GiveMemory(keep=False), EndChange(True)]
     assert engine.scheduler.idle
+
+
+def ended(engine: Engine) -> list[tuple[str, str | None]]:
+    return [(message.request_id, message.finish_reason) for message in engine.sent if isinstance(message, RequestUpdate)]
+
+
+@pytest.mark.parametrize("change", [Sleep(1, "abort"), UpdateWeights("new", "abort")])
+def test_kept_requests_end_where_that_is_asked_for(change: Sleep | UpdateWeights) -> None:
+    engine = Engine()
+    engine.scheduler.add(AddRequest("kept", [1, 2, 3], SamplingParams()))
+    engine.changes.add(Sleep(1, "keep"))
+    engine.works()
+    assert engine.state.kept == 1
+    engine.changes.add(UpdateWeights("new"))
+    assert "wake up, or end them with mode 'abort'" in str(engine.state.error)
+    engine.changes.add(change)
+    engine.works()
+    assert ended(engine) == [("kept", "abort")]
+    assert (engine.state.error, engine.state.kept, engine.state.level) == (None, 0, 1)
+    assert engine.scheduler.idle
+    engine.changes.add(UpdateWeights("new"))
+    engine.works()
+    assert engine.state.error is None
+
+
+def test_a_kept_request_whose_client_has_left_keeps_no_new_weights_away() -> None:
+    engine = Engine()
+    engine.scheduler.add(AddRequest("kept", [1, 2, 3], SamplingParams()))
+    engine.changes.add(Sleep(2, "keep"))
+    engine.works()
+    engine.scheduler.abort("kept")
+    engine.changes.add(UpdateWeights("new"))
+    engine.works()
+    assert (engine.state.error, engine.state.kept, engine.state.generation) == (None, 0, 1)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_sleep_that_ends_requests_does_not_wait_for_them_behind_another_change(mode: RequestMode) -> None:
+    engine = Engine()
+    for name in ("runs", "waits"):
+        engine.scheduler.add(AddRequest(name, [1, 2, 3], SamplingParams(max_tokens=40)))
+        if name == "runs":
+            running = engine.scheduler.schedule()
+    engine.changes.add(UpdateWeights("new"))
+    check = engine.changes.next_step()
+    engine.scheduler.process_result(StepResult(running.number, [[RowResult([5])]]))
+    assert check is not None
+    engine.end(check, {0: WorkResult()})
+    assert engine.changes.next_step() is None, "it waits for the request that runs"
+    engine.changes.add(Sleep(1, mode))
+    assert ended(engine) == ([("runs", "abort")] if mode == "abort" else [])
+    if mode == "abort":
+        assert engine.works() == [ReadWeights("new"), EndChange(True), GiveMemory(keep=True), EndChange(True)]
+        assert [message.request_id for message in engine.sent if isinstance(message, RequestRejected)] == ["waits"]
+
+
+def test_an_update_that_ends_requests_leaves_those_that_no_step_has_begun() -> None:
+    engine = Engine()
+    for name in ("runs", "waits"):
+        engine.scheduler.add(AddRequest(name, [1, 2, 3], SamplingParams(max_tokens=40)))
+        if name == "runs":
+            running = engine.scheduler.schedule()
+    engine.changes.add(UpdateWeights("new", "abort"))
+    check = engine.changes.next_step()
+    engine.scheduler.process_result(StepResult(running.number, [[RowResult([5])]]))
+    assert check is not None
+    engine.end(check, {0: WorkResult()})
+    assert ended(engine) == [("runs", "abort")]
+    assert engine.works() == [ReadWeights("new"), EndChange(True)]
+    assert engine.scheduler.open_ids == ["waits"]
 
 
 def test_the_prefix_cache_is_forgotten_with_the_weights_that_made_it() -> None:

@@ -112,10 +112,34 @@ def test_sleep_while_an_answer_streams(served, http, mode):
         assert (chunks[-1], errors) == ("length", [])
 
 
+def test_kept_requests_can_be_ended_so_that_weights_may_change(served, http, folder):
+    errors: list[openai.APIError] = []
+    begun = threading.Event()
+
+    def stream() -> None:
+        with served.openai() as client:
+            try:
+                for _ in client.completions.create(stream=True, **LONG):
+                    begun.set()
+            except openai.APIError as error:
+                errors.append(error)
+
+    reader = threading.Thread(target=stream)
+    reader.start()
+    assert begun.wait(30)
+    assert http.post("/sleep", params={"mode": "keep"}).json()["kept_requests"] == 1
+    refused = http.post("/weights/update", json={"model_path": str(folder)})
+    assert "end them with mode 'abort'" in refused.json()["error"]["message"]
+    assert http.post("/sleep", params={"mode": "abort"}).json()["kept_requests"] == 0
+    reader.join(30)
+    assert "the server stopped the completion" in str(errors[0])
+    http.post("/weights/update", json={"model_path": str(folder)}).raise_for_status()
+
+
 def test_weights_change_without_a_new_start(http, folder):
     answer = http.post("/weights/update", json={"model_path": str(folder), "mode": "abort"})
-    assert answer.json()["weights_generation"] == 1
-    assert http.get("/is_sleeping").json()["weights_generation"] == 1
+    assert answer.json()["weights_generation"] == 2
+    assert http.get("/is_sleeping").json()["weights_generation"] == 2
 
 
 def test_sigterm_ends_a_sleeping_server_in_order(served, http):

@@ -74,7 +74,11 @@ class ModelChanges:
     # ---- what the loop asks ------------------------------------------------------------------------------------------
 
     def add(self, message: ModelChange) -> None:
-        """Make this change after those that came before."""
+        """Make this change after those that came before. A sleep that ends requests does so at once, where another change waits for
+        them."""
+        waits = self._change is not None and self._change.stage == "drain"
+        if waits and isinstance(message, Sleep) and message.mode == "abort" and message.level in LEVELS:
+            self._abort_begun()
         self._coming.append(message)
         self._begin_next()
 
@@ -157,7 +161,8 @@ class ModelChanges:
                     raise RequestError(
                         f"level={message.level} is no level of sleep", next="use 1 (weights to host memory) or 2 (discarded)"
                     )
-                return state.weights or state.kv_cache or message.level > state.level
+                ends = message.mode == "abort" and self._kept > 0
+                return ends or state.weights or state.kv_cache or message.level > state.level
             case WakeUp():
                 return (message.weights and not state.weights) or (message.kv_cache and not state.kv_cache)
             case UpdateWeights():
@@ -166,30 +171,36 @@ class ModelChanges:
                         "mode='keep' is not possible for new weights",
                         why="a request would be answered by a mix of old and new ones", next="use 'wait' or 'abort'",
                     )  # fmt: skip
-                if state.kept:
+                if self._kept and message.mode != "abort":
                     raise RequestError(
-                        f"{state.kept} requests were kept by the sleep, and go on after the wake-up",
-                        why="they would be answered by a mix of old and new weights", next="wake up, or sleep with another mode",
+                        f"{self._kept} requests were kept by the sleep, and go on after the wake-up",
+                        why="they would be answered by a mix of old and new weights", next="wake up, or end them with mode 'abort'",
                     )  # fmt: skip
                 return True
 
     def _drain(self, change: _Change) -> None:
         """Deal with the requests that run or wait."""
         change.stage = "drain"
-        if isinstance(change.message, WakeUp) or self.state.level:
-            return
         scheduler, mode = self._scheduler, _mode(change.message)
-        if mode == "keep":
-            return
-        scheduler.hold()
-        if isinstance(change.message, Sleep):
-            for request in list(scheduler.held_requests):
-                scheduler.abort(request.id)
-                self._send(RequestRejected(request.id, _asleep(0).to_wire()))
+        if not (isinstance(change.message, WakeUp) or self.state.level or mode == "keep"):
+            scheduler.hold()
+            if isinstance(change.message, Sleep):
+                for request in list(scheduler.held_requests):
+                    scheduler.abort(request.id)
+                    self._send(RequestRejected(request.id, _asleep(0).to_wire()))
         if mode == "abort":
-            for id in scheduler.begun_ids:
-                scheduler.abort(id)
-                self._send(RequestUpdate(id, [], finish_reason="abort"))
+            self._abort_begun()
+
+    def _abort_begun(self) -> None:
+        """End the requests that no change holds."""
+        for id in self._scheduler.begun_ids:
+            self._scheduler.abort(id)
+            self._send(RequestUpdate(id, [], finish_reason="abort"))
+
+    @property
+    def _kept(self) -> int:
+        """Requests that go on after the wake-up: asleep, there are no others."""
+        return len(self._scheduler.open_ids) if self.state.level else 0
 
     def _is_drained(self, change: _Change) -> bool:
         scheduler = self._scheduler
@@ -228,7 +239,6 @@ class ModelChanges:
             state.bytes, state.seconds = change.freed, self._clock() - change.began
             match message:
                 case Sleep():
-                    state.kept = state.kept or len(self._scheduler.open_ids)
                     level = message.level if state.weights else max(message.level, state.level)  # discarded ones stay so
                     state.level, state.weights, state.kv_cache = level, False, False
                     self._scheduler.forget_prefixes()
@@ -241,7 +251,7 @@ class ModelChanges:
                     self._scheduler.forget_prefixes()
                     self._weights_read()
             if state.weights and state.kv_cache:
-                state.level = state.kept = 0
+                state.level = 0
         if not state.level:
             self._scheduler.resume()
         self._answer(change.error)
@@ -258,6 +268,7 @@ class ModelChanges:
                 what,
                 ", ".join(f"rank {rank} {n:,} bytes" for rank, n in state.bytes.items()) or "nothing",
             )
+        state.kept = self._kept
         self._send(msgspec.structs.replace(state, error=None if error is None else error.to_wire()))
 
 
