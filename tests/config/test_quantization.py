@@ -177,8 +177,8 @@ def test_which_layers_are_left_out(declared: dict[str, Any], covered: str | None
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ({**GPTQ, "group_size": 48}, "group_size=48"),
         ({**GPTQ, "dynamic": {"mlp.(": {}}}, "is no regular expression"),
-        ({**GPTQ, "dynamic": {"+:.*down": {"bits": 8}}}, "bits=8"),
-        (packed("num_bits", 8), "num_bits=8"),
+        ({**GPTQ, "dynamic": {"+:.*down": {"bits": 2}}}, "bits=2"),
+        (packed("num_bits", 3), "num_bits=3"),
         (packed("type", "float"), "type='float'"),
         (packed("strategy", "tensor"), "strategy='tensor'"),
         (packed("actorder", "odd"), "actorder='odd'"),
@@ -302,6 +302,10 @@ def test_what_runs_as_one_product_is_quantized_as_one() -> None:
         ({**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}, Int4("gptq", 128, zeros=True)),  # T1
         ({**GPTQ, "desc_act": True}, Int4("gptq", 128, by_index=True)),
         ({**GPTQ, "desc_act": True, "group_size": -1}, Int4("gptq", 0)),
+        ({**GPTQ, "bits": 8}, Int4("gptq", 128, bits=8)),
+        ({**GPTQ, "bits": 8, "sym": False}, Int4("gptq", 128, zeros=True, zero_offset=1, bits=8)),
+        (packed("num_bits", 8), Int4("packed", 128, bits=8)),
+        (packed("num_bits", None), Int4("packed", 128, bits=8)),
     ],
 )
 def test_weights_of_4_bit_integers(declared: dict[str, Any], int4: Int4) -> None:

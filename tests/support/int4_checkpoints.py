@@ -41,11 +41,13 @@ class Form:
     order: str = "none"
     stored_zero: int = 0
     """What is added to a zero before it is stored."""
+    bits: int = 4
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 def quantize(form: Form, weight: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """weight [out, in] -> codes 0..15 [out, in], scales fp16 [out, groups], zeros [out, groups], groups [in], what it means."""
+    """weight [out, in] -> codes 0..15, or 0..255, [out, in], scales fp16 [out, groups], zeros [out, groups], groups [in], what it
+    means."""
     out, columns = weight.shape
     group = columns if form.group == -1 else form.group
     index = torch.arange(columns) // group
@@ -54,37 +56,40 @@ def quantize(form: Form, weight: Tensor, name: str) -> tuple[Tensor, Tensor, Ten
         index = index[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))]
     count = int(index.max()) + 1
     codes, meant = torch.empty(out, columns, dtype=torch.int64), torch.empty(out, columns)
-    scales, zeros = torch.empty(out, count), torch.full((out, count), 8)
+    scales, zeros = torch.empty(out, count), torch.full((out, count), 1 << form.bits - 1)
+    most = (1 << form.bits) - 1
     for each in range(count):
         values = weight[:, index == each]
         if form.symmetric:
-            scales[:, each] = values.abs().amax(-1) / 7.5
+            scales[:, each] = values.abs().amax(-1) / (most / 2)
         else:
             low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
-            scales[:, each] = (high - low) / 15
-            zeros[:, each] = torch.round(-low / scales[:, each]).clamp(1, 15).to(torch.int64)
+            scales[:, each] = (high - low) / most
+            zeros[:, each] = torch.round(-low / scales[:, each]).clamp(1, most).to(torch.int64)
         scale, zero = scales[:, each].half().float().unsqueeze(-1), zeros[:, each].unsqueeze(-1)
-        codes[:, index == each] = (torch.round(values / scale) + zero).clamp(0, 15).to(torch.int64)
+        codes[:, index == each] = (torch.round(values / scale) + zero).clamp(0, most).to(torch.int64)
         meant[:, index == each] = (codes[:, index == each] - zero) * scale
     return codes, scales.half(), zeros, index, meant
 
 
-def words(nibbles: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """nibbles [rows, 8 n] -> int32 [rows, n]: nibble i of a word is value order[i] of its eight. Short rows end in zeros."""
-    rows, columns = nibbles.shape
-    padded = torch.zeros(rows, -(-columns // 8) * 8, dtype=torch.int64)
-    padded[:, :columns] = nibbles
-    total = torch.zeros(rows, padded.shape[1] // 8, dtype=torch.int64)
-    for nibble, column in enumerate(order):
-        total += padded[:, column::8] << 4 * nibble
+def words(values: Tensor, order: tuple[int, ...] = tuple(range(8)), bits: int = 4) -> Tensor:
+    """values of 4 bits [rows, 8 n], or of 8 [rows, 4 n] -> int32 [rows, n]: part i of a word is value order[i] of it. Short rows
+    end in zeros."""
+    rows, columns = values.shape
+    each = 32 // bits
+    padded = torch.zeros(rows, -(-columns // each) * each, dtype=torch.int64)
+    padded[:, :columns] = values
+    total = torch.zeros(rows, padded.shape[1] // each, dtype=torch.int64)
+    for part, column in enumerate(order[:each]):
+        total += padded[:, column::each] << bits * part
     return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
 
 
 def packed(form: Form, weight: Tensor, name: str) -> Encoded:
     codes, scales, zeros, index, meant = quantize(form, weight, name)
-    tensors = {"weight_packed": words(codes), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    tensors = {"weight_packed": words(codes, bits=form.bits), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
     if not form.symmetric:
-        tensors["weight_zero_point"] = words(zeros.t()).t()
+        tensors["weight_zero_point"] = words(zeros.t(), bits=form.bits).t()
     if form.order == "shuffled":
         tensors["weight_g_idx"] = index.to(torch.int32)
     return tensors, meant
@@ -98,7 +103,10 @@ def awq(form: Form, weight: Tensor, name: str) -> Encoded:
 
 def gptq(form: Form, weight: Tensor, name: str) -> Encoded:
     codes, scales, zeros, index, meant = quantize(form, weight, name)
-    tensors = {"qweight": words(codes).t(), "qzeros": words((zeros + form.stored_zero).t() & 15), "scales": scales.t()}
+    tensors = {
+        "qweight": words(codes, bits=form.bits).t(),
+        "qzeros": words((zeros + form.stored_zero).t() & (1 << form.bits) - 1, bits=form.bits), "scales": scales.t(),
+    }  # fmt: skip
     if form.order != "none":
         tensors["g_idx"] = index.to(torch.int32)
     return tensors, meant
@@ -139,6 +147,12 @@ FORMS = {
     ),
     "gptq desc_act (T3)": Form(
         {**_GPTQ, "sym": False, "desc_act": True}, gptq, 32, symmetric=False, order="shuffled", stored_zero=-1
+    ),
+    "packed 8 bit": Form(compressed(128, num_bits=8), packed, 128, bits=8),
+    "packed 8 bit channel with zeros": Form(compressed(-1, symmetric=False, num_bits=8), packed, -1, symmetric=False, bits=8),
+    "gptq 8 bit": Form({**_GPTQ, "bits": 8}, gptq, 32, order="listed", stored_zero=-1, bits=8),
+    "gptq 8 bit desc_act": Form(
+        {**_GPTQ, "bits": 8, "sym": False, "desc_act": True}, gptq, 32, symmetric=False, order="shuffled", stored_zero=-1, bits=8
     ),
     "gptq channel": Form({**_GPTQ, "group_size": -1, "desc_act": True}, gptq, -1, order="listed", stored_zero=-1),
 }  # fmt: skip

@@ -19,13 +19,13 @@ GROUP_UNIT = 32
 
 @dataclass(frozen=True)
 class Int4:
-    """Weights of 4-bit integers: value = (stored - zero) * scale.
+    """Weights of 4-bit integers: value = (stored - zero) * scale; or of 8 bits, which are run as two of 4.
 
     form: how a checkpoint has them: "packed" (compressed-tensors), "awq", "gptq"; "load": it has 16 bit.
     group: columns that share a scale; 0: all of a row.
-    zeros: each scale has a zero beside it; else every zero is 8.
+    zeros: each scale has a zero beside it; else every zero is 8, or 128.
     by_index: a list says which group a column is of (act order, g_idx); else groups are of neighbours.
-    zero_offset: what is added to a stored zero, modulo 16.
+    zero_offset: what is added to a stored zero, modulo 2 ** bits.
     """
 
     form: Int4Form
@@ -33,6 +33,7 @@ class Int4:
     zeros: bool = False
     by_index: bool = False
     zero_offset: int = 0
+    bits: int = 4
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -88,7 +89,9 @@ class Quantization:
 
     @property
     def stored(self) -> str:
-        """What holds a weight: "FP8", "INT4", "INT8", "MXFP4" or "NVFP4"."""
+        """What holds a weight: "FP8", "INT4", "INT8", "W8A16" (integers, with activations in 16 bit), "MXFP4" or "NVFP4"."""
+        if self.int4 is not None and self.int4.bits == 8:
+            return "W8A16"
         return "FP8" if self.weights in _FP8 else self.weights.upper()
 
     @property

@@ -21,9 +21,9 @@ from phalanx.errors import ModelError
 SUPPORTED = (
     "supported are: modelopt (quant_algo FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4, W4A16_NVFP4, or MIXED_PRECISION of these), "
     "compressed-tensors (format float-quantized: 8-bit float weights per tensor, channel or block; activations none, dynamic, or "
-    "static per tensor; format pack-quantized: 4-bit integer weights per group or channel; format nvfp4-pack-quantized; "
+    "static per tensor; format pack-quantized: integer weights of 4 or 8 bits per group or channel; format nvfp4-pack-quantized; "
     "format int-quantized: 8-bit integers, symmetric, of weights per tensor or channel and of activations), fp8 "
-    "(weight_block_size, or one scale per tensor), awq (version gemm, 4 bit), gptq (4 bit), mxfp4 (the experts of gpt-oss)"
+    "(weight_block_size, or one scale per tensor), awq (version gemm, 4 bit), gptq (4 or 8 bit), mxfp4 (the experts of gpt-oss)"
 )
 
 TABLES = {
@@ -65,6 +65,7 @@ _MODELOPT: dict[str, tuple[Weights, Activations]] = {
     "W4A16_NVFP4": ("nvfp4", "none"),
 }  # fmt: skip
 """quant_algo -> weights and activations. NVFP4 is run with activations in 16 bit."""
+_BITS = "integer weights with activations in 16 bit are read in 4 and 8 bits"
 _HEAD: tuple[str, ...] = (r"lm_head\Z",)
 """What the tools of AWQ, and of GPTQ and FP8 where nothing is said of it, leave in 16 bit."""
 _GROUP_FORMATS = ("float-quantized", "pack-quantized", "nvfp4-pack-quantized", "int-quantized")
@@ -244,7 +245,7 @@ def _scheme(group: JsonFields, default: str, plain: Quantization) -> Quantizatio
     form = group.text("format", default)
     if form == "pack-quantized":
         if group.optional_mapping("input_activations") is not None:
-            raise _unsupported(group, "input_activations", "with 4-bit weights, activations must be in 16 bit")
+            raise _unsupported(group, "input_activations", "with such weights, activations must be in 16 bit")
         return replace(plain, weights="int4", int4=_packed_int4(group))
     if form == "nvfp4-pack-quantized":
         for name in ("weights", "input_activations"):
@@ -285,21 +286,24 @@ def _require(scheme: JsonFields, why: str = "", **expected: Any) -> None:
 
 def _packed_int4(group: JsonFields) -> Int4:
     weights = _scheme_of(group, "weights", _INT4_SCHEME)
-    _require(weights, "integer weights are read in 4 bits", num_bits=4, type="int", dynamic=False)
+    bits = weights.value("num_bits")
+    _require(weights, _BITS, num_bits=8 if bits in (None, 8) else 4, type="int", dynamic=False)
     size = weights.value("group_size")
     strategy = weights.text("strategy", "tensor" if size is None else "channel" if size == -1 else "group")
     if strategy not in ("group", "channel"):
-        raise _unsupported(weights, "strategy", "4-bit integers have a scale for each group or channel")
+        raise _unsupported(weights, "strategy", "integers have a scale for each group or channel")
     order = weights.value("actorder")
     if order not in (None, False, True, "weight", "static", "group", "dynamic"):
         raise _unsupported(weights, "actorder")
     columns = 0 if strategy == "channel" else _columns(weights, "group_size")
-    return Int4("packed", columns, not weights.flag("symmetric", True), bool(columns) and order in (True, "group", "dynamic"))
+    by_index = bool(columns) and order in (True, "group", "dynamic")
+    return Int4("packed", columns, not weights.flag("symmetric", True), by_index, bits=4 if bits == 4 else 8)
 
 
 def _awq(config: JsonFields) -> Quantization:
     bits, size = config.either("bits", "w_bit"), config.either("group_size", "q_group_size")
-    _require_int4(config, bits, config.count(bits, 4))
+    if config.count(bits, 4) != 4:
+        raise _unsupported(config, bits, "AWQ is read in 4 bits")
     if config.text("version", "gemm").lower() != "gemm":
         raise _unsupported(config, "version")
     if not config.flag("zero_point", True):
@@ -328,16 +332,13 @@ def _gptq(config: JsonFields) -> Quantization:
 
 
 def _gptq_int4(config: JsonFields, form: str) -> Int4:
-    _require_int4(config, "bits", config.count("bits"))
+    bits = config.count("bits")
+    if bits not in (4, 8):
+        raise _unsupported(config, "bits", _BITS)
     columns = _columns(config, "group_size", 128)
     # The zeros of a symmetric file are 8, in whichever form it has them: some say "gptq" and mean "gptq_v2".
     zeros, offset = not config.flag("sym", True), 1 if form == "gptq" else 0
-    return Int4("gptq", columns, zeros, bool(columns) and config.flag("desc_act", False), offset if zeros else 0)
-
-
-def _require_int4(config: JsonFields, name: str, bits: int) -> None:
-    if bits != 4:
-        raise _unsupported(config, name, "integer weights are read in 4 bits")
+    return Int4("gptq", columns, zeros, bool(columns) and config.flag("desc_act", False), offset if zeros else 0, bits)
 
 
 def _columns(config: JsonFields, name: str, default: int | None = None) -> int:

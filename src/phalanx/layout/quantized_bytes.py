@@ -20,8 +20,10 @@ def scale_words(columns: int, group: int, *, zeros: bool, in_pairs: bool) -> tup
 def quantized_bytes(scheme: Quantization, rows: int, columns: int, *, in_pairs: bool) -> int:
     """Bytes of a weight [rows, columns], its scales among them. in_pairs: see `scale_words`."""
     if scheme.int4 is not None:  # see `kernels.gemm.int4_packing.Int4Weight`
-        rows, columns = _padded(rows, TILE_ROWS), _padded(columns, TILE_COLUMNS)
-        runs, words = scale_words(columns, scheme.int4.group or columns, zeros=scheme.int4.zeros, in_pairs=in_pairs)
+        eight = scheme.int4.bits == 8  # as two of 4, with zeros
+        inputs, rows, columns = columns, _padded(rows, TILE_ROWS), _padded(columns * scheme.int4.bits // 4, TILE_COLUMNS)
+        group = scheme.int4.group or (inputs if eight else columns)
+        runs, words = scale_words(columns, group, zeros=scheme.int4.zeros or eight, in_pairs=in_pairs)
         return rows * (columns // 2 + 4 * runs * words)
     if scheme.weights == "nvfp4":  # a scale of 16, and one of a row in fp32: see `kernels.moe.nvfp4_packing.Nvfp4Weight`
         return _padded(rows, GROUP_UNIT) * (_padded(columns, GROUP_UNIT) // 2 + _padded(columns, TILE_COLUMNS) // 16 + 4)

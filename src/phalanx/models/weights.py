@@ -35,7 +35,9 @@ from phalanx.models.checkpoint import (
     text_tensors,
 )
 from phalanx.models.decoder import Decoder
+from phalanx.models.layers.embedding import ParallelLMHead
 from phalanx.models.layers.kv_store import KvStore
+from phalanx.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.models.slices import LayerContext, Scale, Slice, Sliced
 
 logger = get_logger(__name__)
@@ -86,8 +88,8 @@ def files_of(model: Decoder, folder: Path) -> Located:
         located = text_tensors(located, shape.wrapper)
     located = respelled(located, declaration(shape).spellings)
     files = _without_mtp(by_model_names(located, known, tied=tied), shape)
-    files = _without_zero_biases(_without_unread(files, shape), known, shape)
-    _judge_head(model, files, folder)
+    files = _without_zeros(_without_unread(files, shape), known, shape)
+    _take_plain_layers(model, files, folder)
     require_known(files, known | {HEAD} if tied else known, shape.num_layers)
     return files
 
@@ -225,14 +227,31 @@ def _without_mtp(files: Located, shape: ModelShape) -> Located:
     return {name: file for name, file in files.items() if name not in skipped}
 
 
-def _judge_head(model: Decoder, files: Located, folder: Path) -> None:
-    """A head in 16 bit stays so, also where the configuration forgets to except it: files tell."""
-    quantization = model.shape.quantization
-    if quantization is None or quantization.head is None or model.lm_head is None or HEAD not in files:
+def _take_plain_layers(model: Decoder, files: Located, folder: Path) -> None:
+    """Dense layers and a head in 16 bit stay so, also where the configuration forgets to except them: files tell."""
+    quantization = model.context.quantization
+    if quantization is None:
         return
-    if not any(f"lm_head.{end}" in files for end in quantization.head.beside_weight):
-        logger.warning("%s has lm_head.weight in 16 bit, and its quantization does not except it: it stays in 16 bit", folder)
-        model.lm_head.take_plain()
+    layers: list[tuple[ColumnParallelLinear | RowParallelLinear | ParallelLMHead, list[str]]] = [
+        (layer, [part.name for part in layer.parts])
+        for layer in model.modules()
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and layer.method.input_quantizer is None
+    ]
+    layers += [] if model.lm_head is None or quantization.head is None else [(model.lm_head, ["lm_head"])]
+    plain = []
+    for layer, names in layers:
+        scheme = quantization.of(names[0])
+        if scheme is None or scheme.on_load:
+            continue
+        ends = (scheme.copied or scheme).beside_weight
+        if all(f"{name}.weight" in files and not any(f"{name}.{end}" in files for end in ends) for name in names):
+            layer.take_plain()
+            plain += [f"{name}.weight" for name in names]
+    if plain:
+        logger.warning(
+            "%s has %d weights in 16 bit that its quantization does not except, %s among them: they stay in 16 bit", folder,
+            len(plain), plain[0],
+        )  # fmt: skip
 
 
 def _without_unread(files: Located, shape: ModelShape) -> Located:
@@ -248,11 +267,12 @@ def _without_unread(files: Located, shape: ModelShape) -> Located:
     return left
 
 
-def _without_zero_biases(files: Located, known: Collection[str], shape: ModelShape) -> Located:
-    """The tensors without biases of zeros that tools for GPTQ wrote for layers that have no bias."""
-    if shape.quantization is None or shape.quantization.method != "gptq":
-        return files
-    extra = [name for name in files if name.endswith(".bias") and name not in known]
+def _without_zeros(files: Located, known: Collection[str], shape: ModelShape) -> Located:
+    """The tensors without those of zeros that tools write for layers that have none: biases of GPTQ, and zero points of symmetric
+    layers of compressed-tensors."""
+    ends = {"gptq": (".bias",), "compressed-tensors": (".weight_zero_point", ".input_zero_point")}
+    method = None if shape.quantization is None else shape.quantization.method
+    extra = [name for name in files if name.endswith(ends.get(method or "", ())) and name not in known]
     zero = set()
     for name in extra:
         with opened(files[name].file) as reader:

@@ -399,7 +399,7 @@ class Costs:
                 part = part / cs.block_experts
         else:
             nbytes, flops = float(gemm.weight_bytes), gemm.flops * tokens
-            fp8, int4 = gemm.stored == "FP8", gemm.stored == "INT4"
+            fp8, int4 = gemm.stored == "FP8", gemm.stored in ("INT4", "W8A16")
             peak, part = _reached_flops(gpu, cs, fp8, cs.e_flops), cs.e_bytes if fp8 else cs.e_bytes_16
             by_fp8 = self.quantize_activations and tokens > INT4_TOKENS and gpu.fp8_flops is not None
             if int4 and (by_fp8 or tokens <= INT4_TOKENS):

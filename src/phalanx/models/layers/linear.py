@@ -6,6 +6,7 @@ business of the layer's `method`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -16,8 +17,13 @@ from phalanx.models.layers.activation import Activation, NormOutput
 from phalanx.models.layers.linear_methods.adapted import adapted
 from phalanx.models.layers.linear_methods.batch_invariant import batch_invariant
 from phalanx.models.layers.linear_methods.choose import linear_method
+from phalanx.models.layers.linear_methods.method import LinearMethod
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext, Slice, Sliced, WeightPart
+
+
+def _method(parts: Sequence[WeightPart], context: LayerContext) -> LinearMethod:
+    return adapted(batch_invariant(linear_method(parts, context), context), context)
 
 
 class ColumnParallelLinear(Sliced):
@@ -29,8 +35,8 @@ class ColumnParallelLinear(Sliced):
 
     def __init__(self, parts: Sequence[WeightPart], *, bias: bool, context: LayerContext) -> None:
         super().__init__()
-        self.parts, self.row_order = tuple(parts), list[int]()
-        self.method = adapted(batch_invariant(linear_method(parts, context), context), context)
+        self.parts, self.row_order, self.context = tuple(parts), list[int](), context
+        self.method = _method(parts, context)
         self.bias = context.weight(self.method.out_features) if bias else None
 
     @classmethod
@@ -50,6 +56,10 @@ class ColumnParallelLinear(Sliced):
         """The operands of a GEMV that is fused with the op behind it, for x [1, in]. None for more tokens, and where the method
         refuses."""
         return self.method.gemv_args(x, self.bias) if x.shape[0] == 1 and self.method.fuses("gemv") else None
+
+    def take_plain(self) -> None:
+        """As `ParallelLMHead.take_plain`."""
+        self.method = _method(self.parts, replace(self.context, quantization=None))
 
     def loaded(self) -> None:
         if self.row_order:
@@ -81,7 +91,7 @@ class RowParallelLinear(Sliced):
         self.multiplier = multiplier
         self.output_norm: RmsNorm | None = None
         self.name, self.local, self.context, self.out_features = part.name, part.columns, context, part.shape[0]
-        self.method = adapted(batch_invariant(linear_method([part], context), context), context)
+        self.parts, self.method = (part,), _method([part], context)
         self.bias = context.weight(self.out_features) if bias else None
 
     @classmethod
@@ -111,6 +121,10 @@ class RowParallelLinear(Sliced):
             return norm.of_sum(total, residual)
         residual = residual + total
         return residual, residual
+
+    def take_plain(self) -> None:
+        """As `ParallelLMHead.take_plain`."""
+        self.method = _method(self.parts, replace(self.context, quantization=None))
 
     def partial_sum(self, x: Activation) -> Tensor:
         """x [T, in / tp] -> what this rank adds to the sum, [T, out]: for a block that adds other parts before the all-reduce."""

@@ -191,9 +191,12 @@ def test_every_tensor_is_read_or_its_absence_named(end: str, plain: Path, tmp_pa
         Formation(stored)
 
 
-def test_act_order_is_refused(plain: Path, tmp_path: Path) -> None:
+def test_act_order_and_8_bits_are_refused(plain: Path, tmp_path: Path) -> None:
     stored, _ = rewrite(plain, tmp_path, FORMS["packed act order"])
     with pytest.raises(ModelError, match=r"is an expert in act order.*desc_act=false"):
+        Formation(stored)
+    stored, _ = rewrite(plain, tmp_path / "8", FORMS["packed 8 bit"])
+    with pytest.raises(ModelError, match=r"is an expert in 8-bit integers.*in 4 bits"):
         Formation(stored)
 
 

@@ -20,7 +20,7 @@ from phalanx.kernels.gemm.int4_mm import FP8_MIN_TOKENS, int4_fp8_plain, int4_mm
 from phalanx.kernels.gemm.int4_packing import TILE_COLUMNS, TILE_ROWS, Int4Weight, dequantized, packed, reorder_rows, rows_of
 from phalanx.layout.quantized_bytes import scale_words
 from phalanx.models.layers.activation import Activation
-from phalanx.models.layers.linear_methods.int4_formats import Decoded, decoded, rounded, tensors
+from phalanx.models.layers.linear_methods.int4_formats import Decoded, decoded, halves, rounded, tensors
 from phalanx.models.layers.linear_methods.method import Fusion, LinearMethod
 from phalanx.models.slices import LayerContext, Slice, WeightPart
 
@@ -30,7 +30,10 @@ _DTYPES = {"I32": torch.int32, "I64": torch.int64}
 
 class Int4Linear(LinearMethod):
     """words, weight_scales: see `Int4Weight`. group: columns of a scale here. order [columns] int64: which input each column
-    multiplies, where columns are not in the order of inputs (act order, and slices that begin within a block of 32)."""
+    multiplies, where columns are not in the order of inputs (act order, and slices that begin within a block of 32).
+
+    Values of 8 bits are two of 4 (`int4_formats.halves`), which multiply the inputs twice.
+    """
 
     def __init__(
         self, parts: Sequence[WeightPart], context: LayerContext, memory: Sequence[Tensor] | None = None
@@ -38,14 +41,15 @@ class Int4Linear(LinearMethod):
         """memory: for words and scales, of an expert; act order over ranks needs more, and is refused there."""
         super().__init__(parts, context)
         self.int4, self.fp8 = _int4(context), context.int4_fp8
-        if memory is not None and self.int4.by_index:
+        if memory is not None and (self.int4.by_index or self.int4.bits == 8):
             raise ModelError(
-                f"{parts[0].name} is an expert in act order", held="act order is read for dense layers only",
-                next="use a checkpoint that was quantized with desc_act=false, or actorder='weight'",
+                f"{parts[0].name} is an expert in {'act order' if self.int4.by_index else '8-bit integers'}",
+                held="act order and 8-bit integers are read for dense layers only",
+                next="use a checkpoint in 4 bits that was quantized with desc_act=false, or actorder='weight'",
             )  # fmt: skip
         self.group = _whole_groups(self.int4, parts[0].columns)
         self.order: nn.Parameter | None = None
-        self.columns = self.in_features
+        self.columns = self.in_features * self.int4.bits // 4
         words, scales = memory or [context.weight(*each.shape, dtype=each.dtype) for each in self.memory_of(parts, context)]
         self.words, self.weight_scales = words, scales
         self._stored: dict[tuple[int, str], Tensor] = {}
@@ -54,9 +58,11 @@ class Int4Linear(LinearMethod):
     def memory_of(parts: Sequence[WeightPart], context: LayerContext) -> list[Tensor]:
         """Tensors like words and scales of these parts, on the meta device."""
         int4, in_pairs = _int4(context), context.dtype != torch.float32
-        rows, columns = sum(len(part.rows) for part in parts), _padded(len(parts[0].columns), TILE_COLUMNS)
+        rows, columns = sum(len(part.rows) for part in parts), _padded(len(parts[0].columns) * int4.bits // 4, TILE_COLUMNS)
         rows = _padded(rows, TILE_ROWS)
-        shape = scale_words(columns, _whole_groups(int4, parts[0].columns), zeros=int4.zeros, in_pairs=in_pairs)
+        shape = scale_words(
+            columns, _whole_groups(int4, parts[0].columns), zeros=int4.zeros or int4.bits == 8, in_pairs=in_pairs
+        )  # fmt: skip
         return [
             torch.empty(rows * columns // 4, dtype=torch.int16, device="meta"),
             torch.empty(*shape, rows, dtype=torch.int32 if in_pairs else torch.float32, device="meta"),
@@ -78,20 +84,23 @@ class Int4Linear(LinearMethod):
 
     def dequantized(self, dtype: torch.dtype, rows: slice) -> Tensor:
         values = dequantized(rows_of(self.weight, rows), dtype)
-        if self.order is None:
-            return values
-        return values.new_zeros(len(values), self.in_features).index_add_(1, self.order, values)  # what pads a group is 0
+        if self.order is not None:
+            return values.new_zeros(len(values), self.in_features).index_add_(1, self.order, values)  # what pads a group is 0
+        return values if self.int4.bits == 4 else values.view(len(values), 2, -1).sum(1)
 
     def _ordered(self, x: Activation) -> Tensor:
         assert isinstance(x, Tensor)
-        return x if self.order is None else x.index_select(1, self.order)
+        if self.order is not None:
+            return x.index_select(1, self.order)
+        return x if self.int4.bits == 4 else torch.cat([x, x], 1)
 
     @property
     def weight(self) -> Int4Weight:
         """As the kernels take it."""
         rows = self.weight_scales.shape[-1]
+        zeros = self.int4.zeros or self.int4.bits == 8
         return Int4Weight(
-            self.words, self.weight_scales, self.int4.zeros, rows, self.out_features, self.columns, self.group, self.dtype
+            self.words, self.weight_scales, zeros, rows, self.out_features, self.columns, self.group, self.dtype
         )  # fmt: skip
 
     def fuses(self, fusion: Fusion) -> bool:
@@ -134,7 +143,11 @@ class Int4Linear(LinearMethod):
             codes, scales = (torch.cat([self._stored[each, kind] for each in numbers]) for kind in ("codes", "scales"))
             self._stored.clear()
             self.order = None
-            self._pack(codes, scales, torch.full_like(scales, 8) if self.int4.zeros else None, self.group)
+            if self.int4.bits == 8:
+                groups = torch.arange(codes.shape[1], device=codes.device) // self.group
+                self._pack_ordered(halves(Decoded(codes << 4, scales / 16, None, groups)))
+            else:
+                self._pack(codes, scales, torch.full_like(scales, 8) if self.int4.zeros else None, self.group)
 
     def _require_finite(self, number: int, end: str, values: Tensor | None) -> None:
         if values is not None and values.is_floating_point() and not bool(torch.isfinite(values).all()):
@@ -156,7 +169,9 @@ class Int4Linear(LinearMethod):
         codes, scales = torch.cat([each.codes for each in every]), torch.cat([each.scales for each in every])
         zeros = torch.cat([each.zeros for each in every if each.zeros is not None]) if self.int4.zeros else None
         begin, size = self.parts[0].columns.start, self.int4.group
-        if not self.int4.by_index and (not size or (begin % GROUP_UNIT == 0)):
+        if self.int4.bits == 8:
+            self._pack_ordered(halves(Decoded(codes, scales, zeros, every[0].groups)))
+        elif not self.int4.by_index and (not size or (begin % GROUP_UNIT == 0)):
             if size:  # a group of the checkpoint may be several here, so that all are whole
                 which = torch.arange(-(-self.in_features // self.group), device=device) * self.group + begin % size
                 scales, zeros = scales[:, which // size], None if zeros is None else zeros[:, which // size]
@@ -173,7 +188,8 @@ class Int4Linear(LinearMethod):
         size = int(counts[0])
         equal = bool((counts[:-1] == size).all()) and int(counts[-1]) <= size
         if equal and (size in (GROUP_UNIT, 64) or size % TILE_COLUMNS == 0):
-            self.order = nn.Parameter(by_group, requires_grad=False)
+            moved = not torch.equal(by_group, torch.arange(len(by_group), device=by_group.device))
+            self.order = nn.Parameter(by_group % self.in_features, requires_grad=False) if moved else None
             self._pack(codes[:, by_group], scales[:, present], None if zeros is None else zeros[:, present], size)
             return
         blocks = (counts + GROUP_UNIT - 1) // GROUP_UNIT
@@ -189,7 +205,7 @@ class Int4Linear(LinearMethod):
         if zeros is not None:
             spread.copy_(zeros[:, of_block].to(torch.uint8).repeat_interleave(GROUP_UNIT, 1))
         spread[:, at] = codes[:, by_group]
-        self.order = nn.Parameter(order, requires_grad=False)
+        self.order = nn.Parameter(order % self.in_features, requires_grad=False)
         self._pack(spread, scales[:, of_block], None if zeros is None else zeros[:, of_block], GROUP_UNIT)
 
     def _pack(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> None:
@@ -212,7 +228,7 @@ class Int4Linear(LinearMethod):
         assert context.quantization is not None
         assert context.quantization.int4 is not None
         dtype = str(context.dtype).removeprefix("torch.")
-        line = f"weights are in 4-bit integers, and GEMMs run in {dtype}"
+        line = f"weights are in {context.quantization.int4.bits}-bit integers, and GEMMs run in {dtype}"
         if context.int4_fp8:
             line += f", of {FP8_MIN_TOKENS} tokens and more in FP8"
         if context.quantization.int4.form == "load":

@@ -2,7 +2,8 @@
 """What checkpoints with 4-bit integers hold for a layer, and what it means: `tensors` says which parts a rank reads, and `decoded`
 makes the same of each format.
 
-A word of 32 bits has eight values, from its lowest bits on. Along which dim they are packed, and in which order, is the format's.
+A word of 32 bits has eight values of 4 bits, or four of 8, from its lowest bits on. Along which dim they are packed, and in which
+order, is the format's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from phalanx.config.quantization import Int4
 from phalanx.errors import WeightError
 from phalanx.models.slices import WeightPart
 
-_WORD = 8  # values of a word
+_WORD_BITS = 32
 _CHUNK_ROWS = 4096  # rounded together, so that their copy in fp32 stays small
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each of eight neighbouring outputs
 _INTEGERS, _FLOATS = ("I32",), ("F16", "BF16", "F32")
@@ -36,7 +37,7 @@ class StoredPart(NamedTuple):
 
 class Decoded(NamedTuple):
     """Rows and columns of a rank, in their order: codes uint8 [rows, columns], scales [rows, groups], zeros [rows, groups] or None
-    for 8. groups [columns]: that of each column, among those of `scales`."""
+    for 8, or for 128 of values of 8 bits. groups [columns]: that of each column, among those of `scales`."""
 
     codes: Tensor
     scales: Tensor
@@ -49,8 +50,9 @@ def tensors(part: WeightPart, int4: Int4) -> list[StoredPart]:
     (outputs, inputs), rows, columns = part.shape, _span(part.rows), _span(part.columns)
     count = -(-inputs // (int4.group or inputs))
     groups = slice(0, count) if int4.by_index or not int4.group else _words(part.columns, int4.group)
-    row_words, column_words = _words(part.rows, _WORD), _words(part.columns, _WORD)
-    outputs_in_words, inputs_in_words = -(-outputs // _WORD), -(-inputs // _WORD)
+    word = _WORD_BITS // int4.bits
+    row_words, column_words = _words(part.rows, word), _words(part.columns, word)
+    outputs_in_words, inputs_in_words = -(-outputs // word), -(-inputs // word)
     index_dtypes = ("I32", "I64")
     if int4.form == "packed":
         parts = [
@@ -72,7 +74,7 @@ def tensors(part: WeightPart, int4: Int4) -> list[StoredPart]:
 
 def decoded(part: WeightPart, int4: Int4, stored: Mapping[str, Tensor]) -> Decoded:
     """What the tensors of `tensors` mean, by the ends of their names. Raises WeightError where they contradict config.json."""
-    begin, columns = part.columns.start, len(part.columns)
+    begin = part.columns.start
     positions = torch.arange(begin, part.columns.stop)
     first = 0 if int4.by_index or not int4.group else begin // int4.group
     groups = positions // int4.group - first if int4.group else torch.zeros_like(positions)
@@ -85,30 +87,45 @@ def decoded(part: WeightPart, int4: Int4, stored: Mapping[str, Tensor]) -> Decod
             f"{part.name}.g_idx does not list groups of {int4.group or part.shape[1]} neighbours",
             held="quantization_config has desc_act=false, which says that it does", next="use a checkpoint whose files agree",
         )  # fmt: skip
-    rows_at, columns_at = _inside(part.rows), slice(begin % _WORD, begin % _WORD + columns)
+    word, bits = _WORD_BITS // int4.bits, int4.bits
+    rows_at, columns_at = _inside(part.rows, word), _inside(part.columns, word)
     zeros: Tensor | None = None
     if int4.form == "packed":
         if (shape := tuple(stored["weight_shape"].tolist())) != part.shape:
             raise WeightError(f"{part.name}.weight_shape is {list(shape)}", held=f"config.json implies {list(part.shape)}")
-        codes, scales = unpacked(stored["weight_packed"], 1)[:, columns_at], stored["weight_scale"]
+        codes, scales = unpacked(stored["weight_packed"], 1, range(word), bits)[:, columns_at], stored["weight_scale"]
         if int4.zeros:
-            zeros = unpacked(stored["weight_zero_point"], 0)[rows_at]
+            zeros = unpacked(stored["weight_zero_point"], 0, range(word), bits)[rows_at]
     else:
-        places = _AWQ_PLACES if int4.form == "awq" else range(_WORD)
+        places = _AWQ_PLACES if int4.form == "awq" else range(word)
         weight, scales = stored["qweight"], stored["scales"].t()
-        codes = unpacked(weight, 1, places)[:, rows_at].t() if int4.form == "awq" else unpacked(weight, 0)[columns_at].t()
+        if int4.form == "awq":
+            codes = unpacked(weight, 1, places, bits)[:, rows_at].t()
+        else:
+            codes = unpacked(weight, 0, places, bits)[columns_at].t()
         if int4.zeros:
-            zeros = (unpacked(stored["qzeros"], 1, places)[:, rows_at].t() + int4.zero_offset) & 0xF
+            zeros = unpacked(stored["qzeros"], 1, places, bits)[:, rows_at].t() + int4.zero_offset & (1 << bits) - 1
     return Decoded(codes, scales, zeros, groups.to(codes.device))
 
 
-def unpacked(words: Tensor, dim: int, places: tuple[int, ...] | range = range(_WORD)) -> Tensor:
-    """int32 words -> uint8 values 0..15, eight times as many along `dim`, of which the one at j of eight is in nibble places[j]."""
+def unpacked(words: Tensor, dim: int, places: tuple[int, ...] | range, bits: int) -> Tensor:
+    """int32 words -> uint8 values of 4 or 8 bits, so many times as many along `dim`, of which the one at j of a word is in its part
+    places[j]."""
     sizes = words.shape
-    values = torch.empty((*sizes[: dim + 1], _WORD, *sizes[dim + 1 :]), dtype=torch.uint8, device=words.device)
+    values = torch.empty((*sizes[: dim + 1], len(places), *sizes[dim + 1 :]), dtype=torch.uint8, device=words.device)
     for at, place in enumerate(places):
-        values.select(dim + 1, at).copy_(words >> 4 * place & 0xF)
+        values.select(dim + 1, at).copy_(words >> bits * place & (1 << bits) - 1)
     return values.flatten(dim, dim + 1)
+
+
+def halves(eight: Decoded) -> Decoded:
+    """Of values of 8 bits: twice the columns in 4 bits, first the high halves and then the low ones, whose sums are the values."""
+    codes, scales, zeros, groups = eight
+    zeros = torch.full(scales.shape, 128, dtype=torch.uint8, device=codes.device) if zeros is None else zeros
+    return Decoded(
+        torch.cat([codes >> 4, codes & 0xF], 1), torch.cat([16 * scales.float(), scales.float()], 1),
+        torch.cat([zeros >> 4, zeros & 0xF], 1), torch.cat([groups, groups + scales.shape[1]]),
+    )  # fmt: skip
 
 
 def rounded(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -141,6 +158,6 @@ def _words(numbers: range, unit: int) -> slice:
     return slice(numbers.start // unit, -(-numbers.stop // unit))
 
 
-def _inside(numbers: range) -> slice:
+def _inside(numbers: range, unit: int) -> slice:
     """Where they are in the runs of `_words`."""
-    return slice(numbers.start % _WORD, numbers.start % _WORD + len(numbers))
+    return slice(numbers.start % unit, numbers.start % unit + len(numbers))
