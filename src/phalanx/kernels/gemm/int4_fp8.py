@@ -23,11 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.gemm.int4_gemm import _half, scales_of_step
-from phalanx.kernels.gemm.int4_packing import BLOCK, ORDER, TILE_COLUMNS, TILE_ROWS, Int4Weight
+from phalanx.kernels.gemm.int4_gemm import WORDS_OF_TILE, dot, half, nibbles, scales_of_step, words_of
+from phalanx.kernels.gemm.int4_packing import BLOCK, ORDER, TILE_COLUMNS, Int4Weight
 from phalanx.kernels.vectors import nearest
 
-BLOCK_K, GROUP_ROWS, WORDS = tl.constexpr(TILE_COLUMNS), tl.constexpr(TILE_ROWS), tl.constexpr(BLOCK)
+BLOCK_K, WORDS = tl.constexpr(TILE_COLUMNS), tl.constexpr(BLOCK)
 ROWS, BESIDE = 128, 8
 """Of a tile; tiles of rows that share x in the cache."""
 
@@ -65,7 +65,7 @@ _WIDEN_0, _WIDEN_1, _WIDEN_2, _WIDEN_3 = (tl.constexpr(_WIDEN.format(shift=4 * p
 def _widened(words, PLACE: tl.constexpr, SM: tl.constexpr):
     """words [R, 32] int16 -> q - 8 at one nibble of each, in e4m3; in the interpreter in fp32."""
     if SM == 0:
-        value = (((words.to(tl.int32) >> (4 * PLACE)) & 15) - 8).to(tl.float32)
+        value = nibbles(words, PLACE) - 8.0
     else:
         code: tl.constexpr = _WIDEN_0 if PLACE == 0 else _WIDEN_1 if PLACE == 1 else _WIDEN_2 if PLACE == 2 else _WIDEN_3
         value = tl.inline_asm_elementwise(code, "=r,r,r", [words], dtype=tl.int8, is_pure=True, pack=4)
@@ -74,17 +74,10 @@ def _widened(words, PLACE: tl.constexpr, SM: tl.constexpr):
 
 
 @triton.jit
-def _dot(w, v, total, SM: tl.constexpr):
-    if SM == 0:
-        w, v = w.to(tl.float32), v.to(tl.float32)
-    return tl.dot(w, tl.trans(v), total, input_precision="ieee")
-
-
-@triton.jit
 def _corrected(total, scale, offset, sums, HIGH: tl.constexpr, DTYPE: tl.constexpr):
     """total - scale * (zero - 8) * the sum of the group's activations [TOKENS]. offset: -(magic + zero), see `Int4Weight`."""
     magic: tl.constexpr = 1024.0 if tl.float16 == DTYPE else 128.0
-    zero = -_half(offset, HIGH, DTYPE) - magic - 8.0
+    zero = -half(offset, HIGH, DTYPE) - magic - 8.0
     return total - (scale * zero)[:, None] * sums[None, :]
 
 
@@ -106,25 +99,24 @@ def _int4_fp8(
     weight_row = tl.minimum(row, rows - 1)
     lane = tile_t * TOKENS + tl.arange(0, TOKENS)
     token = tl.minimum(lane, tokens - 1).to(tl.int64)  # those beyond the last repeat it, and are not stored
-    place = (weight_row // GROUP_ROWS).to(tl.int64)[:, None] * blocks * (GROUP_ROWS * WORDS)
-    place += (weight_row % GROUP_ROWS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    place = words_of(weight_row, blocks)
     x_at = x + token[:, None] * (blocks * BLOCK_K) + tl.arange(0, WORDS)[None, :]
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for block in range(0, blocks):
-        w = tl.load(words + place + block * (GROUP_ROWS * WORDS))
+        w = tl.load(words + place + block * WORDS_OF_TILE)
         a, b, c, d = scales_of_step(scales, block, weight_row, rows, GROUP, ZEROS)
         part = tl.zeros([ROWS, TOKENS], tl.float32)
         for step in tl.static_range(4):
-            part = _dot(_widened(w, step, SM), tl.load(x_at + block * BLOCK_K + step * WORDS), part, SM)
+            part = dot(_widened(w, step, SM), tl.load(x_at + block * BLOCK_K + step * WORDS), part, SM)
             if not BY_STEP:
-                scale = _half(a if step < 2 else b, step % 2, DTYPE)
+                scale = half(a if step < 2 else b, step % 2, DTYPE)
                 total += part * scale[:, None]
                 if ZEROS:
                     of_block = tl.load(sums + token * (4 * blocks) + 4 * block + step)
                     total = _corrected(total, scale, c if step < 2 else d, of_block, step % 2, DTYPE)
                 part = tl.zeros([ROWS, TOKENS], tl.float32)
         if BY_STEP:
-            scale = _half(a, 0, DTYPE)
+            scale = half(a, 0, DTYPE)
             total += part * scale[:, None]
             if ZEROS:
                 total = _corrected(total, scale, a, tl.load(sums + token * blocks + block), 1, DTYPE)

@@ -55,10 +55,24 @@ fma.rn.{kind} $0, value, scale, zero;
 
 
 BLOCK_K, GROUP_ROWS, WORDS = tl.constexpr(TILE_COLUMNS), tl.constexpr(TILE_ROWS), tl.constexpr(BLOCK)
+WORDS_OF_TILE = tl.constexpr(TILE_ROWS * BLOCK)
 
 
 @triton.jit
-def _half(words, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+def words_of(row, blocks):
+    """Where the words of these rows [R] lie in `Int4Weight.words`, [R, 32], for the first k step."""
+    place = (row // GROUP_ROWS).to(tl.int64)[:, None] * blocks * WORDS_OF_TILE
+    return place + ((row % GROUP_ROWS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
+
+
+@triton.jit
+def nibbles(words, PLACE: tl.constexpr):
+    """The values 0..15 at one place of each word, in fp32: for the interpreter."""
+    return ((words.to(tl.int32) >> (4 * PLACE)) & 15).to(tl.float32)
+
+
+@triton.jit
+def half(words, HIGH: tl.constexpr, DTYPE: tl.constexpr):
     """One of the two 16-bit values in each of these int32, in fp32."""
     return ((words >> (16 * HIGH)) & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
@@ -69,12 +83,12 @@ def widened_at(
 ):  # fmt: skip
     """words [R, 32] int16 of a k step -> the values at one nibble of each word, in DTYPE. scale, offset [R]: see `widening`."""
     if SM == 0:
-        q = ((words.to(tl.int32) >> (4 * PLACE)) & 15).to(tl.float32)
+        q = nibbles(words, PLACE)
         if ZEROS:
-            q += (1024.0 if tl.float16 == DTYPE else 128.0) + _half(offset, BY_STEP or PLACE % 2, DTYPE)[:, None]
+            q += (1024.0 if tl.float16 == DTYPE else 128.0) + half(offset, BY_STEP or PLACE % 2, DTYPE)[:, None]
         else:
             q -= 8.0
-        value = nearest(q * _half(scale, (not BY_STEP) and PLACE % 2, DTYPE)[:, None], tl.zeros(words.shape, DTYPE), 0)
+        value = nearest(q * half(scale, (not BY_STEP) and PLACE % 2, DTYPE)[:, None], tl.zeros(words.shape, DTYPE), 0)
     else:
         code: tl.constexpr = widening("fp16" if tl.float16 == DTYPE else "bf16", PLACE, ZEROS, BY_STEP)
         scale = tl.broadcast_to(scale[:, None], words.shape)
@@ -95,7 +109,8 @@ def columns_at(PLACE: tl.constexpr):
 
 
 @triton.jit
-def _dot(w, v, total, SM: tl.constexpr):
+def dot(w, v, total, SM: tl.constexpr):
+    """total + w by v transposed, in fp32."""
     if SM == 0:
         w, v = w.to(tl.float32), v.to(tl.float32)
     return tl.dot(w, tl.trans(v), total, input_precision="ieee")
@@ -144,19 +159,18 @@ def _int4_gemm(
     weight_row = tl.minimum(row, rows - 1)
     lane = tile_t * TOKENS + tl.arange(0, TOKENS)
     valid = (lane < tokens)[:, None]
-    place = (weight_row // GROUP_ROWS).to(tl.int64)[:, None] * blocks * (GROUP_ROWS * WORDS)
-    place += (weight_row % GROUP_ROWS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    place = words_of(weight_row, blocks)
     if SM >= 90:
         gdc_wait()
     x_row = x + lane.to(tl.int64)[:, None] * inputs
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)):
         first = block * BLOCK_K
-        w = tl.load(words + place + block * (GROUP_ROWS * WORDS))
+        w = tl.load(words + place + block * WORDS_OF_TILE)
         a, b, c, d = scales_of_step(scales, block, weight_row, rows, GROUP, ZEROS)
         for step in tl.static_range(4):
             value = widened_at(w, a if step < 2 else b, c if step < 2 else d, step, BY_STEP, ZEROS, x.dtype.element_ty, SM)
-            total = _dot(value, _x_at(x_row, valid, first + columns_at(step), inputs, FULL), total, SM)
+            total = dot(value, _x_at(x_row, valid, first + columns_at(step), inputs, FULL), total, SM)
     inside = (row < outputs)[:, None] & (lane < tokens)[None, :]
     target = lane.to(tl.int64)[None, :] * outputs + row[:, None]
     last = True
@@ -190,9 +204,8 @@ def _int4_widen(
     row = tl.program_id(0) * GROUP_ROWS + tl.arange(0, GROUP_ROWS)
     block = tl.program_id(1)
     weight_row = first + row
-    place = (weight_row // GROUP_ROWS).to(tl.int64)[:, None] * blocks * (GROUP_ROWS * WORDS)
-    place += (weight_row % GROUP_ROWS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    w = tl.load(words + place + block * (GROUP_ROWS * WORDS))
+    place = words_of(weight_row, blocks)
+    w = tl.load(words + place + block * WORDS_OF_TILE)
     a, b, c, d = scales_of_step(scales, block, weight_row, rows, GROUP, ZEROS)
     for step in tl.static_range(4):
         value = widened_at(w, a if step < 2 else b, c if step < 2 else d, step, BY_STEP, ZEROS, out.dtype.element_ty, SM)
