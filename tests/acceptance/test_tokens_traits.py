@@ -51,6 +51,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "cohere2": {**ODD_HEADS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "ernie4_5": ODD_HEADS,
     "ernie4_5_moe": ODD_HEADS,
+    "ernie4_5_vl": {},
     "llama4": {**ODD_HEADS, "interleave_moe_layer_step": 1},
     "ministral3": ODD_HEADS,
     "cohere": {**ODD_HEADS, "use_qk_norm": True},
@@ -58,7 +59,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 CASES = [  # (tp, ep, moe_ep, pp)
     ("glm4_moe", (2, 1, 2, 1)), ("glm4_moe", (1, 2, 1, 1)), ("minimax_m2", (2, 2, 1, 1)),
-    ("hy_v3", (1, 2, 1, 1)), ("ernie4_5_moe", (2, 2, 1, 1)),
+    ("hy_v3", (1, 2, 1, 1)), ("ernie4_5_moe", (2, 2, 1, 1)), ("ernie4_5_vl", (4, 1, 2, 1)),
+    ("ernie4_5_vl", (1, 2, 1, 1)),
     ("llama4", (2, 1, 2, 1)), ("llama4", (1, 2, 1, 1)), ("llama4", (2, 1, 1, 2)),
     ("ministral3", (2, 1, 1, 2)), ("cohere", (2, 1, 1, 2)),
     *((family, (2, 1, 1, 2)) for family in ("phi3", "olmo3", "gemma3", "gemma4", "gemma4_e", "cohere2")),

@@ -233,6 +233,7 @@ def test_a_size_that_is_missing_or_no_size_is_named(name: str, value: Any) -> No
         ({"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}, "rope_parameters.llama_4_scaling_beta=0.1"),
         ({"rope_parameters": {**YARN, "attn_factor": 0.5}}, "rope_parameters.attn_factor=0.5"),
         ({"rope_parameters": {"factor": 4.0}}, "rope_parameters.factor=4.0 and no rope_type"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' and no factor"),
         ({"rope_parameters": {**YARN, "attention_factor": 0.0}}, "rope_parameters.attention_factor=0.0"),
         ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN}, "rope_parameters with rope_theta=500000.0"),
         ({"rope_parameters": {"rope_type": "llama3"}, "rope_scaling": YARN}, "rope_parameters with rope_type='llama3'"),

@@ -68,6 +68,16 @@ def test_what_is_beside_weights_and_cache_grows_with_the_step_and_the_slots():
     assert more > less
 
 
+def test_embeddings_by_layer_take_the_memory_of_a_step():
+    """Of Gemma 4 E4B, whose vectors of 42 layers are wider than any other activation."""
+    shape = ModelShape.from_config(known("gemma-4-e4b"))
+    plain = replace(shape, layer_inputs=None)
+    of_each, without = (footprint.activation_bytes(each, Layout(), 8192, 8, "bf16") for each in (shape, plain))
+    vectors = 2 * 8192 * 42 * 256
+    assert of_each - without == vectors > without / 4
+    assert footprint.activation_bytes(shape, Layout(dp=2), 8192, 8, "bf16") < of_each
+
+
 def test_expert_parallelism_splits_experts_and_copies_the_rest():
     shape = ModelShape.from_config(known("mixtral-8x22b"))
     unsplit = weight_bytes(shape, "fp8", Layout())[0]

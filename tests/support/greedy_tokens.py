@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from phalanx import LLM, SamplingParams
 from phalanx.engine.messages import Stats
@@ -33,7 +34,9 @@ def prompts_of_all_lengths() -> list[list[int]]:
 
 def reference_tokens(folder: Path, prompts: Prompts, count: int, **options: Any) -> list[list[int]]:
     """Greedy continuations of `count` tokens, in fp32. options: of transformers' from_pretrained."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options).eval()
+    wrapped = "text_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options).eval()
     return [continued(model, prompt, count)[0, len(prompt) :].tolist() for prompt in prompts]
 
 

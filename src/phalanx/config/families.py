@@ -381,7 +381,7 @@ FAMILIES = {
         rms_norm_eps=1e-5, interleaved=True, nope_full=True, tied=True,
     ),
     "Gemma2ForCausalLM": Family(
-        8192, f"{_GEMMA} sliding_window layer_types", "hidden_act cache_implementation", _CAUSAL, kv_heads=4, head_dim=256,
+        8192, f"{_GEMMA} sliding_window layer_types", "hidden_act sliding_window_size", _CAUSAL, kv_heads=4, head_dim=256,
         window="pattern", window_pattern=2, norms="around", norm_offset=True, activation="gelu_pytorch_tanh",
         activation_field="hidden_activation", multipliers=gemma2_multipliers, tied=True,
     ),

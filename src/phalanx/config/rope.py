@@ -249,6 +249,11 @@ def _object(fields: JsonFields, defaults: RopeDefaults) -> tuple[str, Mapping[st
 
 
 def _yarn(inner: JsonFields, theta: float, original: int, max_positions: int) -> Rope:
+    if inner.values.get("factor") is None and original == max_positions:
+        raise ModelError(
+            f"{inner.file} has rope_type='yarn' and no factor", held=f"{_ORIGINAL}={original}, which is max_position_embeddings",
+            why="neither says how far the context is extended", next="correct the file: state the factor that the model has",
+        )  # fmt: skip
     factor = inner.positive("factor", max_positions / original)
     mscale, all_dim = inner.number("mscale", 0.0), inner.number("mscale_all_dim", 0.0)
     attention = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)

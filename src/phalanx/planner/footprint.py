@@ -69,7 +69,10 @@ def activation_bytes(
     # Of one layer, beside its input, its norm and its output.
     widths = () if recurrent is None else recurrent.widths
     states = size * max_num_tokens / layout.dp * (3 * shape.hidden_size + sum(widths) / layout.tp) if widths else 0.0
-    return int(max(*peaks, states))
+    # Vectors of all layers, which last for the step: where they are made there are two more of them.
+    width = 0 if shape.layer_inputs is None else shape.layer_inputs.width * shape.num_layers
+    by_layer = size * max_num_tokens / layout.dp * width
+    return int(max(*(peak + by_layer for peak in peaks), states, 3 * by_layer))
 
 
 FEW_GRAPH_TOKENS = 2048

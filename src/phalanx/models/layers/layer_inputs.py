@@ -38,11 +38,10 @@ class LayerInputEmbedding(nn.Module):
     def forward(self, token_ids: Tensor, embedded: Tensor, last: tuple[Tensor, Tensor] | None) -> Tensor:
         """token_ids [T] int64, embedded [T, hidden] of the same; last: see `Batch.last`. Returns [T, layers, width]. Collective."""
         _, vectors = self.embed_tokens_per_layer(token_ids, None, last)
-        projected: Tensor = (self.per_layer_model_projection(embedded) * self.scale).view(len(token_ids), -1, self.width)
+        projected: Tensor = self.per_layer_model_projection(embedded).mul_(self.scale).view(len(token_ids), -1, self.width)
         normed = self.per_layer_projection_norm(projected)
         assert isinstance(normed, Tensor)
-        total: Tensor = (normed + vectors.view_as(projected)) * 0.5**0.5
-        return total
+        return normed.add_(vectors.view_as(projected)).mul_(0.5**0.5)  # in place, as these are the widest tensors of a step
 
 
 class LayerInputBlock(nn.Module):
