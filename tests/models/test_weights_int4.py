@@ -21,6 +21,7 @@ from phalanx.config.quantization import INT4_ON_LOAD
 from phalanx.errors import LayoutError, ModelError, WeightError
 from phalanx.kernels.gemm.int4_packing import dequantized
 from phalanx.layout import Layout
+from phalanx.layout.families import known, layer_tensors
 from phalanx.layout.layout import require_suits
 from phalanx.layout.weights import layer_bytes
 from phalanx.models import registry, weights
@@ -185,6 +186,19 @@ def test_a_width_whose_groups_no_size_divides(tmp_path: Path) -> None:
     require_suits(Layout(tp=4), shape)
     with pytest.raises(LayoutError, match="5 runs of 128"):
         require_suits(Layout(tp=8), shape)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_231_groups_on_every_size(tp: int) -> None:
+    """T5: Qwen2-72B has 29,568 inner features, which no size divides into groups of 128."""
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    shape = ModelShape.from_config({**known("llama-3-70b"), "intermediate_size": 231 * 128, "quantization_config": quantization})
+    require_suits(Layout(tp=tp), shape)
+    (down,) = (each for each in layer_tensors(shape, 0) if each.name.endswith("down_proj.weight"))
+    columns = [down.parts(tp, rank)[0][1] for rank in range(tp)]
+    assert [at for part in columns for at in part] == list(range(231 * 128))
+    assert {len(part) // 128 for part in columns} == {231 // tp, 231 // tp + 1}
+    assert all(part.start % 128 == 0 for part in columns)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
