@@ -46,12 +46,14 @@ worker.main()
 UNPINNED_RANK = """
 from phalanx.worker import host_blocks, worker
 
-have = host_blocks.host_memory
+have, take = host_blocks.host_memory, worker.Worker._take_host_memory
 
-def refused(size, rank, register, node=None):
-    return have(size, rank, (lambda address, size: 2) if rank == 1 else register, node)
+def refused(self, *buffers):
+    if self.rank == 1:
+        host_blocks.host_memory = lambda size, register, node=None: have(size, lambda address, size: 2, node)
+    take(self, *buffers)
 
-host_blocks.host_memory = refused
+worker.Worker._take_host_memory = refused
 worker.main()
 """
 
@@ -155,7 +157,7 @@ def test_a_rank_whose_memory_cannot_be_pinned_ends_the_start_and_is_named(
     folder = write_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=1)
     sizes = {"kv_host_memory": 1 << 20, "kv_cache_bytes": 1 << 20, "tensor_parallel_size": 2}
     executor = RankExecutor(options(folder, launcher="unpinned_launcher:SlowLauncher", **sizes))
-    with pytest.raises(CapacityError, match=r"rank 1 cannot have .* bytes of host memory.*CUDA cannot pin it \(error 2\)"):
+    with pytest.raises(CapacityError, match=r"^rank 1: [0-9,]+ bytes of host memory.*CUDA cannot pin it \(error 2\)"):
         executor.start()
     assert all_gone(pids(executor))
 

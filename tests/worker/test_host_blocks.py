@@ -162,11 +162,11 @@ def test_a_write_that_the_slot_does_not_have_is_never_read() -> None:
 
 
 def test_memory_that_cannot_be_had_or_pinned_is_an_error_that_names_it() -> None:
-    with pytest.raises(CapacityError, match="rank 3 cannot have") as raised:
-        host_blocks.host_memory(1 << 60, 3, None)
+    with pytest.raises(CapacityError, match="bytes of host memory for KV blocks cannot be had") as raised:
+        host_blocks.host_memory(1 << 60, None)
     assert "kv_host_memory" in raised.value.next
-    with pytest.raises(CapacityError, match="rank 3 cannot have 64 bytes") as raised:
-        host_blocks.host_memory(64, 3, lambda address, size: 2 if address and size == 64 else 0)
+    with pytest.raises(CapacityError, match=r"^64 bytes of host memory") as raised:
+        host_blocks.host_memory(64, lambda address, size: 2 if address and size == 64 else 0)
     assert "cannot pin it (error 2)" in raised.value.why
 
 

@@ -53,17 +53,17 @@ def state_staging(state_bytes: int, device: torch.device) -> Tensor:
     return torch.empty((4, state_staging_bytes(state_bytes) // 4), dtype=torch.uint8, device=device)
 
 
-def host_memory(size: int, rank: int, register: Register | None, node: int | None = None) -> Tensor:
+def host_memory(size: int, register: Register | None, node: int | None = None) -> Tensor:
     """So many bytes of this host. register: pins them, None for memory that no device reads. node: of NUMA, from which they come
     while it has free ones; None for any. Raises CapacityError."""
-    what = f"rank {rank} cannot have {size:,} bytes of host memory for KV blocks"
+    what = f"{size:,} bytes of host memory for KV blocks cannot be had"
     less = "give a smaller kv_host_memory"
     try:
         memory = torch.empty(size, dtype=torch.uint8)
     except RuntimeError as error:
         raise CapacityError(what, why=str(error).splitlines()[0], next=less) from None
     if node is not None and (refused := prefer_node(memory.data_ptr(), size, node)):
-        logger.warning("rank %d: its KV blocks in host memory may be far from its GPU, on NUMA node %d: %s", rank, node, refused)
+        logger.warning("KV blocks in host memory may be far from the GPU, on NUMA node %d: %s", node, refused)
     if register is not None and (code := register(memory.data_ptr(), size)):
         raise CapacityError(what, why=f"CUDA cannot pin it (error {code})", next=f"{less}, or raise the limit of locked memory")
     return memory
@@ -139,7 +139,7 @@ class HostBlockStore:
     main thread, between steps; it makes no call that waits for the device."""
 
     def __init__(
-        self, caches: Sequence[LayerCache], slots: int, buffers: Tensor, rank: int = 0, *, states: bool = False,
+        self, caches: Sequence[LayerCache], slots: int, buffers: Tensor, *, states: bool = False,
         register: Register | None = None,
     ) -> None:  # fmt: skip
         """register: what pins memory on GPUs. Raises CapacityError where the memory cannot be had."""
@@ -151,7 +151,7 @@ class HostBlockStore:
         words = self._rows.words
         size = slots * words * word.itemsize
         node = _node_of(buffers.device) if on_gpu else None
-        memory = host_memory(size, rank, register or (cuda_register if on_gpu else None), node)
+        memory = host_memory(size, register or (cuda_register if on_gpu else None), node)
         if on_gpu:
             finalize(self, cuda_unregister, memory.data_ptr()).atexit = False  # the driver does it as a process ends
         self.slots = memory.view(word).view(slots, words)

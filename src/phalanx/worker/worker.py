@@ -465,9 +465,9 @@ class Worker:
         self._on_host = allocate
         with self._phase("take host memory"):
             if of_blocks.nbytes:
-                self._host_blocks = HostBlockStore(runner.all_caches, allocate.host_blocks, of_blocks, self.rank)
+                self._host_blocks = HostBlockStore(runner.all_caches, allocate.host_blocks, of_blocks)
             if of_states.nbytes:
-                runner.host_states = HostBlockStore(runner.caches, allocate.host_states, of_states, self.rank, states=True)
+                runner.host_states = HostBlockStore(runner.caches, allocate.host_states, of_states, states=True)
         stores = [store for store in (self._host_blocks, runner.host_states) if store is not None]
         self._bytes["kv on host"] = sum(store.slots.nbytes for store in stores)
 
