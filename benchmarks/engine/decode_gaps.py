@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv_cache_dtype", default="auto")
+    parser.add_argument("--kv_cache_bytes", type=int, help="per rank; the default of a CPU has no room for 200,000 tokens")
     parser.add_argument("--tp_size", type=int, default=1)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=16_000, help="tokens")
@@ -102,7 +103,7 @@ def main() -> None:
         for bound in args.bounds.split(","):
             options = EngineOptions(
                 model=str(model), device=args.device, tensor_parallel_size=args.tp_size, enable_prefix_caching=False,
-                dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype,
+                dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype, kv_cache_bytes=args.kv_cache_bytes,
                 load_format="auto" if shapes.config_of(args.model) is None else "dummy",
                 max_decode_gap_ms=None if bound == "none" else bound if bound == "auto" else float(bound),
             )  # fmt: skip
