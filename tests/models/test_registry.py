@@ -14,12 +14,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from phalanx.config import model_fields
+from phalanx.config.families import FAMILIES, Family
 from phalanx.config.model import ModelShape
 from phalanx.layout import Layout
 from phalanx.layout.families import layer_tensors
 from phalanx.layout.weights import weight_bytes
 from phalanx.models import weights
 from phalanx.models.cache import LayerCache
+from tests.support import checkpoints
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.models_formation import Formation, assert_catalog_is_read, assert_every_weight_matters, run_steps
 from tests.support.models_logits import LENGTHS, STEPS
@@ -181,6 +184,20 @@ def test_logits_equal_transformers(case: str, tp: int, pp: int, root: Path) -> N
     folder, ids, expected = _case_files(case, root)
     formation = Formation(folder, tp=tp, pp=pp)
     run_steps(formation, STEPS, ids, expected, _assert_same)
+
+
+def test_one_line_of_data_is_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arcee, of which the package has nothing: its MLP is ReLU squared without a gate."""
+    arcee = Family(4096, "head_dim attention_bias mlp_bias", activation="relu2", rms_norm_eps=1e-5)
+    monkeypatch.setitem(FAMILIES, "ArceeForCausalLM", arcee)
+    monkeypatch.setitem(model_fields.MODEL, "ArceeForCausalLM", model_fields._table(arcee))
+    monkeypatch.setitem(checkpoints._FAMILIES, "arcee", ("Arcee", {"attention_bias": True, "mlp_bias": True}))
+    folder = write_checkpoint(tmp_path, "arcee", rope_parameters=YARN)
+    tokens = torch.arange(5, 45)
+    with torch.inference_mode():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens[None]).logits[0]
+    for tp, pp in LAYOUTS:
+        _assert_same(Formation(folder, tp=tp, pp=pp).step([(0, tokens)])[0], expected)
 
 
 def test_three_ranks_with_heads_that_straddle(tmp_path: Path) -> None:

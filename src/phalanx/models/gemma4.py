@@ -15,7 +15,7 @@ from phalanx.models.batch import Batch
 from phalanx.models.cache import LayerCache
 from phalanx.models.layers.activation import Activation, NormAndQuantized, NormOutput
 from phalanx.models.layers.layer_inputs import LayerInputBlock, LayerInputEmbedding
-from phalanx.models.layers.mlp import GatedMlp
+from phalanx.models.layers.mlp import Mlp
 from phalanx.models.layers.moe import SparseMoe
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.layers.rope import CosSin
@@ -27,7 +27,7 @@ class ExpertsBesideMlp(nn.Module):
     """norm_1(mlp(x)) + norm_2(experts(stream)), each of its complete sum over the ranks. The experts read the stream by their own
     norm, and their router reads it normed without weights."""
 
-    def __init__(self, name: str, mlp: GatedMlp, moe: SparseMoe, model: Gemma4) -> None:
+    def __init__(self, name: str, mlp: Mlp, moe: SparseMoe, model: Gemma4) -> None:
         super().__init__()
         behind_mlp, _, behind_experts = BESIDE_EXPERTS
         self.mlp, self.moe, self.group, self.eps = mlp, moe, model.context.group, model.shape.rms_norm_eps
@@ -58,7 +58,7 @@ class Gemma4Layer(LlamaLayer):
         experts = shape.experts_in(layer)
         self.beside: ExpertsBesideMlp | None = None
         if experts is not None:
-            assert isinstance(self.mlp, GatedMlp)
+            assert isinstance(self.mlp, Mlp)
             self.beside = ExpertsBesideMlp(name, self.mlp, SparseMoe(name, experts, layer, context=context), model)
         self.layer_input: LayerInputBlock | None = None
         if shape.layer_inputs is not None:

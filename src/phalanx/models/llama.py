@@ -18,7 +18,7 @@ from phalanx.models.layers.gated_delta_net import GatedDeltaNet
 from phalanx.models.layers.grouped_query_attention import GroupedQueryAttention
 from phalanx.models.layers.latent_attention import LatentAttention
 from phalanx.models.layers.mamba2 import MambaMixer
-from phalanx.models.layers.mlp import GatedMlp
+from phalanx.models.layers.mlp import Mlp, mlp_of
 from phalanx.models.layers.moe import SparseMoe
 from phalanx.models.layers.norm import RmsNorm, all_reduce_norm
 from phalanx.models.layers.rope import CosSin
@@ -40,7 +40,7 @@ class LlamaLayer(DecoderLayer):
     of one norm, and one residual ("parallel")."""
 
     def __init__(
-        self, name: str, attention: Attention, feed_forward: GatedMlp | SparseMoe, model: Decoder
+        self, name: str, attention: Attention, feed_forward: Mlp | SparseMoe, model: Decoder
     ) -> None:  # fmt: skip
         super().__init__()
         names = NORMS[model.shape.norms]
@@ -55,7 +55,7 @@ class LlamaLayer(DecoderLayer):
             feed_forward.set_input_norm(self._norms.before_mlp)
         attention.o_proj.output_norm = self._norms.behind_attention
         if self._norms.behind_mlp is not None:
-            assert isinstance(feed_forward, GatedMlp)
+            assert isinstance(feed_forward, Mlp)
             feed_forward.down_proj.output_norm = self._norms.behind_mlp
 
     @property
@@ -67,7 +67,7 @@ class LlamaLayer(DecoderLayer):
     ) -> tuple[NormOutput, Tensor]:
         if self._parallel is not None:
             assert isinstance(self.self_attn, GroupedQueryAttention)
-            assert isinstance(self.mlp, GatedMlp)
+            assert isinstance(self.mlp, Mlp)
             assert not isinstance(x, NormAndQuantized)
             total = self.self_attn.partial_sum(x, cos_sin, batch, cache) + self.mlp.partial_sum(x)
             return all_reduce_norm(total, residual, next_norm, self._parallel)
@@ -94,16 +94,14 @@ class Llama(Decoder):
             return LatentAttention(name, shape, shape.latent, layer, context=self.context)
         return GroupedQueryAttention(name, shape, layer, context=self.context)
 
-    def feed_forward(self, prefix: str, layer: int) -> GatedMlp | SparseMoe:
+    def feed_forward(self, prefix: str, layer: int) -> Mlp | SparseMoe:
         """The feed-forward block of layer `layer`: experts where the shape has them."""
         experts = self.shape.experts_in(layer)
         if experts is not None:
             return SparseMoe(prefix, experts, layer, multiplier=self.shape.multipliers.residual, context=self.context)
         return self.mlp(prefix)
 
-    def mlp(self, prefix: str) -> GatedMlp:
+    def mlp(self, prefix: str) -> Mlp:
         """The MLP of the layer with this name."""
         name = self.context.of_gemm(prefix, "mlp_gate_up")[0].name.rsplit(".", 2)[0]
-        return GatedMlp(
-            name, multiplier=self.shape.multipliers.residual, activation=self.shape.activation, context=self.context
-        )  # fmt: skip
+        return mlp_of(self.shape.activation, name, multiplier=self.shape.multipliers.residual, context=self.context)

@@ -20,7 +20,8 @@ def layer(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
     prefix = f"model.layers.{index}"
     yield from attention(shape, prefix, shape.heads_in(index))
     if shape.experts_in(index) is None:
-        yield from gated_mlp(f"{prefix}.mlp", shape.hidden_size, shape.intermediate_size, "mlp", bias=shape.mlp_bias)
+        mlp = plain_mlp if shape.activation == "relu2" else gated_mlp
+        yield from mlp(f"{prefix}.mlp", shape.hidden_size, shape.intermediate_size, "mlp", bias=shape.mlp_bias)
     else:
         yield from sparse_moe(shape, prefix)
 
@@ -120,11 +121,9 @@ def gated_mlp(name: str, hidden: int, inner: int, part: Part, *, bias: bool = Fa
         yield WeightTensor(f"{name}.down_proj.bias", (hidden,), "replicated", part)
 
 
-def plain_mlp(name: str, hidden: int, inner: int, part: Part) -> Iterator[WeightTensor]:
+def plain_mlp(name: str, hidden: int, inner: int, part: Part, *, bias: bool = False) -> Iterator[WeightTensor]:
     """up [inner, hidden] and down [hidden, inner], of an MLP without a gate."""
-    for tensor in gated_mlp(name, hidden, inner, part):
-        if not tensor.name.endswith("gate_proj.weight"):
-            yield tensor
+    return (tensor for tensor in gated_mlp(name, hidden, inner, part, bias=bias) if ".gate_proj." not in tensor.name)
 
 
 def sparse_moe(
