@@ -265,10 +265,10 @@ def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, first: str, f
         "ZEROS": "zeros" in group, "FULL": full, "PARTS": tiling.parts > 1, "ROWS": tiling.rows,
         "TOKENS": tiling.tokens, "BESIDE": tiling.beside, "IN_ORDER": tiling.parts > 1, "FIELDS": 4, "SM": arch,
         **({} if in_4_bits else {"scale": None}), **({"rows": None} if form in ("plain", "mxfp4") else {"bias": None}),
-        **({} if form == "mxfp4" else {"selector_table": None}), **({} if form == "nvfp4" else {"row_scale": None}),
+        **({} if form in ("mxfp4", "nvfp4") else {"selector_table": None}), **({} if form == "nvfp4" else {"row_scale": None}),
     }  # fmt: skip
     pointers = {
-        "x": "bf16", "weight": "i16" if in_4_bits else "bf16", "scale": "u8" if form == "nvfp4" else "i32",
+        "x": "bf16", "weight": "i16" if in_4_bits else "bf16", "scale": "i32",
         "row_scale": "fp32", "selector_table": "i32", "bias": "bf16",
         "out": "fp32" if tiling.parts > 1 else "bf16", **dict.fromkeys(("pairs", "tiles", "num_tiles"), "i32"),
     }  # fmt: skip

@@ -6,11 +6,14 @@ from __future__ import annotations
 import itertools
 import re
 
+import pytest
 import torch
 
 from phalanx.kernels.moe.packing import SCALES_IN_WORD, TILE_BYTES, TILE_ROWS, packed, tiled, untiled
 from phalanx.kernels.moe.packing import codes as unpacked
 from phalanx.kernels.moe.reference import E2M1
+
+triton = pytest.importorskip("triton")
 
 WORD = 0xFFFFFFFF
 
@@ -35,11 +38,9 @@ def fma_bf16x2(a: int, b: int, c: int) -> int:
     return low | high << 16
 
 
-def run(program: str, words: int, scales: int, selector: int) -> int:
-    """Register $0 after the program, with $1 = words, $2 = $3 = scales, $4 = $5 = selector and $6 = SHIFT."""
-    from phalanx.kernels.moe.mxfp4 import SHIFT
-
-    registers = {"$1": words, "$2": scales, "$3": scales, "$4": selector, "$5": selector, "$6": SHIFT}
+def run(program: str, *inputs: int) -> int:
+    """Register $0 after the program, with $1 and so on = inputs."""
+    registers = {f"${number}": value for number, value in enumerate(inputs, 1)}
 
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
@@ -60,7 +61,7 @@ def run(program: str, words: int, scales: int, selector: int) -> int:
 
 def test_every_code_becomes_its_value_at_each_place_of_both_words() -> None:
     """Beside all codes at the other places, by each of four scales; subnormal results among them."""
-    from phalanx.kernels.moe.mxfp4 import WIDEN, selectors
+    from phalanx.kernels.moe.mxfp4 import SHIFT, WIDEN, selectors
 
     of_words = selectors(torch.device("cpu")).tolist()
     every = torch.arange(16).repeat_interleave(2) % 16
@@ -73,13 +74,39 @@ def test_every_code_becomes_its_value_at_each_place_of_both_words() -> None:
         scales, block = [(0, 1, 60, 120, 127, 128)[(turn + i) % 6] for i in range(4)], turn % 4
         in_one = sum(scale << 8 * i for i, scale in enumerate(scales))
         for place, program in enumerate(WIDEN):
-            output = run(program, int(words[0]) | int(words[1]) << 16, in_one, of_words[8 * block + turn % 8])
-            values = torch.tensor([output & 0xFFFF, output >> 16]).to(torch.int32).to(torch.int16).view(torch.bfloat16)
-            for half, value in enumerate(values):
+            selector = of_words[8 * block + turn % 8]
+            output = run(program, int(words[0]) | int(words[1]) << 16, in_one, in_one, selector, selector, SHIFT)
+            for half, value in enumerate(halves_of(output)):
                 code = int(codes[0, place, half])
                 wanted = torch.tensor(E2M1[code], dtype=torch.float64) * 2.0 ** (scales[block] - 127)
                 assert float(value) == float(wanted.bfloat16())
                 assert bool(value.signbit()) == (code >= 8)
+
+
+def test_every_code_and_scale_of_nvfp4_becomes_its_value() -> None:
+    """All e4m3 scales that are not negative, zero and subnormal ones too, in both halves of a block, by each block's selector."""
+    from phalanx.kernels.moe.mxfp4 import NVFP4_SCALE, NVFP4_WIDEN, nvfp4_unit, selectors
+    from phalanx.kernels.moe.nvfp4_packing import packed as nvfp4_packed
+
+    of_words, unit = selectors(torch.device("cpu")).tolist(), nvfp4_unit.fn(triton.language.bfloat16, 90)
+    of_file = torch.arange(126, -2, -1).clamp(min=0).to(torch.uint8).view(16, 8)
+    codes = torch.randint(0, 16, (16, 128), generator=torch.Generator().manual_seed(1))
+    codes[:, :32] = torch.arange(16).repeat(2)
+    words, table = nvfp4_packed((codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8), of_file.view(torch.float8_e4m3fn))
+    of_rows = untiled(words)[:16].contiguous().view(torch.int16).int() & 0xFFFF
+    low, high = (untiled(table, SCALES_IN_WORD)[:16].contiguous().view(torch.int32)[:, half].tolist() for half in (0, 1))
+    for row, word, place in itertools.product(range(16), range(0, 32, 2), range(4)):
+        selector, scales = of_words[word], (low if place < 2 else high)[row] & WORD
+        scale = run(NVFP4_SCALE, scales, scales, selector, selector)
+        output = run(NVFP4_WIDEN[place], int(of_rows[row, word]) | int(of_rows[row, word + 1]) << 16, scale)
+        for half, value in enumerate(halves_of(output)):
+            column = word // 8 * 32 + place * 8 + word % 8 + half
+            of_group = of_file.view(torch.float8_e4m3fn)[row, column // 16].double()
+            assert float(value) * unit == E2M1[int(codes[row, column])] * of_group
+
+
+def halves_of(word: int) -> torch.Tensor:
+    return torch.tensor([word & 0xFFFF, word >> 16]).to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
 def codes_of(words: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,8 @@ from phalanx.kernels.gemm.int4_packing import TILE_ROWS as INT4_TILE_ROWS
 from phalanx.kernels.moe import biased_heuristics
 from phalanx.kernels.moe.grouped_gemm import gate_activation
 from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
-from phalanx.kernels.moe.mxfp4 import columns_at, dequantized, selectors, widened_nvfp4
-from phalanx.kernels.moe.nvfp4_packing import SCALES_OF_TILE, Nvfp4Weight
+from phalanx.kernels.moe.mxfp4 import columns_at, dequantized, nvfp4_unit, selectors, widened_nvfp4
+from phalanx.kernels.moe.nvfp4_packing import Nvfp4Weight
 from phalanx.kernels.moe.packing import SCALES_IN_WORD, TILE_ROWS
 from phalanx.kernels.moe.reference import MXFP4_BLOCK
 from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles, tile_at
@@ -44,7 +44,6 @@ BLOCK_COLUMNS = tl.constexpr(BLOCK_K)
 BLOCK_WORDS = tl.constexpr(MXFP4_BLOCK // 4)
 """16-bit words of one block of MXFP4: 16 bytes, so that rows begin on multiples of these."""
 TILE, SCALES = tl.constexpr(TILE_ROWS), tl.constexpr(SCALES_IN_WORD)
-NVFP4_SCALES = tl.constexpr(SCALES_OF_TILE)
 INT4_ROWS, INT4_WORDS = tl.constexpr(INT4_TILE_ROWS), tl.constexpr(BLOCK)
 
 
@@ -93,9 +92,9 @@ def _k_step(
         if FORM == "mxfp4":
             scales = tl.load(scale + weight_row // TILE * (TILE * row_scales) + weight_row % TILE + block * TILE)
             a, b, c, d = dequantized(words, scales, selectors, shift, SM)
-        else:  # eight scales of a row in a k step, two for each 32 columns
-            pairs = scale + group * (TILE * row_scales) + (block * (TILE * NVFP4_SCALES) + row * NVFP4_SCALES + at // 8 * 2)
-            a, b, c, d = widened_nvfp4(words, tl.load(pairs), tl.load(pairs + 1), x_row.dtype.element_ty, SM)
+        else:  # eight scales of a row in a k step: the first halves' of its four blocks, and the last halves'
+            low = scale + weight_row // TILE * (TILE * row_scales) + weight_row % TILE + block * (2 * TILE)
+            a, b, c, d = widened_nvfp4(words, tl.load(low), tl.load(low + TILE), selectors, x_row.dtype.element_ty, SM)
         total = _dot(a, _columns(x_row, valid, first + columns_at(0), inputs, FULL), total, SM)
         total = _dot(b, _columns(x_row, valid, first + columns_at(1), inputs, FULL), total, SM)
         total = _dot(c, _columns(x_row, valid, first + columns_at(2), inputs, FULL), total, SM)
@@ -211,7 +210,7 @@ def _biased_gemm(
     tile, tile_n = _tile_of(tl.program_id(0), tiles_most, outputs, ROWS, BESIDE)
     existing = tl.load(num_tiles)
     expert, position, size = tile_at(tiles, tile, FIELDS)
-    selectors = tl.load(selector_table + tl.arange(0, 32)) if FORM == "mxfp4" else None
+    selectors = tl.load(selector_table + tl.arange(0, 32)) if FORM == "mxfp4" or FORM == "nvfp4" else None
     shift = tl.load(selector_table + 32 + tl.arange(0, 1)) if FORM == "mxfp4" else None
     if SM >= 90 and FIRST == "":
         gdc_wait()
@@ -236,7 +235,8 @@ def _biased_gemm(
         APART, SM,
     )  # fmt: skip
     if row_scale is not None:
-        total *= tl.load(row_scale + weight_row)[:, None]
+        UNIT: tl.constexpr = nvfp4_unit(x.dtype.element_ty, SM)
+        total *= (tl.load(row_scale + weight_row) * UNIT)[:, None]
     total = _with_bias(total, bias, weight_row, part)
     total = _activated(total, alpha, limit, FIRST, ROWS, TOKENS)
     target = position.to(tl.int64) if FIRST != "" else pair.to(tl.int64) + part.to(tl.int64) * count
@@ -268,13 +268,10 @@ class _Operand(NamedTuple):
             blocks, row_scales = triton.cdiv(inputs, BLOCK_K), weight.scales[0].numel() // weight.rows
             return cls(weight.words, weight.scales, None, None, weight.outputs, blocks, row_scales, weight.rows, form)
         if isinstance(weight, Nvfp4Weight):
-            form, words, width = (
-                {"FORM": "nvfp4", "GROUP": 0, "ZEROS": False},
-                weight.words.view(torch.int16),
-                weight.scales.shape[-1],
-            )
-            blocks = weight.words.shape[-1] // (MXFP4_BLOCK // 2)
-            return cls(words, weight.scales, weight.row_scale, None, weight.outputs, blocks, width, weight.rows, form)
+            form = {"FORM": "nvfp4", "GROUP": 0, "ZEROS": False}
+            words, scales, blocks = weight.words.view(torch.int16), weight.scales.view(torch.int32), weight.words.shape[-1] // 16
+            table = selectors(words.device)
+            return cls(words, scales, weight.row_scale, table, weight.outputs, blocks, scales.shape[-1], weight.rows, form)
         outputs, blocks = weight.shape[0] // experts, inputs // MXFP4_BLOCK
         form = {"FORM": "plain" if scale is None else "mxfp4", "GROUP": 0, "ZEROS": False}
         if scale is None:

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from phalanx.kernels.moe.nvfp4_packing import SCALE_BIAS
 from phalanx.kernels.moe.packing import MAGNITUDES, SIGNS
-from phalanx.kernels.quantize import widened
 
 _TEMPLATE = """
 {{
@@ -65,6 +65,8 @@ good: 2^(scale - 1), twice in 32 bits. Subnormals come out right by the product,
 SHIFT = 0x80
 """Brings a scale to the exponent of bf16. A kernel loads it: the compiler makes a shift of a constant, in the busier pipe."""
 
+NVFP4_BIAS, NVFP4_EXPONENT = tl.constexpr(SCALE_BIAS), 0xE0
+"""What is added to the exponent of a scale in bf16: the highest bits, which its five leave free."""
 _WIDEN_0, _WIDEN_1, _WIDEN_2, _WIDEN_3 = (tl.constexpr(code) for code in WIDEN)
 
 
@@ -100,15 +102,67 @@ def dequantized(words, scales, selectors, shift, SM: tl.constexpr):
     return a, b, c, d
 
 
+NVFP4_SCALE = f"""
+{{
+.reg .b32 scale, zero;
+mov.b32 zero, 0;
+prmt.b32 scale, $1, zero, $3;
+mad.lo.u32 $0, scale, 16, {NVFP4_EXPONENT << 7 | NVFP4_EXPONENT << 23:#x};
+}}
+"""
+"""Four scales of a row ($1 and $2: the same) and the selector of a block ($3 and $4: the same) to the scale of the block in bf16,
+twice."""
+_NVFP4 = """
+{{
+.reg .b32 sign, value, zero;
+mov.b32 zero, 0x80008000;
+{widen}
+fma.rn.bf16x2 $0, value, $2, zero;
+}}
+"""
+NVFP4_WIDEN = [_NVFP4.format(widen=_widen(place)) for place in range(4)]
+"""Two words ($1) and the scales of their 16 columns ($2) to the values at one place of each, in bf16, by `nvfp4_unit` too small."""
+_NVFP4_S = tl.constexpr(NVFP4_SCALE)
+_NVFP4_0, _NVFP4_1, _NVFP4_2, _NVFP4_3 = (tl.constexpr(code) for code in NVFP4_WIDEN)
+
+
 @triton.jit
-def widened_nvfp4(words, low, high, DTYPE: tl.constexpr, SM: tl.constexpr):
-    """words as above; low, high [R, 32] uint8: the e4m3 scales of the first and the last 16 of the 32 columns of each word -> four
-    tensors [R, 32] in DTYPE, exactly: a product has six bits."""
-    bits, like = words.to(tl.int32), tl.zeros([1], tl.float32)
-    first, last = widened(low, like, SM), widened(high, like, SM)
-    a, b = _plain(bits, SIGN_0, MAGNITUDE_0) * first, _plain(bits, SIGN_1, MAGNITUDE_1) * first
-    c, d = _plain(bits, SIGN_2, MAGNITUDE_2) * last, _plain(bits, SIGN_3, MAGNITUDE_3) * last
-    return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
+def _nvfp4_scale(scales, selectors, SM: tl.constexpr):
+    """scales [R] int32 of four, selectors [32] -> [R, 32]: that of each word's block, of SM 0 in fp32, else the bits of bf16."""
+    scale, selector = scales[:, None], selectors[None, :]
+    if SM == 0:
+        byte = (scale >> ((selector & 3) * 8)) & 0xFF
+        result = ((byte << 20) + ((127 - NVFP4_BIAS) << 23)).to(tl.float32, bitcast=True)
+    else:
+        scale, selector = tl.broadcast(scale, selector)
+        result = tl.inline_asm_elementwise(_NVFP4_S, "=r,r,r,r,r", [scale, selector], tl.int16, is_pure=True, pack=2)
+    return result
+
+
+@triton.jit
+def widened_nvfp4(words, low, high, selectors, DTYPE: tl.constexpr, SM: tl.constexpr):
+    """words and selectors as above; low, high [R] int32: four scales (`nvfp4_packing`) of the first and the last 16 columns of
+    each block of 32 -> four tensors [R, 32] in DTYPE, exactly: a product has six bits. By `nvfp4_unit` too small."""
+    EXACT: tl.constexpr = SM == 0 or tl.bfloat16 != DTYPE
+    first, last = _nvfp4_scale(low, selectors, 0 if EXACT else SM), _nvfp4_scale(high, selectors, 0 if EXACT else SM)
+    if EXACT:
+        bits = words.to(tl.int32)
+        a, b = _plain(bits, SIGN_0, MAGNITUDE_0) * first, _plain(bits, SIGN_1, MAGNITUDE_1) * first
+        c, d = _plain(bits, SIGN_2, MAGNITUDE_2) * last, _plain(bits, SIGN_3, MAGNITUDE_3) * last
+        a, b, c, d = a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
+    else:
+        a = tl.inline_asm_elementwise(_NVFP4_0, "=r,r,r", [words, first], dtype=tl.bfloat16, is_pure=True, pack=2)
+        b = tl.inline_asm_elementwise(_NVFP4_1, "=r,r,r", [words, first], dtype=tl.bfloat16, is_pure=True, pack=2)
+        c = tl.inline_asm_elementwise(_NVFP4_2, "=r,r,r", [words, last], dtype=tl.bfloat16, is_pure=True, pack=2)
+        d = tl.inline_asm_elementwise(_NVFP4_3, "=r,r,r", [words, last], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return a, b, c, d
+
+
+@triton.constexpr_function
+def nvfp4_unit(dtype, sm):
+    """What sums of `widened_nvfp4` are to be multiplied by: e2m1's exponent is too small by 126 in bf16, a scale's as much too
+    large as its five bits leave room for."""
+    return float(2 ** (126 + 127 - NVFP4_BIAS.value - NVFP4_EXPONENT)) if sm and dtype == tl.bfloat16 else 1.0
 
 
 SIGN_0, SIGN_1, SIGN_2, SIGN_3 = (tl.constexpr(bit) for bit in SIGNS)
