@@ -22,7 +22,7 @@ def factors_of(ranks: Sequence[Sequence[int]], inputs: int, room: int, dtype: to
     a, b = torch.full((len(ranks), parts * room, inputs), torch.nan), torch.full((len(ranks), at, room), torch.nan)
     for slot, of_slot in enumerate(ranks):
         for (part, begin, end), rank in zip(columns, of_slot, strict=True):
-            unit = max(-(-rank // 16), 1) * 16
+            unit = -(-rank // 16) * 16
             a[slot, part * room : part * room + unit] = b[slot, begin:end, :unit] = 0
             a[slot, part * room : part * room + rank] = torch.randn(rank, inputs)
             b[slot, begin:end, :rank] = torch.randn(end - begin, rank)

@@ -272,11 +272,8 @@ class AdapterInputs:
         return AdapterRows(size.tokens, self._order[: size.tokens], tiles, tile, step=self._step)
 
     def fill(self, slots: Ints | None, size: GraphSize) -> None:
-        """slots [T]: of each token's adapter, -1 for none, as for those that the graph has beyond T; None: no token has any."""
-        padded = np.full(size.tokens, -1, dtype=np.int64)
-        if slots is not None:
-            padded[: len(slots)] = slots
-        order, tiles = grouped(padded, tile_of(size.tokens))
+        """slots [T]: of each token's adapter, -1 for none; None: no token has any."""
+        order, tiles = grouped(np.empty(0, dtype=np.int64) if slots is None else slots, tile_of(size.tokens))
         self._number = self._number % _LAST_NUMBER + 1
         with self._ring.next() as (order_views, tile_views, step):
             order_views[: len(order)] = order

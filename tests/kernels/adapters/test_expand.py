@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.kernels.adapters import reference
-from phalanx.kernels.adapters.rows import FEW, FEW_ROWS, MANY, AdapterFactors, AdapterRows
+from phalanx.kernels.adapters.rows import FEW, FEW_ROWS, MANY, AdapterRows
 from tests.support.kernels_adapters import WIDTHS, factors_of
 from tests.support.kernels_compiled import compiled
 from tests.support.kernels_interpreted import interpret
@@ -56,33 +56,7 @@ def check_many_tokens() -> None:
     torch.testing.assert_close(expand(out, shrink(x, factors, rows), factors, rows), wanted, rtol=1e-5, atol=1e-3)
 
 
-def check_silu_mul() -> None:
-    """Of few tokens and of many; a part without an adapter, a rank above a program's, and tokens without an adapter."""
-    from phalanx.kernels import reference as ops
-    from phalanx.kernels.adapters.expand import expand_silu_mul, pairs
-    from phalanx.kernels.adapters.shrink import shrink
-
-    for tokens, width, gelu in ((9, 70, False), (FEW_ROWS + 3, 300, True)):
-        table = [[16, 3], [20, 0]]
-        empty = AdapterFactors.empty(
-            2, 32, 40, [(0, 0, width), (1, width, 2 * width)], torch.float32, torch.zeros(0).device
-        )  # fmt: skip
-        factors = empty._replace(a=torch.randn(2, 64, 40), ranks=torch.tensor(table, dtype=torch.int32), ranks_cpu=table)
-        for slot, ranks in enumerate(table):
-            for part, rank in enumerate(ranks):
-                factors.b[slot, part * width : (part + 1) * width, :rank] = torch.randn(width, rank)
-        slots = np.array([(1, -1, 0)[at % 3] for at in range(tokens)])
-        rows = AdapterRows.of(slots, factors.ranks.device)
-        assert rows is not None
-        assert pairs(factors)
-        x, gate_up = torch.randn(tokens, 40), torch.randn(tokens, 2 * width)
-        wanted = ops.silu_mul(reference.add_delta(gate_up.clone(), x, factors, rows), gelu=gelu)
-        output = expand_silu_mul(gate_up, shrink(x, factors, rows), factors, rows, gelu=gelu)
-        torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-2)
-        torch.testing.assert_close(output[slots < 0], ops.silu_mul(gate_up, gelu=gelu)[slots < 0], rtol=1e-5, atol=1e-5)
-
-
-CHECKS = [check_like_the_reference, check_many_tokens, check_silu_mul]
+CHECKS = [check_like_the_reference, check_many_tokens]
 
 
 def test_in_the_interpreter() -> None:
@@ -100,18 +74,16 @@ def test_on_gpu(check: Callable[[], None]) -> None:
 def test_compiles(dtype: str, arch: int) -> None:
     pytest.importorskip("triton")
     from phalanx.kernels.adapters import expand, shrink
+    from phalanx.kernels.adapters.rows import COLUMNS
 
-    sizes = dict.fromkeys(("tokens", "inputs", "outputs", "width", "parts", "room"), "i32")
-    kinds = sizes | dict.fromkeys(("x", "a", "b", "out", "gate_up"), f"*{dtype}") | {"low": "*fp32", "order": "*i64"}
-    kinds |= dict.fromkeys(("tiles", "ranks"), "*i32")
+    sizes = dict.fromkeys(("tokens", "inputs", "outputs", "parts", "room"), "i32")
+    kinds = sizes | dict.fromkeys(("x", "a", "b", "out"), f"*{dtype}") | {"low": "*fp32", "order": "*i64"}
+    kinds |= dict.fromkeys(("tiles", "columns", "ranks"), "*i32")
     itemsize = 4 if dtype == "fp32" else 2
     for tile in (FEW, MANY):
         width, block = shrink.tile_sizes(tile, 48, itemsize)
         compiled(shrink._shrink, kinds, {"TILE": tile, "RANKS": width, "BLOCK": block, "SPLIT": 1024}, arch)
-        steps = {"TILE": tile, "RANKS": expand.RANKS, "SPLITS": 8, "STEPS": 1 if tile == FEW else expand.MANY_STEPS}
-        runs = ((0, 0, 4096), (1, 4096, 5120), (2, 5120, 6144))
-        compiled(expand._expand, kinds, steps | {"COLUMNS": expand.COLUMNS, "ALIGNED": 16, "RUNS": runs}, arch)
-        compiled(expand._expand_silu_mul, kinds, steps | {"COLUMNS": expand.PAIRED_COLUMNS, "GELU": False}, arch)
+        compiled(expand._expand, kinds, {"TILE": tile, "RANKS": expand.RANKS, "COLUMNS": COLUMNS, "SPLITS": 8, "ALIGNED": 16}, arch)
 
 
 def test_the_reference_is_the_product_of_whole_matrices() -> None:
@@ -134,9 +106,9 @@ def test_tokens_are_grouped_by_adapter() -> None:
     slots = np.array([2, -1, 0, 2, -1, *[2] * (FEW + 1)])
     rows = AdapterRows.of(slots, torch.device("cpu"))
     assert rows is not None
-    assert rows.order.tolist() == [1, 4, 2, 0, 3, *range(5, len(slots))]
+    assert rows.order.tolist() == [2, 0, 3, *range(5, len(slots))]
     assert rows.slots == [0, 2]
-    assert rows.tiles.tolist() == [[-1, 0, 2], [0, 2, 3], [2, 3, 3 + FEW], [2, 3 + FEW, FEW + 6]]
+    assert rows.tiles.tolist() == [[0, 0, 1], [2, 1, 1 + FEW], [2, 1 + FEW, FEW + 4]]
     assert AdapterRows.of(np.array([-1, -1]), torch.device("cpu")) is None
 
 
@@ -145,6 +117,6 @@ def test_no_kernel_is_compiled_for_a_number_of_tokens() -> None:
     pytest.importorskip("triton")
     from phalanx.kernels.adapters import expand, shrink
 
-    for kernel in (shrink._shrink, expand._expand, expand._expand_silu_mul):
+    for kernel in (shrink._shrink, expand._expand):
         (tokens,) = (each for each in kernel.params if each.name == "tokens")
         assert tokens.do_not_specialize

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 import phalanx.kernels.adapters.reference as reference
-import phalanx.kernels.ops.dispatch as ops
 from phalanx.kernels.adapters.rows import AdapterFactors, AdapterRows
 from phalanx.kernels.capabilities import has_triton
 
@@ -37,12 +36,3 @@ class Delta(NamedTuple):
         from phalanx.kernels.adapters.expand import expand
 
         return expand(out, self.low, self.factors, self.rows)
-
-    def silu_mul(self, gate_up: Tensor, *, gelu: bool) -> Tensor:
-        """`kernels.silu_mul` of gate_up [T, 2 * I] once the delta has been added to it: by one kernel where there is one."""
-        if self.low is not None:
-            from phalanx.kernels.adapters import expand
-
-            if expand.pairs(self.factors) and gate_up.is_contiguous():
-                return expand.expand_silu_mul(gate_up, self.low, self.factors, self.rows, gelu=gelu)
-        return ops.silu_mul(self.add_to(gate_up), gelu=gelu)

@@ -6,15 +6,12 @@
     low[p * R + r] = round(sum over k of x[k] * a[slot, p * R + r, k])
     out[n] = round(sum over k of x[k] * weight[n, k] + bias[n] + sum over r of low[part of n * R + r] * b[slot, n, r])
 
-The first programs compute `low`, one number each (`publish_sum`), as others compute rows of the weight. Those add it up with their
-rows of b, which they load before the kernel waits for the one before it.
+The first programs compute `low` (`publish_sums`), as others compute rows of the weight. Those add it up with their rows of b, which
+they load before the kernel waits for the one before it.
 
-A sum travels in one word with the number of the step, which is the upper half of an int64. A thread reads its words until they have
-the number of its step: it needs no barrier, and no word is ever cleared. The programs that it waits for have begun before it, as a
-GPU begins programs in their order. Each layer has words of its own; the kernel that writes them again waits for all that read them.
-
-A program is short, and so nothing may delay the loads of its weight: an address is one load away at most, and what lies beyond a
-rank within RANKS is zero in b, and published as zero, rather than left out by a mask that would have to be loaded first."""
+A sum travels in one word with the number of the step, which is the upper half of an int64. A program reads words until all have the
+number of its step: it needs no barrier, and no word is ever cleared. The programs that it waits for have begun before it, as a GPU
+begins programs in their order. Each layer has words of its own; the kernel that writes them again waits for all that read them."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.adapters.columns import num_parts, part_of
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.gemm.gemv import row_sums, tile
 from phalanx.kernels.gemm.heuristics import GemvTiling
@@ -33,129 +29,97 @@ from phalanx.kernels.vectors import nearest
 
 RANKS = tl.constexpr(16)
 """That are added at a time."""
-PUBLISHED_BLOCK = 32
-"""Columns for each thread that a program of `low` loads at once: a whole row of 4,096 for four warps."""
-
-_UNTIL_READY = tl.constexpr("""{
-  .reg .pred %wait;
-  .reg .b64 %word;
-  .reg .b32 %low, %number;
-  mov.b64 %word, $1;
-  mov.b64 {%low, %number}, %word;
-  setp.ne.b32 %wait, %number, $3;
-  @!%wait bra READY;
-AGAIN:
-  ld.volatile.global.b64 %word, [$2];
-  mov.b64 {%low, %number}, %word;
-  setp.ne.b32 %wait, %number, $3;
-  @%wait bra AGAIN;
-READY:
-  mov.b32 $0, %low;
-}""")
 
 
 @triton.jit
-def occupant(tiles):
-    """The slot of the one token's adapter, and whether it has one; 0 where it has none."""
+def programs_of_sums(adapter, ROWS: tl.constexpr):
+    """How many programs compute `low`, ROWS of it each. adapter: a tuple of what `GemvDelta` has."""
+    _, _, _, _, _, _, _, parts, room = adapter
+    return parts * room // ROWS
+
+
+@triton.jit
+def publish_sums(x, adapter, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr):
+    """Such a program. Ranks that the adapter does not have are neither computed nor written."""
+    a, _, sums, _, tiles, ranks, step, parts, room = adapter
     slot, begin, end = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
-    has = (slot >= 0) & (begin < end)
-    return tl.where(has, slot, 0), has
+    at = tl.program_id(0) * ROWS
+    part = at // room
+    first, rank = at - part * room, tl.load(ranks + slot * parts + part)
+    if (first < rank) & (begin < end):
+        row, valid = at + tl.arange(0, ROWS), first + tl.arange(0, ROWS) < rank
+        number = tl.load(step).to(tl.int64)
+        column, inside, place, next_values = tile(a + slot * (parts * room) * COLUMNS, row, valid, COLUMNS, BLOCK)
+        if SM >= 90:
+            gdc_wait()
+        total = row_sums(x, column, inside, place, next_values, COLUMNS, ROWS, BLOCK)
+        low = nearest(total, tl.zeros([ROWS], a.dtype.element_ty), SM).to(tl.float32)
+        word = (number << 32) | (low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+        tl.atomic_xchg(sums + row, word, valid, sem="relaxed")
 
 
 @triton.jit
-def publish_sum(x, adapter, RUNS: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr):
-    """Program number n of such a kernel publishes low[n]: 0 beyond the rank, which costs no more than that. adapter: a tuple of the
-    tensors of `GemvDelta`."""
-    a, _, sums, tiles, ranks, step = adapter
-    slot, has = occupant(tiles)
-    parts: tl.constexpr = num_parts(RUNS)
-    at = tl.program_id(0)
-    row = at + tl.arange(0, 1)
-    number = tl.load(step).to(tl.int64)
-    valid = (row % ROOM < tl.load(ranks + slot * parts + at // ROOM)) & has
-    column, inside, place, next_values = tile(a + slot * (parts * ROOM) * COLUMNS, row, valid, COLUMNS, BLOCK)
-    if SM >= 90:
-        gdc_wait()
-    total = row_sums(x, column, inside, place, next_values, COLUMNS, 1, BLOCK)
-    low = nearest(total, tl.zeros([1], a.dtype.element_ty), SM).to(tl.float32)
-    word = (number << 32) | (low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-    tl.atomic_xchg(sums + row, word, sem="relaxed")
+def factors_of(adapter, row, valid, outputs):
+    """What is ready before the kernel waits, of outputs `row` [ROWS]: (their parts, the ranks of these, the addresses of the first
+    RANKS factors [ROWS, RANKS], the factors)."""
+    _, b, _, part_of, tiles, ranks, _, parts, room = adapter
+    slot, begin, end = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
+    part = tl.load(part_of + row, valid, 0).to(tl.int32)
+    rank = tl.load(ranks + slot * parts + part, valid & (begin < end), 0)
+    r = tl.arange(0, RANKS)[None, :]
+    place = b + (slot * outputs + row)[:, None] * room + r
+    return part, rank, place, tl.load(place, r < rank[:, None], 0.0)
 
 
 @triton.jit
-def factors_of(adapter, row, valid, outputs, RUNS: tl.constexpr, ROOM: tl.constexpr):
-    """What is ready before the kernel waits, of outputs `row` [ROWS]: (their parts, the addresses of the first RANKS factors [ROWS,
-    RANKS], the factors)."""
-    _, b, _, tiles, _, _ = adapter
-    slot, has = occupant(tiles)
-    place = b + (slot * outputs + row)[:, None] * ROOM + tl.arange(0, RANKS)[None, :]
-    return part_of(row, RUNS), place, tl.load(place, (valid & has)[:, None], 0.0)
+def words_of(adapter, part, rank, at):
+    """RANKS words of each part [ROWS] from `at` on; those beyond its rank are ready, and 0."""
+    _, _, sums, _, _, _, step, _, room = adapter
+    r = at + tl.arange(0, RANKS)[None, :]
+    return tl.load(sums + part[:, None] * room + r, r < rank[:, None], tl.load(step).to(tl.int64) << 32, volatile=True)
 
 
 @triton.jit
-def words_of(adapter, part, ROOM: tl.constexpr):
-    """(The addresses of the first RANKS words of each part [ROWS], what they hold now, the number of the step)."""
-    place = adapter[2] + part[:, None] * ROOM + tl.arange(0, RANKS)[None, :]
-    return place, tl.load(place, volatile=True), tl.load(adapter[5])
-
-
-@triton.jit
-def _ready(place, word, number, SM: tl.constexpr):
-    """The sums in words, which are read again until they are those of step `number`; an interpreter's programs run in turn."""
-    if SM > 0:
-        low = tl.inline_asm_elementwise(
-            _UNTIL_READY, "=r,l,l,r", [word, place, number + (word * 0).to(tl.int32)], tl.int32, is_pure=False, pack=1
-        )
-    else:
-        low = word.to(tl.int32)
-    return low.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def add_delta(total, words, factors, adapter, part, place, RUNS: tl.constexpr, ROOM: tl.constexpr, SM: tl.constexpr):
-    """total [ROWS] fp32 + b low. words: of `words_of`; part, place, factors: of `factors_of`."""
-    _, _, _, tiles, ranks, _ = adapter
-    word_place, word, number = words
-    total += tl.sum(factors.to(tl.float32) * _ready(word_place, word, number, SM), 1)
-    if ROOM > RANKS:
-        slot, has = occupant(tiles)
-        rank = tl.load(ranks + slot * num_parts(RUNS) + part, has, 0)
-        for at in range(RANKS, tl.max(rank, 0), RANKS):
-            more = tl.load(place + at, at + tl.arange(0, RANKS)[None, :] < rank[:, None], 0.0)
-            word = tl.load(word_place + at, volatile=True)
-            total += tl.sum(more.to(tl.float32) * _ready(word_place + at, word, number, SM), 1)
+def add_delta(total, words, factors, adapter, part, rank, place):
+    """total [ROWS] fp32 + b low. words, factors: those of the first RANKS ranks."""
+    _, _, _, _, _, _, step, _, _ = adapter
+    number = tl.load(step)
+    for at in range(0, tl.max(rank, 0), RANKS):
+        while tl.min(tl.min(((words >> 32) == number).to(tl.int32), 1), 0) == 0:
+            words = words_of(adapter, part, rank, at)
+        low = words.to(tl.int32).to(tl.float32, bitcast=True)
+        total += tl.sum(factors.to(tl.float32) * low, 1)
+        following = at + RANKS
+        factors = tl.load(place + following, following + tl.arange(0, RANKS)[None, :] < rank[:, None], 0.0)
+        words = words_of(adapter, part, rank, following)
     return total
 
 
 @triton.jit
 def _gemv(
-    x, weight, bias, out, rows, a, b, sums, tiles, ranks, step, RUNS: tl.constexpr, ROOM: tl.constexpr, PUBLISHED: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
+    x, weight, bias, out, rows, a, b, sums, part_of, tiles, ranks, step, parts, room, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     if SM >= 90:
         gdc_launch_dependents()
-    adapter = (a, b, sums, tiles, ranks, step)
-    program = tl.program_id(0) - num_parts(RUNS) * ROOM
+    adapter = (a, b, sums, part_of, tiles, ranks, step, parts, room)
+    program = tl.program_id(0) - programs_of_sums(adapter, ROWS)
     if program < 0:
-        publish_sum(x, adapter, RUNS, ROOM, COLUMNS, PUBLISHED, SM)
+        publish_sums(x, adapter, COLUMNS, ROWS, BLOCK, SM)
         return
     row = program * ROWS + tl.arange(0, ROWS)
     column, inside, place, next_values = tile(weight, row, row < rows, COLUMNS, BLOCK)
-    part, place_b, factors = factors_of(adapter, row, row < rows, rows, RUNS, ROOM)
-    total = tl.zeros([ROWS], tl.float32)
+    part, rank, place_b, factors = factors_of(adapter, row, row < rows, rows)
     if bias is not None:
-        total += tl.load(bias + row, row < rows, 0.0).to(tl.float32)
+        added = tl.load(bias + row, row < rows, 0.0).to(tl.float32)
     if SM >= 90:
         gdc_wait()
-    words = words_of(adapter, part, ROOM)
-    total += row_sums(x, column, inside, place, next_values, COLUMNS, ROWS, BLOCK)
-    total = add_delta(total, words, factors, adapter, part, place_b, RUNS, ROOM, SM)
+    words = words_of(adapter, part, rank, 0)
+    total = row_sums(x, column, inside, place, next_values, COLUMNS, ROWS, BLOCK)
+    if bias is not None:
+        total += added
+    total = add_delta(total, words, factors, adapter, part, rank, place_b)
     tl.store(out + row, nearest(total, tl.zeros([ROWS], out.dtype.element_ty), SM), row < rows)
-
-
-def published_block(inputs: int, warps: int) -> int:
-    """How many columns a program of `low` loads at once."""
-    return int(min(triton.next_power_of_2(inputs), PUBLISHED_BLOCK * 32 * warps))
 
 
 def gemv(args: GemvArgs, out: Tensor | None, tiling: GemvTiling) -> Tensor:
@@ -164,9 +128,8 @@ def gemv(args: GemvArgs, out: Tensor | None, tiling: GemvTiling) -> Tensor:
     outputs, inputs = args.weight.shape
     out = torch.empty((1, outputs), dtype=args.dtype, device=args.x.device) if out is None else out
     sm = sm_arch(args.x.device)
-    _gemv[(args.delta.programs + triton.cdiv(outputs, tiling.rows),)](
-        args.x, args.weight, args.bias, out, outputs, *args.delta.tensors, RUNS=args.delta.runs, ROOM=args.delta.room,
-        PUBLISHED=published_block(inputs, tiling.warps), COLUMNS=inputs, ROWS=tiling.rows, BLOCK=tiling.block, SM=sm,
+    _gemv[(args.delta.programs(tiling.rows) + triton.cdiv(outputs, tiling.rows),)](
+        args.x, args.weight, args.bias, out, outputs, *args.delta, COLUMNS=inputs, ROWS=tiling.rows, BLOCK=tiling.block, SM=sm,
         num_warps=tiling.warps, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

@@ -13,8 +13,6 @@ def add_delta(out: Tensor, x: Tensor, factors: AdapterFactors, rows: AdapterRows
     each is rounded once."""
     room = factors.b.shape[2]
     for slot, begin, end in rows.tiles.tolist():
-        if slot < 0:
-            continue
         tokens = rows.order[begin:end]
         values = x[tokens].float()
         for part, first, last in factors.columns:

@@ -37,8 +37,7 @@ def _shrink(
     slot, begin, end = tl.load(tiles + 3 * tile).to(tl.int64), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     part = rank // room
-    rank_here = tl.load(ranks + slot * parts + part, (part < parts) & (slot >= 0), 0)
-    computed = (rank - part * room < rank_here) & (begin < end)
+    computed = (rank - part * room < tl.load(ranks + slot * parts + part, part < parts, 0)) & (begin < end)
     place = begin + tl.arange(0, TILE)
     inside = place < end
     token = tl.load(order + place, inside, 0)

@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.adapters.columns import num_parts
-from phalanx.kernels.adapters.gemv_delta import add_delta, factors_of, publish_sum, published_block, words_of
+from phalanx.kernels.adapters.gemv_delta import add_delta, factors_of, programs_of_sums, publish_sums, words_of
+from phalanx.kernels.adapters.rows import GemvDelta
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.gemm.gemv import row_sums, tile
 from phalanx.kernels.gemm.gemv_fp8 import row_sums_fp8
@@ -36,23 +36,22 @@ from phalanx.kernels.ops.silu_and_mul import silu_mul_rounded
 from phalanx.kernels.scaled_tensors import GemvArgs
 from phalanx.kernels.vectors import nearest
 
-NO_DELTA = (None,) * 6
+NO_DELTA = (None,) * len(GemvDelta._fields)
 WITH_DELTA_REGISTERS = 64
 """Of a thread, so that a multiprocessor has as many programs as without a delta."""
 
 
 @triton.jit
 def _gemv_pairs(
-    x, x_scale, weight, scale, bias, pairs, adapter, like, RUNS: tl.constexpr, ROOM: tl.constexpr, SPAN: tl.constexpr,
-    COLUMNS: tl.constexpr, PADDED: tl.constexpr, QUANTIZE: tl.constexpr, STATIC: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr, SM: tl.constexpr,
+    x, x_scale, weight, scale, bias, pairs, adapter, like, SPAN: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
+    QUANTIZE: tl.constexpr, STATIC: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """The GEMV of these kernels: a program's pairs of outputs: their numbers [PAIRS], two of [PAIRS] in the dtype of `like`. scale:
-    None for a weight in 16 bit. bias: [rows], added before the rounding, or None. adapter: the tensors of `GemvDelta`; the first
-    programs, which compute its sums, have no pairs. The rest: see `row_sums_fp8`."""
+    None for a weight in 16 bit. bias: [rows], added before the rounding, or None. adapter: see `GemvDelta`; the first programs,
+    which compute its sums, have no pairs. The rest: see `row_sums_fp8`."""
     program = tl.program_id(0)
     if adapter[0] is not None:
-        program -= num_parts(RUNS) * ROOM
+        program -= programs_of_sums(adapter, 2 * PAIRS)
     side = tl.arange(0, 2 * PAIRS)
     pair = program * PAIRS + side // 2
     valid = pair < pairs
@@ -63,11 +62,11 @@ def _gemv_pairs(
     if bias is not None:
         added = tl.load(bias + row, valid, 0.0).to(tl.float32)
     if adapter[0] is not None:
-        part, place_b, factors = factors_of(adapter, row, valid, 2 * pairs, RUNS, ROOM)
+        part, rank, place_b, factors = factors_of(adapter, row, valid, 2 * pairs)
     if SM >= 90:
         gdc_wait()
     if adapter[0] is not None:
-        words = words_of(adapter, part, ROOM)
+        words = words_of(adapter, part, rank, 0)
     if scale is not None:
         sums = row_sums_fp8(
             x, x_scale, column, inside, place, next_values, COLUMNS, PADDED, QUANTIZE, STATIC, 2 * PAIRS, BLOCK, SM
@@ -78,49 +77,48 @@ def _gemv_pairs(
     if bias is not None:
         total += added
     if adapter[0] is not None:
-        total = add_delta(total, words, factors, adapter, part, place_b, RUNS, ROOM, SM)
+        total = add_delta(total, words, factors, adapter, part, rank, place_b)
     first, second = tl.split(tl.reshape(nearest(total, tl.zeros([2 * PAIRS], like), SM), [PAIRS, 2]))
     return program * PAIRS + tl.arange(0, PAIRS), first, second
 
 
 @triton.jit
 def _gate_up_silu(
-    x, x_scale, weight, scale, bias, pairs, a, b, sums, tiles, ranks, step, out, RUNS: tl.constexpr, ROOM: tl.constexpr,
-    PUBLISHED: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, QUANTIZE: tl.constexpr,
-    STATIC: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
+    x, x_scale, weight, scale, bias, pairs, a, b, sums, part_of, tiles, ranks, step, parts, room, out, SPAN: tl.constexpr,
+    COLUMNS: tl.constexpr, PADDED: tl.constexpr, QUANTIZE: tl.constexpr, STATIC: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     if SM >= 90:
         gdc_launch_dependents()
-    adapter = (a, b, sums, tiles, ranks, step)
+    adapter = (a, b, sums, part_of, tiles, ranks, step, parts, room)
     if a is not None:  # noqa: SIM102, this one is decided when it is compiled
-        if tl.program_id(0) < num_parts(RUNS) * ROOM:
-            publish_sum(x, adapter, RUNS, ROOM, COLUMNS, PUBLISHED, SM)
+        if tl.program_id(0) < programs_of_sums(adapter, 2 * PAIRS):
+            publish_sums(x, adapter, COLUMNS, 2 * PAIRS, BLOCK, SM)
             return
     like: tl.constexpr = out.dtype.element_ty
     pair, gate, up = _gemv_pairs(
-        x, x_scale, weight, scale, bias, pairs, adapter, like, RUNS, ROOM, SPAN, COLUMNS, PADDED, QUANTIZE, STATIC, PAIRS, BLOCK, SM
+        x, x_scale, weight, scale, bias, pairs, adapter, like, SPAN, COLUMNS, PADDED, QUANTIZE, STATIC, PAIRS, BLOCK, SM
     )  # fmt: skip
     tl.store(out + pair, silu_mul_rounded(gate, up, SM), pair < pairs)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _qkv_rope_store(
-    x, x_scale, weight, scale, bias, pairs, a, b, sums, tiles, ranks, step, cos, sin, query, key_cache, value_cache, slots, q_heads,
-    kv_heads, key_inverse, value_inverse, FP8_CACHE: tl.constexpr, RUNS: tl.constexpr, ROOM: tl.constexpr,
-    PUBLISHED: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, QUANTIZE: tl.constexpr,
-    STATIC: tl.constexpr, PAIRS: tl.constexpr,
+    x, x_scale, weight, scale, bias, pairs, a, b, sums, part_of, tiles, ranks, step, parts, room, cos, sin, query, key_cache,
+    value_cache, slots, q_heads, kv_heads, key_inverse, value_inverse, FP8_CACHE: tl.constexpr, SPAN: tl.constexpr,
+    COLUMNS: tl.constexpr, PADDED: tl.constexpr, QUANTIZE: tl.constexpr, STATIC: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     if SM >= 90:
         gdc_launch_dependents()
-    adapter = (a, b, sums, tiles, ranks, step)
+    adapter = (a, b, sums, part_of, tiles, ranks, step, parts, room)
     if a is not None:  # noqa: SIM102, this one is decided when it is compiled
-        if tl.program_id(0) < num_parts(RUNS) * ROOM:
-            publish_sum(x, adapter, RUNS, ROOM, COLUMNS, PUBLISHED, SM)
+        if tl.program_id(0) < programs_of_sums(adapter, 2 * PAIRS):
+            publish_sums(x, adapter, COLUMNS, 2 * PAIRS, BLOCK, SM)
             return
     like: tl.constexpr = query.dtype.element_ty
     pair, first, second = _gemv_pairs(
-        x, x_scale, weight, scale, bias, pairs, adapter, like, RUNS, ROOM, SPAN, COLUMNS, PADDED, QUANTIZE, STATIC, PAIRS, BLOCK, SM
+        x, x_scale, weight, scale, bias, pairs, adapter, like, SPAN, COLUMNS, PADDED, QUANTIZE, STATIC, PAIRS, BLOCK, SM
     )  # fmt: skip
     inside = pair < pairs
     head, pair = pair // SPAN, pair % SPAN
@@ -136,15 +134,12 @@ def _launch(kernel: Any, args: GemvArgs, span: int, tiling: FusedGemvTiling, *ar
     x, x_scale, weight, scale, bias, _, delta = args
     outputs, inputs = weight.shape
     sm = sm_arch(x.device)
-    adapter: dict[str, Any] = {"RUNS": None, "ROOM": 0, "PUBLISHED": 0}
-    if delta is not None:
-        adapter = {"RUNS": delta.runs, "ROOM": delta.room, "PUBLISHED": published_block(inputs, tiling.warps)}
-    kernel[((0 if delta is None else delta.programs) + triton.cdiv(outputs // 2, tiling.pairs),)](
-        x, x_scale, weight, scale, bias, outputs // 2, *(NO_DELTA if delta is None else delta.tensors), *arguments, SPAN=span,
-        COLUMNS=inputs,
+    shrinks = 0 if delta is None else delta.programs(2 * tiling.pairs)
+    kernel[(shrinks + triton.cdiv(outputs // 2, tiling.pairs),)](
+        x, x_scale, weight, scale, bias, outputs // 2, *(delta or NO_DELTA), *arguments, SPAN=span, COLUMNS=inputs,
         PADDED=triton.next_power_of_2(inputs), QUANTIZE=scale is not None and x.dtype != weight.dtype, STATIC=x_scale is not None,
         PAIRS=tiling.pairs, BLOCK=tiling.block, SM=sm, num_warps=tiling.warps, launch_pdl=sm >= 90,
-        maxnreg=None if delta is None else WITH_DELTA_REGISTERS, **adapter, **constants,
+        maxnreg=None if delta is None else WITH_DELTA_REGISTERS, **constants,
     )  # fmt: skip
 
 

@@ -48,10 +48,6 @@ class ColumnParallelLinear(Sliced):
         """x [T, in] -> [T, local_out]. may_stay_unscaled: the reader can apply the scales of a GEMM."""
         return self.method.unscaled(x, self.bias) if may_stay_unscaled else self.method.multiply(x, self.bias)
 
-    def silu_mul(self, x: Activation, *, gelu: bool) -> Tensor:
-        """x [T, in], of a layer of gate and up -> silu(gate) * up [T, local_out / 2]."""
-        return self.method.silu_mul(x, self.bias, gelu=gelu)
-
     def gemv_args(self, x: Activation) -> GemvArgs | None:
         """The operands of a GEMV that is fused with the op behind it, for x [1, in]. None for more tokens, and where the method
         refuses."""

@@ -91,7 +91,7 @@ class GatedMlp(Mlp):
             fused = gate_up_silu(gemv_args)
             if fused is not None:
                 return fused
+        gate_up = self.gate_up_proj(x, may_stay_unscaled=True)
         if quantizer is not None:
-            gate_up = self.gate_up_proj(x, may_stay_unscaled=True)
             return quantizer.with_scale(*kernels.silu_mul_quant_fp8(gate_up, quantizer.scale, gelu=self.gelu))
-        return self.gate_up_proj.silu_mul(x, gelu=self.gelu)
+        return kernels.silu_mul(gate_up, gelu=self.gelu)

@@ -103,15 +103,12 @@ class Adapted(LinearMethod):
         rows = self._rows()
         if rows is None:
             return gemm()
-        delta = self._begun(x, rows)
+        assert isinstance(x, Tensor)
+        assert x.shape[0] == rows.total, "a layer that sees other tokens than the batch cannot be adapted"
+        delta = Delta.begin(x, self.factors, rows)
         out = gemm()
         assert isinstance(out, Tensor)
         return delta.add_to(out)
-
-    def _begun(self, x: Activation, rows: AdapterRows) -> Delta:
-        assert isinstance(x, Tensor)
-        assert x.shape[0] == rows.total, "a layer that sees other tokens than the batch cannot be adapted"
-        return Delta.begin(x, self.factors, rows)
 
     def _gemv(self, x: Activation, bias: Tensor | None, group: Group | None = None) -> Tensor | None:
         """The output for one token of a captured step, delta and all, by one kernel, in a tensor of the group's where there is one.
@@ -136,14 +133,6 @@ class Adapted(LinearMethod):
     def unscaled(self, x: Activation, bias: Tensor | None = None) -> Tensor | Unscaled:
         out = self._gemv(x, bias)
         return self._with_delta(partial(self.method.unscaled, x, bias), x) if out is None else out
-
-    def silu_mul(self, x: Activation, bias: Tensor | None, *, gelu: bool) -> Tensor:
-        rows = self._rows()
-        if rows is None:
-            return self.method.silu_mul(x, bias, gelu=gelu)
-        delta = self._begun(x, rows)
-        gate_up = self.method.multiply(x, bias)
-        return delta.silu_mul(gate_up, gelu=gelu)
 
     def for_sum(self, x: Activation, bias: Tensor | None, group: Group) -> Tensor | Unscaled:
         out = self._gemv(x, bias, group)

@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx import kernels
 from phalanx.comm.group import Group
 from phalanx.kernels.scaled_tensors import GemvArgs, Unscaled
 from phalanx.models.layers.activation import Activation, InputQuantizer
@@ -75,10 +74,6 @@ class LinearMethod(Sliced, ABC):
     def for_sum(self, x: Activation, bias: Tensor | None, group: Group) -> Tensor | Unscaled:
         """`unscaled` for the sum over the ranks of a group of more than one. bias: of methods that fuse it."""
         return self.unscaled(x, bias)
-
-    def silu_mul(self, x: Activation, bias: Tensor | None, *, gelu: bool) -> Tensor:
-        """silu(gate) * up, or gelu(gate) * up, of `multiply`: [T, out / 2]."""
-        return kernels.silu_mul(self.unscaled(x, bias), gelu=gelu)
 
     def fuses(self, fusion: Fusion) -> bool:
         """Whether the method offers a fusion."""
