@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import model_fields, quantization
+from phalanx.config import model_fields, quantization_config
 from phalanx.config.experts import read_qwen3_moe
 from phalanx.config.json_fields import FieldTable, JsonFields
 from phalanx.config.model import FAMILIES, Family, ModelShape
@@ -86,8 +86,8 @@ def entries() -> list[tuple[MutableMapping[str, Any], str, Any]]:
         (FAMILIES, MOSAIC, Family(256, window="chosen", experts=read_qwen3_moe)),
         (model_fields.MODEL, MOSAIC, replace(table, honoured=table.honoured | {"layer_types", "max_window_layers"})),
         (registry.DECLARATIONS, MOSAIC, LayerDeclaration(tensors, cache)),
-        (quantization.READERS, INT8, read_int8),
-        (quantization.TABLES, INT8, FieldTable.of("quant_method ignore")),
+        (quantization_config.READERS, INT8, read_int8),
+        (quantization_config.TABLES, INT8, FieldTable.of("quant_method ignore")),
     ]
 
 
