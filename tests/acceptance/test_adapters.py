@@ -4,13 +4,19 @@ processes: each layout, several adapters and none in one batch, prefix hits, pre
 
 from __future__ import annotations
 
+import json
+import random
+import re
+import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from phalanx import LLM, SamplingParams
@@ -193,3 +199,46 @@ def test_data_parallel_attention_beside_experts(tmp_path):
     tokens = [output.outputs[0].token_ids for output in outputs]
     assert tokens == [wanted[each][number] for number, each in enumerate(adapted)]
     assert wanted[0] != wanted[1]
+
+
+TENSORS: dict[str, Callable[[dict[str, torch.Tensor], str], object]] = {
+    "NaN": lambda tensors, name: tensors[name].view(-1)[-1:].fill_(float("nan")),
+    "infinity": lambda tensors, name: tensors[name].fill_(float("inf")),
+    "an absent half": lambda tensors, name: tensors.pop(name),
+    "a place that there is not": lambda tensors, name: tensors.update({name.replace("layers", "blocks"): tensors.pop(name)}),
+    "another shape": lambda tensors, name: tensors.update({name: tensors[name].repeat(2, 1)}),
+    "integers": lambda tensors, name: tensors.update({name: tensors[name].int()}),
+    "experts": lambda tensors, name: tensors.update({re.sub("mlp|self_attn", "mlp.experts.0", name): tensors.pop(name)}),
+    "DoRA": lambda tensors, name: tensors.update({name.rpartition(".lora")[0] + ".lora_magnitude_vector": torch.ones(48)}),
+}  # fmt: skip
+"""What breaks an adapter, in one of its tensors."""
+
+
+def test_a_hundred_broken_adapters_end_no_engine(merged, tmp_path):
+    """Loaded one after the other while requests of sound ones run, on two ranks: each is an error of its own, and the requests say
+    what they would have said."""
+    chance, broken = random.Random(0), tmp_path / "broken"
+    shutil.copytree(merged.adapters[0], broken)
+    sound, config = load_file(broken / "adapter_model.safetensors"), json.loads((broken / "adapter_config.json").read_text())
+    with LLM(
+        merged.base, device="cpu", tensor_parallel_size=2, max_loras=2, max_lora_rank=12, kv_block_size=4, max_num_tokens=24,
+        max_batch_size=4, max_seq_len=40,
+    ) as llm:  # fmt: skip
+        llm.load_adapter(NAMES[0], merged.adapters[0])
+        for number in range(100):
+            tensors = {name: values.clone() for name, values in sound.items()}
+            fields = dict(config)
+            if number % 5 == 4:
+                fields[chance.choice(("r", "lora_alpha", "peft_type"))] = chance.choice((0, -1, "x", []))
+            else:
+                TENSORS[chance.choice(list(TENSORS))](tensors, chance.choice(list(tensors)))
+            (broken / "adapter_config.json").write_text(json.dumps(fields))
+            save_file(tensors, broken / "adapter_model.safetensors")
+            if number % 10 == 9:
+                file = broken / "adapter_model.safetensors"
+                file.write_bytes(file.read_bytes()[: chance.randrange(2000)])
+            with pytest.raises(AdapterError, match="adapter 'broken' is not loaded: "):
+                llm.load_adapter("broken", broken)
+            if number % 20 == 0:
+                check(merged, llm, [0, 8], [NAMES[0], None])
+        check(merged, llm, [0, 8], [NAMES[0], None])

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from phalanx.config import SamplingParams
 from phalanx.engine.adapter_loads import AdapterLoads
 from phalanx.engine.adapters import Adapter, Adapters, Claims
-from phalanx.engine.fake import FakeExecutor
+from phalanx.engine.fake import FakeExecutor, fake_tokens
 from phalanx.engine.messages import AdaptersChanged, AddRequest, LoadAdapter, PlaceAdapter, UnloadAdapter
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import AdapterNotFound, PhalanxError, WeightError
@@ -32,11 +34,12 @@ def some_adapters(slots: int, names: str) -> Adapters:
 class Served:
     """A scheduler on checked ranks."""
 
-    def __init__(self, slots: int, names: str) -> None:
+    def __init__(self, slots: int, names: str, num_blocks: int = OPTIONS.num_blocks) -> None:
         self.adapters = some_adapters(slots, names)
-        self.scheduler = Scheduler(OPTIONS, adapters=self.adapters)
+        options = replace(OPTIONS, num_blocks=num_blocks)
+        self.scheduler = Scheduler(options, adapters=self.adapters)
         names_of_sizes = "num_blocks", "block_size", "max_batch_size", "max_num_tokens", "max_seq_len"
-        sizes = {name: getattr(OPTIONS, name) for name in names_of_sizes}
+        sizes = {name: getattr(options, name) for name in names_of_sizes}
         self.ranks = FakeExecutor.of(vocab_size=90, **sizes)
         for name in names:
             adapter = self.adapters.named(name)
@@ -49,14 +52,27 @@ class Served:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, adapter=adapter)
         self.scheduler.add(AddRequest(id, [1, 2, 3], params))
 
-    def step(self) -> None:
-        step = self.scheduler.schedule()
+    def load(self, name: str, digest: bytes) -> None:
+        """Under a new name, or in the place of what has it."""
+        adapter = Adapter(name, self.adapters.next_key(), AdapterFile("", digest, 8, ()))
+        self.ranks.read_adapter(adapter.key, adapter.file)
+        self.adapters.put(adapter)
+
+    def forget(self) -> None:
+        for key in self.adapters.forgotten(self.scheduler.open_adapters):
+            self.ranks.drop_adapter(key)
+
+    def step(self) -> list[tuple[str, list[int]]]:
+        """The new tokens of each request."""
+        step, said = self.scheduler.schedule(), []
         if step is not None:
             self.works += [work for work in step.before if isinstance(work, PlaceAdapter)]
             self.ranks.submit(step)
         for result in self.ranks.collect():
-            messages = each_update(self.scheduler.process_result(result))
+            messages = list(each_update(self.scheduler.process_result(result)))
             self.ended += [message.request_id for message in messages if message.finish_reason]  # type: ignore[union-attr]
+            said += [(message.request_id, message.tokens) for message in messages]  # type: ignore[union-attr]
+        return said
 
     def running(self) -> set[str]:
         return {request.id for request in self.scheduler.running}
@@ -144,6 +160,56 @@ def test_one_step_admits_no_more_adapters_than_there_are_slots():
     assert claims.allow(None)
     assert not claims.allow(first), "the longest unused one takes no request that came later"
     assert claims.allow(second)
+
+
+def expected(prompt: list[int], params: SamplingParams, digest: bytes) -> list[int]:
+    return fake_tokens(prompt, params, seed=1, vocab_size=90, count=params.max_tokens or 0, adapter=digest)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_token_is_by_the_weights_of_another(seed):
+    """Random loads, reloads under the same name, unloads, requests and preemptions, in a cache that holds few of them: each request
+    says what the adapter does that its name stood for when it came. The ranks check that what an adapter wrote into the cache is
+    read by it alone, and that none leaves its slot under a running request."""
+    chance, served = random.Random(seed), Served(2, "", num_blocks=16)
+    contents, wanted, said = 0, dict[str, list[int]](), dict[str, list[int]]()
+    preempted = 0
+    for number in range(220):
+        act = chance.random()
+        name = chance.choice("abcde")
+        if act < 0.15 or (act < 0.2 and name in served.adapters):
+            contents += 1
+            served.load(name, (b"%08d" % contents) * 2)
+        elif act < 0.25 and name in served.adapters:
+            served.adapters.remove(name)
+        elif act < 0.6:
+            named = name if name in served.adapters and chance.random() < 0.8 else None
+            adapter, id = served.adapters.named(named), str(number)
+            prompt = [5, 6, 7, 8, 9, 10, 11, 12][: chance.randint(3, 8)]  # of all the same, so that blocks would be shared
+            params = SamplingParams(temperature=0.0, max_tokens=chance.randint(1, 30), adapter=named, seed=1)
+            wanted[id] = expected(prompt, params, b"" if adapter is None else adapter.file.digest)
+            served.scheduler.add(AddRequest(id, prompt, params))
+        elif act < 0.7 and served.scheduler.running:
+            served.scheduler.preempt(served.scheduler.running[-1])
+            preempted += 1
+        for id, tokens in served.step():
+            said.setdefault(id, []).extend(tokens)
+        served.forget()
+    for _ in range(4000):
+        if not served.scheduler.open_ids:
+            break
+        for id, tokens in served.step():
+            said.setdefault(id, []).extend(tokens)
+        served.forget()
+    assert said == wanted
+    assert preempted > 5
+    assert len(served.works) > 10, "adapters take each other's slots"
+    for name in "abcde":
+        if name in served.adapters:
+            served.adapters.remove(name)
+    served.forget()
+    assert served.ranks._adapters == {}, "ranks forget what no name and no request has"
+    assert served.adapters.slots.occupants == [None, None]
 
 
 class Loads:
@@ -234,7 +300,7 @@ def test_two_loads_of_one_name_do_not_race():
     assert loads.awaited().call == 1
 
 
-@pytest.mark.parametrize("name", ["", "x" * 201, "a\nb"])
+@pytest.mark.parametrize("name", ["", "x" * 201, "a\nb", "a,b"])
 def test_a_name_that_no_request_could_give_is_refused(name):
     assert "is no name of an adapter" in error_of(Loads().ask(LoadAdapter(1, name, "one")))
 

@@ -135,11 +135,24 @@ def test_a_rank_above_the_largest_is_refused_with_the_option(base, shape, tmp_pa
 
 
 def test_a_folder_without_safetensors_is_refused(base, shape, tmp_path):
-    with pytest.raises(WeightError, match="is no folder"):
+    with pytest.raises(WeightError, match=r"is no folder; give the folder .* one of a hub must be downloaded before"):
         load(tmp_path / "absent", shape)
     folder = write_adapter(tmp_path / "a", base)
     (folder / WEIGHTS).rename(folder / "adapter_model.bin")
     with pytest.raises(WeightError, match=r"holds no adapter_model.safetensors; it holds adapter_model.bin; weights are read from"):
+        load(folder, shape)
+
+
+@pytest.mark.parametrize(("tokens", "failure"), [
+    ({"<new>": 384}, "has token '<new>': 384; the model has vocab_size=384; their embeddings"),
+    ({"<new>": "1"}, "token '<new>': '1'"), ([], "holds no JSON object"),
+])  # fmt: skip
+def test_tokens_that_the_model_has_no_embedding_for_are_refused(base, shape, tmp_path, tokens, failure):
+    folder = write_adapter(tmp_path, base)
+    (folder / "added_tokens.json").write_text(json.dumps({"<the base's>": 383, "<first>": 0}))
+    assert load(folder, shape)
+    (folder / "added_tokens.json").write_text(json.dumps(tokens))
+    with pytest.raises(ModelError, match=failure):
         load(folder, shape)
 
 

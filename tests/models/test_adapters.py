@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from phalanx.kernels.adapters.rows import AdapterBatch, AdapterRows
 from phalanx.layout.adapter import AdapterFile, read_adapter, slot_bytes, takes_adapters
 from phalanx.layout.families import layer_tensors
 from phalanx.layout.layout import Layout
-from phalanx.models.adapters import HostFactors, ModelAdapters
+from phalanx.models import adapters
+from phalanx.models.adapters import HostFactors, HostMemory, ModelAdapters
 from phalanx.models.layers.linear_methods import adapted
 from phalanx.models.layers.linear_methods.adapted import Adapted
 from tests.support.adapters import SEVEN, merge, write_adapter
@@ -195,3 +197,13 @@ def test_a_layer_that_sees_one_token_of_a_batch_of_more_has_no_delta_from_the_ge
     for tokens, fused in ((1, True), (2, False)):
         layer.adapters.rows = AdapterRows.of(np.zeros(tokens, dtype=np.int64), torch.device("cpu"))
         assert (layer._gemv(x, None) is not None) == fused
+
+
+def test_a_host_without_memory_refuses_another_adapter(monkeypatch):
+    memory = HostMemory(torch.device("cpu"))
+    free = HostMemory.SPARE + HostMemory.BLOCK
+    monkeypatch.setattr(adapters.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    assert memory.take(torch.Size([8]), torch.float32).shape == (8,)
+    with pytest.raises(WeightError, match=r"no memory for another adapter; 285,212,672 bytes are free, and 268,435,456 stay so"):
+        memory.take(torch.Size([HostMemory.BLOCK]), torch.float32)
+    assert memory.take(torch.Size([8]), torch.float32).shape == (8,), "what is there goes on"

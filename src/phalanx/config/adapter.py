@@ -40,6 +40,20 @@ FIELDS = FieldTable.of(
 """What Phalanx does with each field."""
 
 
+def json_object(file: Path) -> dict[str, Any]:
+    """The object in a small file of an adapter. Raises ModelError."""
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ModelError(f"{file} is too large", held=f"it has more than {_MAX_BYTES:,} bytes")
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        next = "give the folder that holds it and adapter_model.safetensors"
+        raise ModelError(f"{file} cannot be read", why=f"{type(error).__name__}: {error}", next=next) from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{file} holds no JSON object")
+    return values
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """The ranks and scales of an adapter's modules. patterns: by the end of a module's name, whose first match counts."""
@@ -55,15 +69,7 @@ class AdapterConfig:
     def from_folder(cls, folder: Path) -> AdapterConfig:
         """Of the adapter in a folder. Raises ModelError for a file that cannot be read, and for what Phalanx does not compute."""
         file = folder / CONFIG
-        try:
-            if file.stat().st_size > _MAX_BYTES:
-                raise ModelError(f"{file} is too large", held=f"it has more than {_MAX_BYTES:,} bytes")
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            next = "give the folder that holds it and adapter_model.safetensors"
-            raise ModelError(f"{file} cannot be read", why=f"{type(error).__name__}: {error}", next=next) from None
-        if not isinstance(values, dict):
-            raise ModelError(f"{file} holds no JSON object")
+        values = json_object(file)
         return cls.from_values(values, str(file))
 
     @classmethod

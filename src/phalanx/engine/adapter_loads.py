@@ -105,8 +105,9 @@ class AdapterLoads:
         name = message.name
         if not self._adapters.slots.occupants:
             raise AdapterError("no adapter can be loaded", held="max_loras is 0", next="start with max_loras=1 or more")
-        if not name or len(name) > 200 or not name.isprintable():
-            raise AdapterError(f"{name[:200]!r} is no name of an adapter", why="it must have 1 to 200 printable characters")
+        if not name or len(name) > 200 or not name.isprintable() or "," in name:
+            why = "it must have 1 to 200 printable characters and no comma, which parts the names of adapters"
+            raise AdapterError(f"{name[:200]!r} is no name of an adapter", why=why)
         if name in self._loading:
             raise AdapterError(f"adapter {name!r} is being loaded", next="wait until it is, or give another name")
         if name in self._adapters and not message.replace:

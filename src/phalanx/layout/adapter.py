@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from phalanx.config.adapter import CONFIG, AdapterConfig
+from phalanx.config.adapter import CONFIG, AdapterConfig, json_object
 from phalanx.config.model import ModelShape
 from phalanx.config.text_tower import PREFIXES
 from phalanx.errors import WeightError
@@ -28,7 +28,7 @@ from phalanx.layout.families import WeightTensor, layer_tensors
 from phalanx.layout.layout import Layout
 from phalanx.layout.weights import itemsize, stage_layers
 
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS, ADDED_TOKENS = "adapter_model.safetensors", "added_tokens.json"
 RANK_UNIT = 16
 """Slots have room for ranks in multiples of so many: kernels multiply no fewer at a time."""
 
@@ -76,6 +76,7 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int) -> AdapterFi
     for a rank above max_rank, for half a pair, and for an adapter that changes nothing.
     """
     config, file = require_files(folder)
+    _require_known_tokens(folder / ADDED_TOKENS, shape.vocab_size)
     modules, pairs = _modules(shape), dict[str, dict[str, str]]()
     stored = _stored(file)
     for name in stored:
@@ -101,7 +102,8 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int) -> AdapterFi
 def require_files(folder: Path) -> tuple[AdapterConfig, Path]:
     """The config and the file of tensors of the adapter in a folder: what can be known of it without a model. Raises ModelError."""
     if not folder.is_dir():
-        raise WeightError(f"{folder} is no folder", next=f"give the folder that holds {CONFIG} and {WEIGHTS}")
+        next = f"give the folder that holds {CONFIG} and {WEIGHTS}; one of a hub must be downloaded before"
+        raise WeightError(f"{folder} is no folder", next=next)
     config, file = AdapterConfig.from_folder(folder), folder / WEIGHTS
     if not file.is_file():
         others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".safetensors"))
@@ -110,6 +112,19 @@ def require_files(folder: Path) -> tuple[AdapterConfig, Path]:
             why="weights are read from safetensors only", next="convert the adapter: load it with peft, and save it again",
         )  # fmt: skip
     return config, file
+
+
+def _require_known_tokens(file: Path, vocab_size: int) -> None:
+    """Raise ModelError for tokens of an adapter's own tokenizer that the model has no embedding for: requests could not give them,
+    and it was trained for prompts that have them. Tokens of the base are listed there, too."""
+    if not file.is_file():
+        return
+    beyond = {name: token for name, token in json_object(file).items() if not isinstance(token, int) or token >= vocab_size}
+    for name, token in beyond.items():
+        raise WeightError(
+            f"{file} has token {name[:40]!r}: {token!r}", held=f"the model has vocab_size={vocab_size}",
+            why="their embeddings would come with the adapter, and these are not read", next="merge the adapter into the model",
+        )  # fmt: skip
 
 
 def _modules(shape: ModelShape) -> dict[str, list[WeightTensor]]:

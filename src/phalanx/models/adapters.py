@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -116,18 +117,24 @@ class ModelAdapters:
 
 class HostMemory:
     """Host memory for tensors that come one after the other, page-locked where they go to a GPU. It is taken in blocks, since to
-    page-lock memory takes long, however little it is."""
+    page-lock memory takes long, however little it is. The last SPARE bytes of a host stay free: what takes them ends processes."""
 
-    BLOCK, UNIT = 16 << 20, 64
+    BLOCK, UNIT, SPARE = 16 << 20, 64, 256 << 20
 
     def __init__(self, device: torch.device) -> None:
         self._pinned, self._block = device.type == "cuda", torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor of its own, of whatever values."""
+        """A tensor of its own, of whatever values. Raises WeightError where the host has no memory for it."""
         size = shape.numel() * dtype.itemsize
         room = -(-size // self.UNIT) * self.UNIT
         if room > len(self._block):
+            free = psutil.virtual_memory().available
+            if free - max(room, self.BLOCK) < self.SPARE:
+                raise WeightError(
+                    "the host has no memory for another adapter", held=f"{free:,} bytes are free, and {self.SPARE:,} stay so",
+                    next="unload adapters, or give the host more memory",
+                )  # fmt: skip
             self._block = torch.empty(max(room, self.BLOCK), dtype=torch.uint8, pin_memory=self._pinned)
         taken, self._block = self._block[:size], self._block[room:]
         return taken.view(dtype).view(shape)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -143,3 +144,21 @@ def test_metrics_tell_of_adapters_that_have_requests():
     assert info == [line for line in again.splitlines() if line.startswith("vllm:lora_requests_info{")]
     assert 'vllm:adapter_requests{adapter="b",engine="0",model_name="tiny",state="running"} 2.0' in text
     assert 'vllm:adapter_in_slot{adapter="a",engine="0",model_name="tiny"} 1.0' in text
+
+
+def test_series_of_adapters_are_those_of_slots_and_requests():
+    """However many adapters come and go, and whatever names requests make up."""
+    with live(Scripted("x"), metrics_prefix="vllm") as server:
+        stats, lines = server.engine.latest, []
+        stats.max_adapters = 2
+        for number in range(200):
+            stats.adapters_in_slots, stats.adapters_running = [f"a{number}", f"a{number - 1}"], {f"a{number}": 1}
+            stats.adapters_waiting = {f"w{number}": 1}
+            server.service.metrics.engines = [stats]
+            with pytest.raises(openai.NotFoundError):
+                server.openai().completions.create(model=f"made-up-{number}", prompt="a")
+            lines.append([line for line in server.service.metrics.exposition().decode().splitlines() if not line.startswith("#")])
+    assert len({len(each) for each in lines[2:]}) == 1, "no series is left behind"
+    last = "\n".join(lines[-1])
+    assert "made-up" not in last
+    assert set(re.findall(r'adapter="([^"]*)"', last)) == {"a199", "a198", "w199"}
