@@ -17,7 +17,7 @@ from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("sm", "version", "says"), [(90, "3.7.1", True), (90, "3.6.0", False), (80, "3.7.1", False)])
+@pytest.mark.parametrize(("sm", "version", "says"), [(90, "3.8.0", True), (90, "3.7.1", False), (90, "3.6.0", False), (80, "3.8.0", False)])
 def test_slower_kernels_are_told_on_hopper(sm: int, version: str, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
     monkeypatch.setattr(capabilities, "has_triton", lambda: True)
@@ -29,8 +29,8 @@ def test_slower_kernels_are_told_on_hopper(sm: int, version: str, says: bool, mo
         capabilities.has_gluon.cache_clear()
     assert (warning is not None) == says
     if warning is not None:
-        assert "Triton 3.7.1" in warning
-        assert "3.6 only" in warning
+        assert "Triton 3.8.0" in warning
+        assert "3.6 and 3.7 only" in warning
 
 
 def test_a_cpu_has_no_slower_kernels() -> None:
