@@ -17,7 +17,9 @@ from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, GpuCapabilities, 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("sm", "version", "says"), [(90, "3.8.0", True), (90, "3.7.1", False), (90, "3.6.0", False), (80, "3.8.0", False)])
+@pytest.mark.parametrize(
+    ("sm", "version", "says"), [(90, "3.8.0", True), (90, "3.7.1", False), (90, "3.6.0", False), (80, "3.8.0", False)]
+)
 def test_slower_kernels_are_told_on_hopper(sm: int, version: str, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
     monkeypatch.setattr(capabilities, "has_triton", lambda: True)
