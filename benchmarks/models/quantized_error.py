@@ -150,7 +150,7 @@ def by_reference(folder: Path, rows: list[list[int]], in_int8: Path | None = Non
     """The same by transformers on the CPU. in_int8: the checkpoint of which layers multiply integers."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     if in_int8 is not None:
         tensors = load_file(in_int8 / "model.safetensors")
         for name, module in model.named_modules():
