@@ -126,7 +126,7 @@ class ServeOptions(BaseModel):
     )
     stored_response_ttl: float = Field(3600.0, gt=0, description="Seconds for which /v1/responses keeps a response.")
     open_metrics: bool = Field(
-        False, description="Answer /metrics without an API key. Otherwise only /live and /ready need no key."
+        False, description="Answer /metrics without an API key. Otherwise only /live, /ready and /health need no key."
     )
     cors_origins: str | None = Field(
         None,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes for load balancers, dashboards and people: models, state, metrics, version. `/live` and `/ready` need no API key."""
+"""The routes for load balancers, dashboards and people: models, state, metrics, version. `/live`, `/ready` and `/health` need no
+API key."""
 
 from __future__ import annotations
 

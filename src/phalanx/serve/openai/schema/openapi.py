@@ -138,7 +138,7 @@ def _refused() -> dict[str, Any]:
     return {"description": _ERRORS[401], "content": {"application/json": {"schema": schema}}}
 
 
-OPEN_PATHS = frozenset({"/live", "/ready"})
+OPEN_PATHS = frozenset({"/live", "/ready", "/health"})
 
 
 def needs_key(path: str, *, open_metrics: bool) -> bool:
