@@ -4,9 +4,11 @@
 __version__ = "0.1.0"
 
 
-def install_extra(extra: str) -> str:
-    """The command that installs the packages of an extra. (On a package index the name phalanx is another project's.)"""
+def install_extra(extra: str, package: str = "") -> str:
+    """The command that installs the packages of an extra, or only the one named. (On a package index the name phalanx is another
+    project's.)"""
     from importlib.metadata import requires
 
     needs = [text.partition(";") for text in requires("phalanx") or []]
-    return f"pip install {' '.join(repr(name.strip()) for name, _, marker in needs if f'{extra!r}' in marker)}"
+    names = [name.strip() for name, _, marker in needs if f"{extra!r}" in marker and name.startswith(package)]
+    return f"pip install {' '.join(map(repr, names))}"

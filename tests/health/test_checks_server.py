@@ -31,6 +31,9 @@ def test_server_ready():
     level, summary = levels("server_ready", visit(f"http://127.0.0.1:{port}"))[0]
     assert level == "error"
     assert "does not answer: ConnectError" in summary
+    closed = levels("server_ready", read(metrics=401))[0]
+    assert closed[0] == "error"
+    assert closed[1].endswith("/metrics gives 401 Unauthorized; set PHALANX_API_KEY to a key of the server")
     assert levels("server_ready", read(status=503, phase="draining"))[0][0] == "warning"
     failed = levels("server_ready", read(status=503, phase="failed", reason="rank 1 was killed by SIGKILL"))[0]
     assert failed[0] == "error"

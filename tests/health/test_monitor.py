@@ -221,6 +221,12 @@ def test_experts():
     assert any("the busiest expert gets 4.3 times the mean" in warned.what for warned in uneven.warnings)
 
 
+def test_a_server_that_asks_for_a_key():
+    with served(metrics=401) as url, monitor.ServerWatch([url]) as watch:
+        watch.read()
+    assert watch.frame().servers[0].failure == "/metrics gives 401 Unauthorized; set PHALANX_API_KEY to a key of the server"
+
+
 def test_several_servers_one_of_which_is_gone():
     with served(loaded(False), loaded(True)) as url, monitor.ServerWatch([url, "http://127.0.0.1:9"]) as watch:
         watch.read()

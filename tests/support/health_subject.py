@@ -93,16 +93,18 @@ def metrics_text(model: str = "demo", **fields: Any) -> str:
 
 @contextlib.contextmanager
 def served(
-    *texts: str, status: int = 200, phase: str = "ready", reason: str | None = None, version: str = "1.0", skew: float = 0.0
+    *texts: str, metrics: int = 200, status: int = 200, phase: str = "ready", reason: str | None = None, version: str = "1.0",
+    skew: float = 0.0,
 ) -> Iterator[str]:  # fmt: skip
-    """A server at a URL of this host. texts: successive answers of /metrics, the last one again and again."""
+    """A server at a URL of this host. texts: successive answers of /metrics, the last one again and again.
+    metrics, status: of their answers."""
     remaining = list(texts) or [metrics_text()]
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/metrics":
                 body = (remaining.pop(0) if len(remaining) > 1 else remaining[0]).encode()
-                self.answer(200, body, "text/plain")
+                self.answer(metrics, body, "text/plain")
             elif self.path == "/version":
                 self.answer(200, json.dumps({"version": version}).encode())
             else:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.health.check import size
-from phalanx.health.servers import TIMEOUT, Histogram, Scrape, authorization, parse
+from phalanx.health.servers import TIMEOUT, Histogram, Scrape, authorization, failure_text, parse
 
 LOW_UTILIZATION = 50.0
 """Percent under load: below it, GPUs wait."""
@@ -145,7 +145,7 @@ class ServerWatch:
                 answer.raise_for_status()
                 scrape = parse(answer.text, time.monotonic())
             except (httpx.HTTPError, ValueError) as error:
-                self._failures[url] = f"{type(error).__name__}: {error}"
+                self._failures[url] = failure_text(error)
                 self._scrapes[url] = []
                 self._first_tokens[url].clear()
             else:

@@ -160,9 +160,18 @@ def visit(url: str, *, interval: float = 1.0, scrapes: int = 2, client: httpx.Cl
                 answer.raise_for_status()
                 readings.append(parse(answer.text, time.monotonic()))
         except (httpx.HTTPError, ValueError) as error:
-            return Server(base, failure=f"{type(error).__name__}: {error}")
+            return Server(base, failure=failure_text(error))
     status = str(body.get("status", f"HTTP {ready.status_code}"))
     return Server(base, "", status, str(body.get("reason") or ""), version, skew, tuple(readings))
+
+
+def failure_text(error: httpx.HTTPError | ValueError) -> str:
+    """Why a reading of a server failed, in one line."""
+    if not isinstance(error, httpx.HTTPStatusError):
+        return f"{type(error).__name__}: {error}"
+    answer = error.response
+    text = f"{answer.request.url.path} gives {answer.status_code} {answer.reason_phrase}"
+    return f"{text}; set PHALANX_API_KEY to a key of the server" if answer.status_code == 401 else text
 
 
 def authorization() -> dict[str, str]:

@@ -335,7 +335,8 @@ def _extra() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package not in ("scipy", "pandas", "matplotlib"):
             raise
-        raise OptionError(f"{package} is not installed", next=f"run: {install_extra('tune')}") from None
+        alone = package if package == "scipy" else ""  # which tunes without the others; pictures need all
+        raise OptionError(f"{package} is not installed", next=f"run: {install_extra('tune', alone)}") from None
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 from phalanx.errors import OptionError
 from phalanx.log import get_logger
 from phalanx.serve.telemetry.request_report import Headers, RequestReport
-from phalanx.version import __version__
+from phalanx.version import __version__, install_extra
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -48,7 +48,7 @@ class Tracer:
         except ImportError as error:
             raise OptionError(
                 f"otlp_traces_endpoint={endpoint!r} needs OpenTelemetry", held=f"{error.name} is not installed",
-                next='pip install ".[otel]"',
+                next=f"run: {install_extra('otel')}",
             ) from None  # fmt: skip
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
         resource = Resource.create({SERVICE_NAME: "phalanx", "service.version": __version__}).merge(OTELResourceDetector().detect())
