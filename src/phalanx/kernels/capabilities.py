@@ -56,8 +56,8 @@ def slower_kernels(device: torch.device) -> str | None:
     import triton
 
     return (
-        f"Triton {triton.__version__}: the skinny FP8 GEMM, long prefill and decode attention of many heads over latents use "
-        f"slower kernels; their Hopper kernels are verified with Triton {' and '.join(VERIFIED_TRITON)} only"
+        f"Triton {triton.__version__}: the skinny GEMMs of FP8 and 4-bit integers, long prefill and decode attention of many heads "
+        f"over latents use slower kernels; their Hopper kernels are verified with Triton {' and '.join(VERIFIED_TRITON)} only"
     )
 
 
