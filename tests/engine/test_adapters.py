@@ -64,15 +64,15 @@ class Served:
 
     def step(self) -> list[tuple[str, list[int]]]:
         """The new tokens of each request."""
-        step, messages = self.scheduler.schedule(), []
+        step, outputs = self.scheduler.schedule(), []
         if step is not None:
             self.works += [work for work in step.before if isinstance(work, PlaceAdapter)]
             self.ranks.submit(step)
         for result in self.ranks.collect():
             messages = list(each_update(self.scheduler.process_result(result)))
             self.ended += [message.request_id for message in messages if message.finish_reason]  # type: ignore[union-attr]
-            messages += [(message.request_id, message.tokens) for message in messages]  # type: ignore[union-attr]
-        return messages
+            outputs += [(message.request_id, message.tokens) for message in messages]  # type: ignore[union-attr]
+        return outputs
 
     def running(self) -> set[str]:
         return {request.id for request in self.scheduler.running}
@@ -172,7 +172,7 @@ def test_no_token_is_by_the_weights_of_another(seed):
     says what the adapter does that its name stood for when it came. The ranks check that what an adapter wrote into the cache is
     read by it alone, and that none leaves its slot under a running request."""
     chance, served = random.Random(seed), Served(2, "", num_blocks=16)
-    contents, wanted, messages = 0, dict[str, list[int]](), dict[str, list[int]]()
+    contents, wanted, outputs = 0, dict[str, list[int]](), dict[str, list[int]]()
     preempted = 0
     for number in range(220):
         act = chance.random()
@@ -193,15 +193,15 @@ def test_no_token_is_by_the_weights_of_another(seed):
             served.scheduler.preempt(served.scheduler.running[-1])
             preempted += 1
         for id, tokens in served.step():
-            messages.setdefault(id, []).extend(tokens)
+            outputs.setdefault(id, []).extend(tokens)
         served.forget()
     for _ in range(4000):
         if not served.scheduler.open_ids:
             break
         for id, tokens in served.step():
-            messages.setdefault(id, []).extend(tokens)
+            outputs.setdefault(id, []).extend(tokens)
         served.forget()
-    assert messages == wanted
+    assert outputs == wanted
     assert preempted > 5
     assert len(served.works) > 10, "adapters take each other's slots"
     for name in "abcde":
