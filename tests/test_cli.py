@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ from typing import get_args
 
 import pytest
 
-from phalanx import cli
+from phalanx import cli, log
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.version import __version__
@@ -212,6 +213,14 @@ def test_key_in_the_process_list(served, capsys, monkeypatch):
     monkeypatch.setenv("PHALANX_API_KEY", "hunter2")
     assert cli.main(["serve", "demo"]) == 0
     assert "process list" not in capsys.readouterr().err
+
+
+def test_warnings_before_the_server_are_json_too(served, capsys, monkeypatch):
+    monkeypatch.setattr(log, "_settings", {})
+    token = "0123456789abcdef" * 2
+    assert cli.main(["serve", "demo", "--log_format", "json", "--api_key", "hunter2", "--cluster_token", token]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert len([line for line in lines if "process list" in line["message"]]) == 2
 
 
 def test_adapters_are_given_as_vllm_takes_them():

@@ -81,6 +81,9 @@ def takes(*models: type[BaseModel], model_argument: bool = True) -> Callable[[Co
             own_arguments = {parameter.name: arguments.pop(parameter.name) for parameter in own}
             file = arguments.pop("config")
             raw_options = read_sources(arguments, file=file)
+            if raw_options.values.get("log_format") == "json":  # also of the lines before the options are built
+                log.choose(form="json")
+                log.configure()
             if raw_options.origins.get("cluster_token") == "--cluster_token":
                 logger.warning(
                     "--cluster_token stands in the process list of this host: use PHALANX_CLUSTER_TOKEN or --cluster_token_file"
