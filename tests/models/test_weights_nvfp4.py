@@ -26,7 +26,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.int4_checkpoints import FORMS as INT4_FORMS
 from tests.support.int4_checkpoints import IGNORED, Form, rewrite
 from tests.support.models_formation import Formation
-from tests.support.nvfp4_checkpoints import FORMS, MODELOPT, mixed, mixed_config, modelopt_nvfp4
+from tests.support.nvfp4_checkpoints import FORMS, MODELOPT, VALUES, mixed, mixed_config, modelopt_nvfp4
 
 pytest.importorskip("compressed_tensors")
 
@@ -71,7 +71,7 @@ def test_weights_are_those_of_the_checkpoint(form: str, written: dict[str, tuple
     assert isinstance(model.layers[1].mlp.down_proj.method, Unquantized), f"{IGNORED} is to be ignored"
     method = model.layers[0].self_attn.qkv_proj.method
     assert isinstance(method, Nvfp4Linear)
-    assert len(method.row_scale[: method.out_features].unique()) == 3
+    assert form == "mxfp4" or len(method.row_scale[: method.out_features].unique()) == 3
     expected = torch.cat([tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"])
     torch.testing.assert_close(dequantized(method.weight, torch.float32), expected, rtol=1e-6, atol=0)
 
@@ -97,10 +97,17 @@ def test_layers_of_several_algorithms(plain: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(logits(stored, tp=tp), logits(meant, tp=tp), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt", "mxfp4"])
 def test_experts(form: str, tmp_path: Path) -> None:
     """Over ranks that split them by columns, by number, and by both."""
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2, "std": 0.08}
+    sizes = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 96,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "std": 0.08,
+    }
     plain = write_checkpoint(tmp_path / "plain", "qwen3_moe", dtype=torch.bfloat16, **sizes)
     stored, meant = rewrite(plain, tmp_path, FORMS[form])
     expected = logits(meant)
@@ -108,7 +115,7 @@ def test_experts(form: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logits(stored, tp=tp, moe_ep=moe_ep, pp=pp), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt", "mxfp4"])
 def test_dummy_weights_and_the_planner(form: str, written: dict[str, tuple[Path, Path]]) -> None:
     """Random weights keep activations in range; the planner counts what a rank holds."""
     formation = Formation(written[form][0])
@@ -125,6 +132,25 @@ def test_dummy_weights_and_the_planner(form: str, written: dict[str, tuple[Path,
 
         own = LocalWorld(tp).run(layer)[0]
         assert layer_bytes(shape, 0, "bf16", Layout(tp=tp)) == sum(parameter.nbytes for parameter in own.parameters())
+
+
+def test_powers_of_two_that_are_far_apart(plain: Path, tmp_path: Path) -> None:
+    """29 apart in a row are exact, 30 are an error; NaN in e8m0 is one."""
+    stored, _ = rewrite(plain, tmp_path, FORMS["mxfp4"])
+    tensors, name = load_file(stored / "model.safetensors"), "model.layers.0.mlp.down_proj"
+    scale, codes = tensors[f"{name}.weight_scale"], tensors[f"{name}.weight_packed"]
+    codes[3, :16], scale[3, 0] = 0x17, 127  # 6 and 0.5
+    for power, message in ((98, ""), (97, "powers of 2 in one row"), (255, "NaN")):
+        scale[3, 1:] = power
+        save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+        if message:
+            with pytest.raises(WeightError, match=message):
+                Formation(stored)
+        else:
+            method = Formation(stored).models[0][0].layers[0].mlp.down_proj.method
+            row = dequantized(method.weight, torch.float32)[3]
+            assert row[:32].tolist() == [6.0, 0.5] * 16
+            assert row[32:].abs().max() == VALUES[(codes[3, 16:].unsqueeze(1) >> torch.tensor([0, 4]) & 7).long()].max() * 2.0**-29
 
 
 def test_what_cannot_be_is_named(plain: Path, tmp_path: Path) -> None:

@@ -54,6 +54,23 @@ def compressed_nvfp4(form: Form, weight: Tensor, name: str) -> Encoded:
     return stored, (values.unflatten(1, (-1, 16)) * (scale / factor).unsqueeze(-1)).flatten(1)
 
 
+def compressed_mxfp4(form: Form, weight: Tensor, name: str) -> Encoded:
+    """By the tool: e8m0 of the largest magnitude of 32 values. One group of each layer is zero, whatever its power."""
+    from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme(**form.config["config_groups"]["group_0"])
+    weight[0, :32] = 0
+    top = weight.unflatten(1, (-1, 32)).abs().amax(-1)
+    scale = torch.where(top == 0, 2.0**-100, torch.exp2(torch.floor(torch.log2(top)) - 2))
+    stored = MXFP4PackedCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    assert stored["weight_scale"].dtype == torch.uint8
+    values = unpack_fp4_from_uint8(stored["weight_packed"], *weight.shape, dtype=torch.float32)
+    powers = torch.exp2(stored["weight_scale"].float() - 127)
+    return stored, (values.unflatten(1, (-1, 32)) * powers.unsqueeze(-1)).flatten(1)
+
+
 def compressed(**activations: Any) -> dict[str, Any]:
     args = {
         "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True, "dynamic": False,
@@ -67,6 +84,13 @@ def compressed(**activations: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def compressed_in_powers() -> dict[str, Any]:
+    config = compressed()
+    weights = {**config["config_groups"]["group_0"]["weights"], "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {**weights, "dynamic": True}}
+    return {**config, "format": "mxfp4-pack-quantized", "config_groups": {"group_0": group}}
+
+
 MODELOPT: dict[str, Any] = {
     "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", IGNORED],
     "kv_cache_quant_algo": None,
@@ -75,6 +99,7 @@ FORMS = {
     "compressed-tensors": Form(compressed(), compressed_nvfp4, 16),
     "compressed-tensors with activations in 4 bits": Form(compressed(dynamic="local"), compressed_nvfp4, 16),
     "modelopt": Form(MODELOPT, modelopt_nvfp4, 16),
+    "mxfp4": Form(compressed_in_powers(), compressed_mxfp4, 32),
 }
 
 

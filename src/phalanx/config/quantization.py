@@ -10,7 +10,7 @@ from typing import Literal
 
 from phalanx.errors import ModelError
 
-Weights = Literal["load", "tensor", "channel", "block", "int4", "mxfp4", "nvfp4", "int8"]
+Weights = Literal["load", "tensor", "channel", "block", "int4", "mxfp4", "mxfp4_packed", "nvfp4", "int8"]
 Activations = Literal["none", "token", "static"]
 Int4Form = Literal["load", "packed", "awq", "gptq"]
 GROUP_UNIT = 32
@@ -89,10 +89,11 @@ class Quantization:
 
     @property
     def stored(self) -> str:
-        """What holds a weight: "FP8", "INT4", "INT8", "W8A16" (integers, with activations in 16 bit), "MXFP4" or "NVFP4"."""
+        """What holds a weight: "FP8", "INT4", "INT8", "W8A16" (integers, with activations in 16 bit), "MXFP4", or "NVFP4", as
+        packed MXFP4 is held, too."""
         if self.int4 is not None and self.int4.bits == 8:
             return "W8A16"
-        return "FP8" if self.weights in _FP8 else self.weights.upper()
+        return "FP8" if self.weights in _FP8 else "NVFP4" if self.weights == "mxfp4_packed" else self.weights.upper()
 
     @property
     def head(self) -> Quantization | None:
@@ -106,6 +107,8 @@ class Quantization:
         if self.weights == "nvfp4":
             of_modelopt = self.method == "modelopt"
             return ("weight_scale", *(("weight_scale_2", "input_scale") if of_modelopt else _COMPRESSED_NVFP4))
+        if self.weights == "mxfp4_packed":
+            return "weight_scale", "weight_packed"
         return (self.scale_name, "input_scale") if self.int4 is None else self.int4.tensors
 
     def of(self, layer: str) -> Quantization | None:
@@ -120,7 +123,7 @@ class Quantization:
         """With dense layers in 4 bits copied to FP8 while they are read: a scale for each row and for each token."""
 
         def copy(scheme: Quantization) -> Quantization:
-            if scheme.weights not in ("int4", "nvfp4") or scheme.on_load:
+            if scheme.weights not in ("int4", "nvfp4", "mxfp4_packed") or scheme.on_load:
                 return scheme
             return replace(scheme, weights="load", activations="token", int4=None, copied=replace(scheme, others=()))
 
@@ -130,7 +133,7 @@ class Quantization:
         """Columns of a layer that ranks do not part, since they share a scale that is stored; 0: there are none."""
         scheme = self.of(layer)
         if scheme is None or scheme.int4 is None or scheme.on_load:
-            return GROUP_UNIT if scheme is not None and scheme.weights in ("mxfp4", "nvfp4") else 0
+            return GROUP_UNIT if scheme is not None and scheme.weights in ("mxfp4", "mxfp4_packed", "nvfp4") else 0
         return scheme.int4.group
 
     def _has(self, layer: str) -> bool:
@@ -150,11 +153,11 @@ _FP8 = ("load", "tensor", "channel", "block")
 _LINEAR, _EXPERTS = "phalanx.models.layers.linear_methods", "phalanx.models.layers.expert_methods"
 _IN_LINEAR = {
     **dict.fromkeys(_FP8, f"{_LINEAR}.fp8:Fp8"), "block": f"{_LINEAR}.fp8_block:Fp8Block", "int4": f"{_LINEAR}.int4:Int4Linear",
-    "nvfp4": f"{_LINEAR}.nvfp4:Nvfp4Linear", "int8": f"{_LINEAR}.int8:Int8",
+    "nvfp4": f"{_LINEAR}.nvfp4:Nvfp4Linear", "mxfp4_packed": f"{_LINEAR}.nvfp4:Mxfp4PackedLinear", "int8": f"{_LINEAR}.int8:Int8",
 }  # fmt: skip
 _IN_EXPERTS = {
     **dict.fromkeys((*_FP8, "int8"), f"{_EXPERTS}.grouped:GroupedExperts"), "mxfp4": f"{_EXPERTS}.mxfp4:Mxfp4Experts",
-    **dict.fromkeys(("int4", "nvfp4"), f"{_EXPERTS}.packed:PackedExperts"),
+    **dict.fromkeys(("int4", "nvfp4", "mxfp4_packed"), f"{_EXPERTS}.packed:PackedExperts"),
 }  # fmt: skip
 """`Weights` -> the method."""
 _COMPRESSED_NVFP4 = ("weight_packed", "weight_global_scale", "input_global_scale")

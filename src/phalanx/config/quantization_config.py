@@ -21,9 +21,10 @@ from phalanx.errors import ModelError
 SUPPORTED = (
     "supported are: modelopt (quant_algo FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4, W4A16_NVFP4, or MIXED_PRECISION of these), "
     "compressed-tensors (format float-quantized: 8-bit float weights per tensor, channel or block; activations none, dynamic, or "
-    "static per tensor; format pack-quantized: integer weights of 4 or 8 bits per group or channel; format nvfp4-pack-quantized; "
-    "format int-quantized: 8-bit integers, symmetric, of weights per tensor or channel and of activations), fp8 "
-    "(weight_block_size, or one scale per tensor), awq (version gemm, 4 bit), gptq (4 or 8 bit), mxfp4 (the experts of gpt-oss)"
+    "static per tensor; format pack-quantized: integer weights of 4 or 8 bits per group or channel; formats nvfp4-pack-quantized "
+    "and mxfp4-pack-quantized; format int-quantized: 8-bit integers, symmetric, of weights per tensor or channel and of "
+    "activations), fp8 (weight_block_size, or one scale per tensor), awq (version gemm, 4 bit), gptq (4 or 8 bit), mxfp4 (the "
+    "experts of gpt-oss)"
 )
 
 TABLES = {
@@ -68,7 +69,7 @@ _MODELOPT: dict[str, tuple[Weights, Activations]] = {
 _BITS = "integer weights with activations in 16 bit are read in 4 and 8 bits"
 _HEAD: tuple[str, ...] = (r"lm_head\Z",)
 """What the tools of AWQ, and of GPTQ and FP8 where nothing is said of it, leave in 16 bit."""
-_GROUP_FORMATS = ("float-quantized", "pack-quantized", "nvfp4-pack-quantized", "int-quantized")
+_GROUP_FORMATS = ("float-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "int-quantized")
 _GROUP = FieldTable.of("targets weights input_activations format", "", {"output_activations": ()})
 _SCHEME = FieldTable.of(
     "type num_bits symmetric strategy dynamic block_structure", "observer observer_kwargs zp_dtype scale_dtype",
@@ -247,11 +248,12 @@ def _scheme(group: JsonFields, default: str, plain: Quantization) -> Quantizatio
         if group.optional_mapping("input_activations") is not None:
             raise _unsupported(group, "input_activations", "with such weights, activations must be in 16 bit")
         return replace(plain, weights="int4", int4=_packed_int4(group))
-    if form == "nvfp4-pack-quantized":
+    if form in _E2M1:
+        stored, expected = _E2M1[form]
         for name in ("weights", "input_activations"):
             if name == "weights" or group.optional_mapping(name) is not None:
-                _require(_scheme_of(group, name, _INT4_SCHEME), **_OF_NVFP4)
-        return replace(plain, weights="nvfp4")
+                _require(_scheme_of(group, name, _INT4_SCHEME), type="float", num_bits=4, symmetric=True, **expected)
+        return replace(plain, weights=stored)
     if form not in ("float-quantized", "int-quantized"):
         raise _unsupported(group, "format")
     kind = form.removesuffix("-quantized")
@@ -273,7 +275,10 @@ def _scheme_of(group: JsonFields, name: str, table: FieldTable) -> JsonFields:
 
 _BY_DEFAULT = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
 """As compressed-tensors has it."""
-_OF_NVFP4: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+_E2M1: dict[str, tuple[Weights, dict[str, Any]]] = {
+    "nvfp4-pack-quantized": ("nvfp4", {"strategy": "tensor_group", "group_size": 16}),
+    "mxfp4-pack-quantized": ("mxfp4_packed", {"strategy": "group", "group_size": 32}),
+}
 
 
 def _require(scheme: JsonFields, why: str = "", **expected: Any) -> None:

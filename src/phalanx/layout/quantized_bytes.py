@@ -25,7 +25,7 @@ def quantized_bytes(scheme: Quantization, rows: int, columns: int, *, in_pairs: 
         group = scheme.int4.group or (inputs if eight else columns)
         runs, words = scale_words(columns, group, zeros=scheme.int4.zeros or eight, in_pairs=in_pairs)
         return rows * (columns // 2 + 4 * runs * words)
-    if scheme.weights == "nvfp4":  # a scale of 16, and one of a row in fp32: see `kernels.moe.nvfp4_packing.Nvfp4Weight`
+    if scheme.weights in ("nvfp4", "mxfp4_packed"):  # a scale of 16, and one of a row in fp32: see `Nvfp4Weight`
         return _padded(rows, GROUP_UNIT) * (_padded(columns, GROUP_UNIT) // 2 + _padded(columns, TILE_COLUMNS) // 16 + 4)
     if scheme.weights == "mxfp4":  # a scale of 32, padded to four
         return rows * (columns // 2 + _padded(columns, TILE_COLUMNS) // 32)

@@ -84,25 +84,28 @@ def test_every_code_becomes_its_value_at_each_place_of_both_words() -> None:
 
 
 def test_every_code_and_scale_of_nvfp4_becomes_its_value() -> None:
-    """All e4m3 scales that are not negative, zero and subnormal ones too, in both halves of a block, by each block's selector."""
+    """All e4m3 scales that are not negative, zero and subnormal ones too, in both halves of a block, by each block's selector; and
+    all powers of 2 that MXFP4's scales become."""
     from phalanx.kernels.moe.mxfp4 import NVFP4_SCALE, NVFP4_WIDEN, nvfp4_unit, selectors
+    from phalanx.kernels.moe.nvfp4_packing import LARGEST_POWER, POWERS
     from phalanx.kernels.moe.nvfp4_packing import packed as nvfp4_packed
 
     of_words, unit = selectors(torch.device("cpu")).tolist(), nvfp4_unit.fn(triton.language.bfloat16, 90)
-    of_file = torch.arange(126, -2, -1).clamp(min=0).to(torch.uint8).view(16, 8)
-    codes = torch.randint(0, 16, (16, 128), generator=torch.Generator().manual_seed(1))
+    e4m3 = torch.arange(126, -2, -1).clamp(min=0).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    powers = torch.exp2(torch.arange(LARGEST_POWER - POWERS + 1, LARGEST_POWER + 1).float())
+    of_file = torch.cat((e4m3, powers, powers[:2])).view(20, 8)
+    codes = torch.randint(0, 16, (20, 128), generator=torch.Generator().manual_seed(1))
     codes[:, :32] = torch.arange(16).repeat(2)
-    words, table = nvfp4_packed((codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8), of_file.view(torch.float8_e4m3fn))
-    of_rows = untiled(words)[:16].contiguous().view(torch.int16).int() & 0xFFFF
-    low, high = (untiled(table, SCALES_IN_WORD)[:16].contiguous().view(torch.int32)[:, half].tolist() for half in (0, 1))
-    for row, word, place in itertools.product(range(16), range(0, 32, 2), range(4)):
+    words, table = nvfp4_packed((codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8), of_file)
+    of_rows = untiled(words)[:20].contiguous().view(torch.int16).int() & 0xFFFF
+    low, high = (untiled(table, SCALES_IN_WORD)[:20].contiguous().view(torch.int32)[:, half].tolist() for half in (0, 1))
+    for row, word, place in itertools.product(range(20), range(0, 32, 2), range(4)):
         selector, scales = of_words[word], (low if place < 2 else high)[row] & WORD
         scale = run(NVFP4_SCALE, scales, scales, selector, selector)
         output = run(NVFP4_WIDEN[place], int(of_rows[row, word]) | int(of_rows[row, word + 1]) << 16, scale)
         for half, value in enumerate(halves_of(output)):
             column = word // 8 * 32 + place * 8 + word % 8 + half
-            of_group = of_file.view(torch.float8_e4m3fn)[row, column // 16].double()
-            assert float(value) * unit == E2M1[int(codes[row, column])] * of_group
+            assert float(value) * unit == E2M1[int(codes[row, column])] * float(of_file[row, column // 16])
 
 
 def halves_of(word: int) -> torch.Tensor:

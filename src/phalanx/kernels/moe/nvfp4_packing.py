@@ -21,6 +21,8 @@ GROUP = 16
 BLOCK, TILE_COLUMNS = 32, 128
 SCALES_OF_TILE = TILE_COLUMNS // GROUP
 SCALE_BIAS = 10
+LARGEST_POWER, POWERS = 20, 30
+"""Scales are below 2^(LARGEST_POWER + 1), with POWERS exponents: with one more, bf16 would be infinite."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of e2m1 by their four bits."""
 
@@ -98,7 +100,12 @@ def quantized(values: Tensor, row_scale: Tensor) -> tuple[Tensor, Tensor]:
     groups = values.float().view(len(values), -1, GROUP)
     scales = (groups.abs().amax(-1) / 6 / row_scale.unsqueeze(1)).to(torch.float8_e4m3fn)
     unit = scales.float() * row_scale.unsqueeze(1)
-    each = (groups / torch.where(unit == 0, 1.0, unit).unsqueeze(-1)).flatten(1)
+    return e2m1_codes((groups / torch.where(unit == 0, 1.0, unit).unsqueeze(-1)).flatten(1)), scales
+
+
+def e2m1_codes(values: Tensor) -> Tensor:
+    """values [rows, columns] rounded to nearest, two in a byte as on disk."""
     magnitudes = torch.tensor(E2M1[:8], device=values.device)
-    code = torch.bucketize(each.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2).to(torch.uint8) | (each < 0).to(torch.uint8) << 3
-    return code[:, 0::2] | code[:, 1::2] << 4, scales
+    code = torch.bucketize(values.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2).to(torch.uint8)
+    code |= (values < 0).to(torch.uint8) << 3
+    return code[:, 0::2] | code[:, 1::2] << 4
