@@ -23,7 +23,7 @@ from benchmarks import harness
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.gated_delta import reference
 from phalanx.kernels.gated_delta.recurrent import TILING, DeltaTiling, delta_decode
-from phalanx.kernels.gated_delta.reference import DeltaInputs, DeltaWeights, StateRows
+from phalanx.kernels.gated_delta.reference import DeltaWeights, StateRows
 
 HEADS = GatedDelta((), 16, 32, 128, 128, conv=4)
 SLOTS = 256
@@ -37,7 +37,7 @@ TILINGS = (
     DeltaTiling(64, 2, 4), DeltaTiling(64, 2, 8, 128), DeltaTiling(128, 1, 8, 128), DeltaTiling(128, 1, 16),
     DeltaTiling(128, 1, 16, 64),
 )  # fmt: skip
-Inputs = tuple[DeltaInputs, GatedDelta, DeltaWeights]
+Inputs = tuple[Tensor, Tensor, Tensor, GatedDelta, DeltaWeights]
 
 
 def main() -> int:
@@ -60,13 +60,13 @@ def main() -> int:
 def inputs(count: int) -> Inputs:
     """Convolved channels, gates, b and a of so many tokens."""
     generator = torch.Generator("cuda").manual_seed(count)
-    qkv, z, b, a = (
+    qkv, z, ba = (
         torch.randn(count, width, generator=generator, device="cuda", dtype=torch.bfloat16)
-        for width in (sum(HEADS.sections), HEADS.sections[2], HEADS.value_heads, HEADS.value_heads)
+        for width in (sum(HEADS.sections), HEADS.sections[2], 2 * HEADS.value_heads)
     )
     fp32 = torch.linspace(-5.0, 0.0, HEADS.value_heads, device="cuda")
     norm = torch.ones(HEADS.value_dim, device="cuda", dtype=torch.bfloat16)
-    return DeltaInputs(qkv, z, b, a), HEADS, DeltaWeights(norm, fp32, fp32 / 5, norm, 1e-6)
+    return qkv, z, ba, HEADS, DeltaWeights(norm, fp32, fp32 / 5, norm, 1e-6)
 
 
 def rows_of(count: int, first: int) -> StateRows:
@@ -81,13 +81,13 @@ def out_of(count: int) -> Tensor:
 
 def error_of(call: Callable[..., None], count: int, state: Tensor) -> float:
     """The largest of the outputs' and the states', beside the reference."""
-    each, heads, weights = inputs(count)
+    qkv, z, ba, heads, weights = inputs(count)
     before, rows, out = state[:count].clone(), rows_of(count, 0), out_of(count)
-    query, key, value, decay, beta = reference.rule_inputs(each.qkv, torch.cat((each.b, each.a), 1).float(), heads, weights)
+    query, key, value, decay, beta = reference.rule_inputs(qkv, ba.float(), heads, weights)
     sums, after = reference.one_token(query, key, value, decay, beta, before)
     normed = sums * torch.rsqrt(sums.pow(2).mean(-1, keepdim=True) + weights.eps)
-    wanted = normed.flatten(1) * torch.nn.functional.silu(each.z.float())
-    call(each, heads, weights, state, rows, out)
+    wanted = normed.flatten(1) * torch.nn.functional.silu(z.float())
+    call(qkv, z, ba, heads, weights, state, rows, out)
     norm_error = ((out.float() - wanted).norm() / wanted.norm()).item()
     error = max(norm_error / 100, (state[:count] - after).abs().max().item())
     state[:count] = before

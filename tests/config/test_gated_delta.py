@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config.json of Qwen3-Next, Qwen3.5 and Kimi Linear: which layers keep a state, and what is refused."""
+"""Qwen3-Next's and Qwen3.5's config.json: which layers keep a state, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from phalanx.config.gated_delta import FULL, LINEAR, GatedDelta
 from phalanx.config.model import ModelShape
 from phalanx.errors import ModelError
-from phalanx.layout.families.registry import known
 
 NEXT: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048,
@@ -63,34 +62,3 @@ def test_stated_layer_types_count() -> None:
     gated = ModelShape.from_config({**NEXT, "layer_types": kinds}).gated_delta
     assert gated is not None
     assert gated.layers == tuple(range(1, 48, 2))
-
-
-KIMI = known("kimi-linear-48b-a3b") or {}
-LISTS = KIMI["linear_attn_config"]
-
-
-def test_kimi_linear_as_released() -> None:
-    """Its lists count layers from 1, and the last of its 27 layers is a latent one, out of turn."""
-    shape = ModelShape.from_config(KIMI)
-    layers = tuple(layer for layer in range(26) if layer % 4 != 3)
-    assert shape.gated_delta == GatedDelta(layers, 32, 32, 128, 128, 4, by_channel=True)
-    assert shape.latent is not None
-    assert (shape.latent.q_rank, shape.rotary_in(3).rotated, shape.max_positions) == (None, 0, 1_048_576)
-    assert shape.experts is not None
-    assert (shape.experts.count, shape.experts.per_token, shape.experts.dense_layers) == (256, 8, (0,))
-    assert shape.experts.scoring is not None
-    assert shape.experts.scoring.scale == 2.446
-
-
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"linear_attn_config": {**LISTS, "kda_layers": [1, 2]}}, "each of num_hidden_layers=27 layers"),
-    ({"linear_attn_config": {**LISTS, "full_attn_layers": [4, 8, 12, 16, 20, 24, 26, 27]}}, "each of num_hidden_layers=27 layers"),
-    ({"linear_attn_config": {**LISTS, "gate_lower_bound": -5.0}}, "gate_lower_bound"),
-    ({"linear_attn_config": {**LISTS, "short_conv_kernel_size": 1}}, "covers 2 tokens at least"),
-    ({"mla_use_nope": False}, "mla_use_nope"),
-    ({"moe_renormalize": None, "norm_topk_prob": True}, "two names of one field"),
-    ({"num_experts_per_tok": 6}, "two names of one field"),
-])  # fmt: skip
-def test_what_is_refused_of_kimi_linear(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        ModelShape.from_config({**KIMI, **changes})

@@ -146,8 +146,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "olmo3": ("olmo3", {"num_attention_heads": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "qwen3-next": ("qwen3_next", {}),
-    "kimi-linear": ("kimi_linear", {}),
-    "kimi-linear-stacked": ("kimi_linear", {"stacked": True, "q_lora_rank": 20, "seed": 2}),
     "qwen3-5-tied-biases": ("qwen3_5", {"tie_word_embeddings": True, "attention_bias": True, "full_attention_interval": 3}),
     "qwen3-5-moe-one-value-head": ("qwen3_5_moe", {"linear_num_value_heads": 4}),
 }  # fmt: skip

@@ -237,12 +237,6 @@ _FAMILIES |= {
     "qwen3_next": ("Qwen3Next", {**_GATED_DELTA, **_SHARED_EXPERT, "mlp_only_layers": [1]}),
     "qwen3_5": ("Qwen3_5", {**_GATED_DELTA}),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_GATED_DELTA, **_SHARED_EXPERT}),
-    "kimi_linear": ("KimiLinear", {
-        "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-        "num_key_value_heads": 4, "moe_intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 3,
-        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "linear_num_heads": 4, "linear_head_dim": 12,
-        "layer_types": ["linear_attention", "full_attention"] * 8,
-    }),
 }  # fmt: skip
 
 _SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 48}

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.gated_delta.dispatch import count_chunks, max_chunks
-from phalanx.kernels.gated_delta.reference import DeltaInputs, DeltaWeights, StateRows
+from phalanx.kernels.gated_delta.reference import DeltaWeights, StateRows
 
 HEADS = GatedDelta((), key_heads=2, value_heads=4, key_dim=16, value_dim=24, conv=4)
-KDA = GatedDelta((), key_heads=3, value_heads=3, key_dim=24, value_dim=24, conv=4, by_channel=True)
 TAPS = 4
 
 
@@ -21,8 +20,7 @@ def weights(heads: GatedDelta = HEADS, dtype: torch.dtype = torch.float32) -> De
     """Decays from a few tokens to hundreds."""
     generator = torch.Generator().manual_seed(7)
     conv = torch.randn(sum(heads.sections), 1, TAPS, generator=generator) / 2
-    decays = heads.value_heads * heads.decays
-    a_log, dt_bias = torch.linspace(-5.0, 0.0, heads.value_heads), torch.linspace(-1.0, 1.0, decays)
+    a_log, dt_bias = torch.linspace(-5.0, 0.0, heads.value_heads), torch.linspace(-1.0, 1.0, heads.value_heads)
     norm = torch.rand(heads.value_dim, generator=generator) + 0.5
     return DeltaWeights(conv.to(dtype), a_log, dt_bias, norm.to(dtype), 1e-6)
 
@@ -30,7 +28,7 @@ def weights(heads: GatedDelta = HEADS, dtype: torch.dtype = torch.float32) -> De
 def inputs(tokens: int, heads: GatedDelta = HEADS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """(mixed, ba) of so many tokens."""
     width = sum(heads.sections) + heads.value_heads * heads.value_dim
-    return torch.randn(tokens, width).to(dtype), torch.randn(tokens, (1 + heads.decays) * heads.value_heads).to(dtype)
+    return torch.randn(tokens, width).to(dtype), torch.randn(tokens, 2 * heads.value_heads).to(dtype)
 
 
 class Slots:
@@ -91,5 +89,5 @@ class Requests(Slots):
         counts = {slot: len(mixed) for slot, mixed, _ in rows}
         state_rows = self.batch(counts, padding=padding, absent=absent)
         mixed, ba = (self.padded([row[part] for row in rows], padding) for part in (1, 2))
-        out = gated_delta(DeltaInputs.of(mixed, ba, self.heads), self.heads, self.weights, self.conv, self.state, state_rows)
+        out = gated_delta(mixed, ba, self.heads, self.weights, self.conv, self.state, state_rows)
         return list(torch.split(out[: sum(counts.values())], list(counts.values())))

@@ -248,21 +248,6 @@ def _sparse_deepseek(fields: JsonFields, scoring: Scoring) -> Experts:
     return _deepseek(fields, scoring, experts=256, width=2048, shared=1, dense=dense, top_k=8)
 
 
-def read_kimi_linear(fields: JsonFields) -> Experts:
-    """Kimi Linear's fields: those of DeepSeek-V3 by names of their own, and other defaults; a layer is dense by mlp_layer_types
-    where there is one."""
-    names = {
-        "num_experts_per_token": "num_experts_per_tok", "num_shared_experts": "n_shared_experts",
-        "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
-    }  # fmt: skip
-    flags = {name: False for name in ("moe_renormalize", "norm_topk_prob") if name in fields.values and fields.value(name) is None}
-    fields = replace(fields, values={**fields.values, **flags})  # null is false, also beside the other name
-    own = {other: fields.value(fields.either(name, other)) for name, other in names.items()}
-    fields = replace(fields, values={**fields.values, **{name: value for name, value in own.items() if value is not None}})
-    dense = 1 if fields.value("mlp_layer_types") is None else _stated_dense(fields)
-    return _deepseek(fields, _sigmoids(fields, 1, 1, 2.446), experts=256, width=1024, shared=1, dense=dense, top_k=8)
-
-
 def read_glm4_moe(fields: JsonFields) -> Experts:
     """GLM-4.5's fields: those of DeepSeek-V3, with other defaults."""
     return _deepseek(fields, _sigmoids(fields, 1, 1, 1.0), experts=128, width=1408, shared=1, dense=1, top_k=8)

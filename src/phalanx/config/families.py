@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple
 
 from phalanx.config import experts, mamba
 from phalanx.config.experts import Experts
-from phalanx.config.gated_delta import GatedDelta, read_gated_delta, read_kimi_delta
+from phalanx.config.gated_delta import GatedDelta, read_gated_delta
 from phalanx.config.gemma4 import HeadSizes, LayerInputs, SharedKv, gemma4_full_heads, read_layer_inputs, read_shared_kv
 from phalanx.config.json_fields import JsonFields
-from phalanx.config.latent import GLM5, Latent, LatentDefaults, read_latent, read_latent_unrotated, read_sparse_latent
+from phalanx.config.latent import GLM5, Latent, LatentDefaults, read_latent, read_sparse_latent
 from phalanx.config.mamba import Block, Mamba2, read_blocks
 from phalanx.config.rope import BY_TYPE, PROPORTIONAL, Rope
 
@@ -280,18 +280,6 @@ FAMILIES = {
         1_048_576, f"{_LATENT_EXPERTS} first_k_dense_replace num_local_experts", "head_dim qk_head_dim",
         {"scoring_func": ("softmax",), "topk_method": ("greedy",), "n_group": (1,), "topk_group": (1,)}, model_type="mistral4",
         experts=experts.read_mistral4, latent=_MISTRAL4_LATENT, rotary_portion=1.0, yarn=_MISTRAL4_YARN, temperature=True,
-    ),
-    "KimiLinearForCausalLM": Family(
-        1_048_576, """
-        kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim num_experts num_local_experts n_routed_experts
-        num_experts_per_token num_experts_per_tok num_shared_experts n_shared_experts moe_intermediate_size moe_renormalize
-        norm_topk_prob routed_scaling_factor num_expert_group n_group topk_group first_k_dense_replace moe_layer_freq
-        mlp_layer_types linear_attn_config layer_types linear_num_heads linear_head_dim linear_conv_kernel_dim model_max_length
-        num_nextn_predict_layers rope_interleave
-        """, "head_dim qk_head_dim use_grouped_topk topk_method",
-        {"moe_router_activation_func": ("sigmoid",), "mla_use_nope": (True,), "mla_use_output_gate": (False,)},
-        model_type="kimi_linear", input_bias=None, output_bias=None, mlp_bias=None, experts=experts.read_kimi_linear,
-        latent=read_latent_unrotated, gated_delta=read_kimi_delta, rms_norm_eps=1e-5, nope_full=True,
     ),
     "SeedOssForCausalLM": Family(
         524288, "head_dim attention_bias attention_out_bias mlp_bias", kv_heads=8, head_dim=128, attention_bias=True,

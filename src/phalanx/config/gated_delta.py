@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the gated delta rule (arXiv 2412.06464) in config.json, as Qwen3-Next and Qwen3.5 have them, and of Kimi Delta
-Attention (KDA, arXiv 2510.26692), whose decay is by channel. No torch."""
+"""Layers of the gated delta rule (arXiv 2412.06464) in config.json, as Qwen3-Next and Qwen3.5 have them. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phalanx.config.json_fields import JsonFields
 from phalanx.config.rope import FULL
@@ -44,7 +43,6 @@ class GatedDelta(VerifiedState):
     key_dim, value_dim: of a head. A value head's state is a matrix [key_dim, value_dim] in fp32.
     conv: tokens that the causal convolution of queries, keys and values covers.
     drafts: that a row of a step verifies, at most: what is computed of them must be taken back where they are rejected.
-    by_channel: each channel of a key decays by itself, and the output's gate is a sigmoid (KDA).
     """
 
     layers: tuple[int, ...]
@@ -54,12 +52,6 @@ class GatedDelta(VerifiedState):
     value_dim: int
     conv: int
     drafts: int = 0
-    by_channel: bool = False
-
-    @property
-    def decays(self) -> int:
-        """Of a value head."""
-        return self.key_dim if self.by_channel else 1
 
     @property
     def ratio(self) -> int:
@@ -75,8 +67,7 @@ class GatedDelta(VerifiedState):
     def widths(self) -> tuple[int, int]:
         """Values of a token between the projections and the output, and those that chunks of a prompt keep beside them."""
         values = self.sections[2]
-        decays = 2 * self.value_heads * self.key_dim if self.by_channel else 0  # in fp32
-        return 2 * sum(self.sections) + 2 * values, self.value_heads * (self.key_dim + self.value_dim + CHUNK) + decays
+        return 2 * sum(self.sections) + 2 * values, self.value_heads * (self.key_dim + self.value_dim + CHUNK)
 
     @property
     def flops(self) -> float:
@@ -87,7 +78,7 @@ class GatedDelta(VerifiedState):
     @property
     def split(self) -> tuple[str, int]:
         """What ranks split, by its name in messages."""
-        return "num_heads of linear_attn_config" if self.by_channel else "linear_num_key_heads", self.key_heads
+        return "linear_num_key_heads", self.key_heads
 
 
 def read_gated_delta(fields: JsonFields) -> GatedDelta:
@@ -102,44 +93,10 @@ def read_gated_delta(fields: JsonFields) -> GatedDelta:
             f"{fields.file}: linear_num_key_heads={heads} does not divide linear_num_value_heads={value_heads}",
             why="each key head serves the same number of value heads",
         )  # fmt: skip
-    return GatedDelta(
-        tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), heads, value_heads,
-        fields.count("linear_key_head_dim", 128), fields.count("linear_value_head_dim", 128), _conv(fields, 4),
-    )  # fmt: skip
-
-
-KIMI_HEADS, KIMI_DIM, KIMI_CONV = 32, 128, 4
-"""By default."""
-
-
-def read_kimi_delta(fields: JsonFields) -> GatedDelta:
-    """Kimi Linear's fields: those of linear_attn_config, which counts layers from 1, or as transformers 5 writes them. Raises
-    ModelError where a layer is in neither or in both of its lists, and as `read_gated_delta`."""
-    count, stated = fields.count("num_hidden_layers"), fields.optional_mapping("linear_attn_config") or {}
-    names = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim", "short_conv_kernel_size": "linear_conv_kernel_dim"}
-    unknown = stated.keys() - {*names, "kda_layers", "full_attn_layers"}
-    if unknown:
-        raise ModelError(f"{fields.file} has {sorted(unknown)} in linear_attn_config", why="what they change is not computed")
-    values = {names[name]: value for name, value in stated.items() if name in names}
-    fields = replace(fields, values={**fields.values, **values})
-    kinds = fields.by_layer("layer_types", (LINEAR, FULL))
-    if kinds is None and "kda_layers" in stated:
-        own, full = (stated.get(name) or [] for name in ("kda_layers", "full_attn_layers"))
-        if sorted([*own, *full]) != list(range(1, count + 1)):
-            raise ModelError(
-                f"{fields.file} has kda_layers={own} and full_attn_layers={full} in linear_attn_config",
-                why=f"each of num_hidden_layers={count} layers, counted from 1, must be in one of them",
-            )  # fmt: skip
-        kinds = [LINEAR if layer + 1 in own else FULL for layer in range(count)]
-    if kinds is None:
-        kinds = [FULL if layer and layer % FULL_INTERVAL == 0 else LINEAR for layer in range(count)]
-    heads, dim = fields.count("linear_num_heads", KIMI_HEADS), fields.count("linear_head_dim", KIMI_DIM)
-    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
-    return GatedDelta(layers, heads, heads, dim, dim, _conv(fields, KIMI_CONV), by_channel=True)
-
-
-def _conv(fields: JsonFields, default: int) -> int:
-    conv = fields.count("linear_conv_kernel_dim", default)
+    conv = fields.count("linear_conv_kernel_dim", 4)
     if conv < 2:
         raise ModelError(f"{fields.file} has linear_conv_kernel_dim={conv}", why="a convolution covers 2 tokens at least")
-    return conv
+    return GatedDelta(
+        tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), heads, value_heads,
+        fields.count("linear_key_head_dim", 128), fields.count("linear_value_head_dim", 128), conv,
+    )  # fmt: skip

@@ -95,12 +95,6 @@ def read_latent(fields: JsonFields, rope: Rope, sizes: LatentDefaults = DEEPSEEK
     )  # fmt: skip
 
 
-def read_latent_unrotated(fields: JsonFields, rope: Rope) -> Latent:
-    """The fields of Kimi Linear: those of `read_latent`, by default without a latent of queries, and without RoPE."""
-    stated = {"q_lora_rank": None, **fields.values}
-    return read_latent(replace(fields, values=stated), replace(rope, portion=1.0))
-
-
 GLM5 = LatentDefaults(2048, nope=192, v=256)
 
 

@@ -46,7 +46,6 @@ log = get_logger(__name__)
 CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 
 
-_LENGTHS = "max_position_embeddings", "model_max_length"
 _FIXED = ("sinks", "qk_norm_whole", "qk_norm_plain", "v_norm", "norms", "norm_offset", "layer_norm", "activation")
 """Traits that no file states, by their names in `Family` and `ModelShape`."""
 _READ = ("gated_delta", "mamba", "blocks", "full_heads", "layer_inputs", "shared_kv")
@@ -181,7 +180,7 @@ class ModelShape:
         """RoPE of a layer, and what it rotates."""
         rope, head_dim = self.rope_in(layer), self.heads_in(layer).head_dim
         if self.latent is not None:
-            return LayerRotary(rope, self.latent.rope if rope.portion else 0, self.latent.rope)
+            return LayerRotary(rope, self.latent.rope, self.latent.rope)
         return LayerRotary(rope, head_dim if rope.kind == PROPORTIONAL else int(head_dim * rope.portion), head_dim)
 
     def within(self, max_seq_len: int) -> ModelShape:
@@ -224,7 +223,7 @@ class ModelShape:
         _check_model_type(fields, architecture)
         heads, kv_heads = _heads(fields, family)
         num_layers = fields.count("num_hidden_layers")
-        max_positions = fields.count(fields.either(*filter(fields.reads, _LENGTHS)), family.max_positions)
+        max_positions = fields.count("max_position_embeddings", family.max_positions)
         head_dim = _head_dim(fields, heads, family) if family.latent is None else 0
         nope_layers = _nope_layers(fields, family, num_layers)
         windows = _windows(fields, family, num_layers, nope_layers)

@@ -242,7 +242,7 @@ def read(reader: Any, part: Slice, place: StoredTensor, stacked: Stacked | None 
     first, own = 0 if stacked is None else stacked.row, slice(part.begin, part.end)
     rows, columns = part.at or ((own, slice(0, part.shape[-1])) if part.dim == 0 else (slice(0, part.shape[0]), own))
     rows = slice(first + rows.start, first + rows.stop)
-    if stacked is not None and len(shape) == 3 and len(part.shape) == 2:  # of experts
+    if stacked is not None and len(shape) == 3:
         own = slice(stacked.expert, stacked.expert + 1)
         expert: Tensor = stored[own, columns, rows].mT if stacked.transposed else stored[own, rows, columns]
         return expert[0].contiguous()

@@ -16,7 +16,6 @@ from phalanx.models.decoder import Decoder, DecoderLayer
 from phalanx.models.layers.activation import NormAndQuantized, NormOutput
 from phalanx.models.layers.gated_delta_net import GatedDeltaNet
 from phalanx.models.layers.grouped_query_attention import GroupedQueryAttention
-from phalanx.models.layers.kimi_delta_attention import KimiDeltaAttention
 from phalanx.models.layers.latent_attention import LatentAttention
 from phalanx.models.layers.mamba2 import MambaMixer
 from phalanx.models.layers.mlp import Mlp, mlp_of
@@ -24,7 +23,7 @@ from phalanx.models.layers.moe import SparseMoe
 from phalanx.models.layers.norm import RmsNorm, all_reduce_norm
 from phalanx.models.layers.rope import CosSin
 
-Attention = GroupedQueryAttention | LatentAttention | GatedDeltaNet | KimiDeltaAttention | MambaMixer
+Attention = GroupedQueryAttention | LatentAttention | GatedDeltaNet | MambaMixer
 
 
 class LayerNorms(NamedTuple):
@@ -88,8 +87,6 @@ class Llama(Decoder):
         """The attention of layer `layer`, or what it has in that place."""
         shape = self.shape
         if shape.gated_delta is not None and layer in shape.gated_delta.layers:
-            if shape.gated_delta.by_channel:
-                return KimiDeltaAttention(name, shape, context=self.context)
             return GatedDeltaNet(f"{name.removesuffix('self_attn')}linear_attn", shape, context=self.context)
         if shape.mamba is not None and layer in shape.mamba.layers:
             return MambaMixer(f"{name.removesuffix('self_attn')}mamba", shape, context=self.context)

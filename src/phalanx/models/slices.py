@@ -250,26 +250,18 @@ class Sliced(nn.Module):
 
 
 class TensorPart(Sliced):
-    """weight: this rank's parts of declared tensors that no GEMM multiplies, one below the other. One whose first dim is not split
-    is flat."""
+    """weight: this rank's part of a declared tensor that no GEMM multiplies."""
 
-    def __init__(self, *names: str, context: LayerContext) -> None:
+    def __init__(self, name: str, *, context: LayerContext) -> None:
         super().__init__()
-        self.tensors = [context.declared[name] for name in names]
-        self.parts = [(each, part) for each in self.tensors for part in each.parts(context.group.size, context.group.rank)]
-        first, part = self.parts[0]
-        rows = sum(len(part[each.split_dim]) for each, part in self.parts)
-        rest = () if first.split_dim else tuple(map(len, part[1:]))
-        self.weight = context.weight(rows, *rest, dtype=torch.float32 if first.kept == "fp32" else None)
+        self.tensor = context.declared[name]
+        self.parts = self.tensor.parts(context.group.size, context.group.rank)
+        rows = sum(len(part[0]) for part in self.parts)
+        dtype = torch.float32 if self.tensor.kept == "fp32" else None
+        self.weight = context.weight(rows, *map(len, self.parts[0][1:]), dtype=dtype)
 
     def slices(self) -> Iterator[Slice]:
         at = 0
-        for tensor, part in self.parts:
-            rows = part[tensor.split_dim]
-            target = self.weight[at : at + len(rows)]
-            if tensor.split_dim:
-                own = tuple(slice(each.start, each.stop) for each in part)
-                yield Slice(tensor.name, tensor.shape, target, at=own, arrange=torch.flatten)
-            else:
-                yield Slice(tensor.name, tensor.shape, target, rows.start, stacked=Stacked.of(tensor))
+        for rows, *_ in self.parts:
+            yield Slice(self.tensor.name, self.tensor.shape, self.weight[at : at + len(rows)], rows.start)
             at += len(rows)

@@ -17,9 +17,9 @@ from torch import Tensor
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.gated_delta import reference
 from phalanx.kernels.gated_delta.dispatch import launched
-from phalanx.kernels.gated_delta.reference import CHUNK, DeltaInputs, StateRows, max_chunk_rows
+from phalanx.kernels.gated_delta.reference import CHUNK, StateRows, max_chunk_rows
 from tests.support.kernels_compiled import by_generation, compiled, compiled_as
-from tests.support.kernels_gated_delta import HEADS, KDA, TAPS, Requests, inputs
+from tests.support.kernels_gated_delta import HEADS, TAPS, Requests, inputs
 from tests.support.kernels_interpreted import interpret
 
 pytest.importorskip("triton")
@@ -70,21 +70,6 @@ def check_states_in_several_tiles() -> None:
 
     with mock.patch.object(recurrent, "TILING", recurrent.TILING._replace(values=8)):
         run_steps(torch.float32)
-        run_steps(torch.float32, heads=KDA)
-
-
-def check_decays_by_channel() -> None:
-    """Also where they are so strong that their sums within 16 tokens are beyond what fp32 has an exponential of."""
-    for dtype in (torch.float32, torch.bfloat16):
-        run_steps(dtype, heads=KDA, padding=5, absent=(2, 1))
-    torch.manual_seed(4)
-    requests, plain = both(torch.float32, heads=KDA)
-    for each in (requests, plain):
-        each.weights.a_log.add_(5.0)
-    rows = [(0, *inputs(100, KDA))]
-    (out,), (wanted,) = requests.step(launched, rows), plain.step(reference.gated_delta, rows)
-    close(out, wanted, torch.float32)
-    close(requests.state[0], plain.state[0], torch.float32)
 
 
 def check_padded_decode_rows_change_no_state() -> None:
@@ -96,7 +81,7 @@ def check_padded_decode_rows_change_no_state() -> None:
     rows = StateRows(
         torch.zeros(2, dtype=torch.int64), torch.arange(3, dtype=torch.int32), ones, -torch.ones(2).long(), 2, 0, [], []
     )
-    launched(DeltaInputs.of(mixed, ba, requests.heads), requests.heads, requests.weights, requests.conv, requests.state, rows)
+    launched(mixed, ba, requests.heads, requests.weights, requests.conv, requests.state, rows)
     torch.testing.assert_close(requests.state, state, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(requests.conv, conv, rtol=0, atol=0, equal_nan=True)
 
@@ -126,7 +111,7 @@ def check_gated_outputs() -> None:
 
 CHECKS = [
     check_steps, check_steps_of_a_fixed_batch, check_states_in_several_tiles, check_padded_decode_rows_change_no_state,
-    check_equal_keys_do_not_cancel, check_decays_by_channel, check_gated_outputs,
+    check_equal_keys_do_not_cancel, check_gated_outputs,
 ]  # fmt: skip
 
 
@@ -144,14 +129,13 @@ _SIZES = {
 FP32 = {"tails", "state", "a_log", "dt_bias", "decays"}
 KERNELS = {
     "_conv_decode": "causal_conv", "_conv_prefill": "causal_conv", "_keep_tails": "causal_conv", "_delta_decode": "recurrent",
-    "_sum_decays": "chunked", "_prepare": "chunked", "_scan": "chunked", "_norm_and_gate": "chunked", "_sigmoid_mul": "output_gate",
+    "_prepare": "chunked", "_scan": "chunked", "_norm_and_gate": "chunked", "_sigmoid_mul": "output_gate",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "arch"), by_generation(list(KERNELS), {"_prepare", "_scan"}))
-@pytest.mark.parametrize("by_channel", [False, True])
-def test_compiles(name: str, arch: int, by_channel: bool) -> None:
-    """Down to machine code, in the sizes of Qwen3-Next, and of Kimi Linear."""
+def test_compiles(name: str, arch: int) -> None:
+    """Down to machine code, in the sizes of Qwen3-Next."""
     import importlib
 
     kernel = getattr(importlib.import_module(f"phalanx.kernels.gated_delta.{KERNELS[name]}"), name)
@@ -159,13 +143,12 @@ def test_compiles(name: str, arch: int, by_channel: bool) -> None:
     for argument in kernel.arg_names:
         if argument in ("eps", "scale"):
             kinds[argument] = "fp32"
-        elif argument in ("pitch", "slot_pitch", "z_pitch", "b_pitch", "a_pitch", "channels", "width"):
+        elif argument in ("pitch", "slot_pitch", "z_pitch", "ba_pitch", "channels", "width"):
             kinds[argument] = "i32"
         else:
             kinds[argument] = ROWS.get(argument, "*fp32" if argument in FP32 else "*bf16")
-    sizes = _SIZES | {"BY_CHANNEL": by_channel, "RATIO": 1 if by_channel else REAL.ratio}
-    constants = {argument: value for argument, value in sizes.items() if argument in kernel.arg_names}
-    if name == "_scan" and arch == 90 and not by_channel:
+    constants = {argument: value for argument, value in _SIZES.items() if argument in kernel.arg_names}
+    if name == "_scan" and arch == 90:
         from phalanx.kernels.gated_delta.chunked import SCAN_BYTES
 
         aligned = [argument for argument in kernel.arg_names if kinds[argument].startswith("*")]

@@ -15,10 +15,10 @@ from torch import Tensor
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.gated_delta import reference
 from phalanx.kernels.gated_delta.dispatch import launched
-from phalanx.kernels.gated_delta.reference import DeltaInputs, StateRows
+from phalanx.kernels.gated_delta.reference import StateRows
 from tests.support.kernels_compiled import by_generation, compiled
 from tests.support.kernels_drafts import DRAFTS, LENGTH, require_alike
-from tests.support.kernels_gated_delta import HEADS, KDA, TAPS, inputs, weights
+from tests.support.kernels_gated_delta import HEADS, TAPS, inputs, weights
 from tests.support.kernels_interpreted import interpret
 
 
@@ -32,12 +32,12 @@ def check_drafts(
     own = own._replace(**{name: getattr(own, name).to(device) for name in ("conv", "a_log", "dt_bias", "norm")})
     conv = torch.full((2, heads.conv_rows, sum(heads.sections)), float("nan"), device=device)
     state = torch.full((2, heads.value_heads, heads.key_dim, heads.value_dim), float("nan"), device=device)
-    pending = torch.full((2, heads.value_heads, (1 + heads.decays) * heads.kept + 1), float("nan"), device=device)
+    pending = torch.full((2, heads.value_heads, 2 * heads.kept + 1), float("nan"), device=device)
     texts = [inputs(LENGTH, heads, dtype) for _ in range(3)]
     wanted = [without_drafts(*text, heads, dtype) for text in texts]
 
     def run(parts: Sequence[Tensor], rows: StateRows) -> Tensor:
-        return rule(DeltaInputs.of(*parts, heads), heads, own, conv, state, rows, pending)
+        return rule(*parts, heads, own, conv, state, rows, pending)
 
     require_alike(texts, wanted, lambda count: inputs(count, heads, dtype), run, dtype, device, seed, absent)
 
@@ -47,13 +47,12 @@ def without_drafts(mixed: Tensor, ba: Tensor, heads: GatedDelta, dtype: torch.dt
         torch.tensor([0]), torch.tensor([0, LENGTH]), torch.tensor([LENGTH]), torch.ones(LENGTH).long(), 0, 1, [0, LENGTH], [LENGTH]
     )
     conv, state = torch.zeros(1, TAPS - 1, sum(heads.sections)), torch.zeros(1, heads.value_heads, heads.key_dim, heads.value_dim)
-    return reference.gated_delta(DeltaInputs.of(mixed, ba, heads), heads, weights(heads, dtype), conv, state, rows)
+    return reference.gated_delta(mixed, ba, heads, weights(heads, dtype), conv, state, rows)
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("heads", [HEADS, KDA])
-def test_in_plain_torch(seed: int, heads: GatedDelta) -> None:
-    check_drafts(reference.gated_delta, torch.float32, heads=heads, seed=seed)
+def test_in_plain_torch(seed: int) -> None:
+    check_drafts(reference.gated_delta, torch.float32, seed=seed)
 
 
 def test_a_rejected_draft_that_was_taken_in_is_seen() -> None:
@@ -71,7 +70,6 @@ def test_a_rejected_draft_that_was_taken_in_is_seen() -> None:
 def check_kernels() -> None:
     check_drafts(launched, torch.float32, seed=1, absent=2)
     check_drafts(launched, torch.bfloat16)
-    check_drafts(launched, torch.float32, heads=KDA, seed=1, absent=2)
 
 
 def test_in_the_interpreter() -> None:
@@ -80,19 +78,17 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize(("name", "arch"), by_generation(["_conv_verify", "_delta_verify"], set()))
 @pytest.mark.parametrize("new", [True, False])
-@pytest.mark.parametrize("by_channel", [True, False])
-def test_compiles(name: str, arch: int, new: bool, by_channel: bool) -> None:
-    """Down to machine code, in the sizes of Qwen3-Next, and of Kimi Linear."""
+def test_compiles(name: str, arch: int, new: bool) -> None:
+    """Down to machine code, in the sizes of Qwen3-Next."""
     pytest.importorskip("triton")
     kernel = getattr(importlib.import_module("phalanx.kernels.gated_delta.verified"), name)
     kinds = {
         "slots": "*i64", "starts": "*i32", "lengths": "*i32", "kv_slots": "*i64", "rows": "i32", "channels": "i32", "pitch": "i32",
-        "slot_pitch": "i32", "z_pitch": "i32", "b_pitch": "i32", "a_pitch": "i32", "eps": "fp32", "scale": "fp32",
+        "slot_pitch": "i32", "z_pitch": "i32", "ba_pitch": "i32", "eps": "fp32", "scale": "fp32",
         **dict.fromkeys(("tails", "state", "pending", "a_log", "dt_bias"), "*fp32"),
     }  # fmt: skip
     sizes = {
-        "HEADS": 32, "RATIO": 1 if by_channel else 2, "BY_CHANNEL": by_channel,
-        "KEYS": 128, "VALUES": 128, "WIDE_KEYS": 128, "WIDE_VALUES": 128, "EPS": 1e-6, "TAPS": TAPS,
+        "HEADS": 32, "RATIO": 2, "KEYS": 128, "VALUES": 128, "WIDE_KEYS": 128, "WIDE_VALUES": 128, "EPS": 1e-6, "TAPS": TAPS,
         "BLOCK": 256, "KEPT": DRAFTS + 1, "NEW": new,
     }  # fmt: skip
     constants = {argument: value for argument, value in sizes.items() if argument in kernel.arg_names}

@@ -59,16 +59,6 @@ def log_decay(a, a_log, dt_bias):
 
 
 @triton.jit
-def by_decay(place, key, mask, BY_CHANNEL: tl.constexpr):
-    """What a head has for its decay; or for that of each channel, [keys, 1], where key and mask are so."""
-    if BY_CHANNEL:
-        values = tl.load(place + key, mask, 0.0)
-    else:
-        values = tl.load(place)
-    return values
-
-
-@triton.jit
 def load_normed(qkv, place, mask, EPS: tl.constexpr):
     """Heads [tokens, dims] divided by their lengths, in fp32."""
     values = tl.load(qkv + place, mask, 0.0).to(tl.float32)
@@ -86,19 +76,9 @@ def dot(left, right, like, total, SM: tl.constexpr):
 
 
 @triton.jit
-def norm_and_gate(values, inverse, weight, z, BY_CHANNEL: tl.constexpr, SM: tl.constexpr):
-    """values and inverse, 1 / rms, in fp32 -> round(values / rms) * weight * silu(z) in fp32, or, with decays by channel, the same
-    without rounding and of sigmoid(z)."""
-    gate = z.to(tl.float32)
-    normed = values * inverse
-    if BY_CHANNEL:
-        return normed * weight.to(tl.float32) * sigmoid(gate)
-    normed = nearest(nearest(normed, z, SM).to(tl.float32) * weight.to(tl.float32), z, SM).to(tl.float32)
-    return normed * (gate * sigmoid(gate))
-
-
-@triton.jit
-def gated_norm(values, weight, z, eps, DIM: tl.constexpr, BY_CHANNEL: tl.constexpr, SM: tl.constexpr):
-    """values [rows, dims] in fp32, 0 beyond DIM: see `norm_and_gate`."""
+def gated_norm(values, weight, z, eps, DIM: tl.constexpr, SM: tl.constexpr):
+    """values [rows, dims] in fp32, 0 beyond DIM -> round(values / rms) * weight * silu(z), in fp32."""
     inverse = tl.rsqrt(tl.sum(values * values, 1) / DIM + eps)
-    return norm_and_gate(values, inverse[:, None], weight, z, BY_CHANNEL, SM)
+    normed = nearest(nearest(values * inverse[:, None], z, SM).to(tl.float32) * weight.to(tl.float32), z, SM).to(tl.float32)
+    gate = z.to(tl.float32)
+    return normed * (gate * sigmoid(gate))

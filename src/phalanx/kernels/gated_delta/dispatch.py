@@ -9,22 +9,22 @@ from torch import Tensor
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.capabilities import has_triton
 from phalanx.kernels.gated_delta import reference
-from phalanx.kernels.gated_delta.reference import CHUNK, DeltaInputs, DeltaWeights, StateRows
+from phalanx.kernels.gated_delta.reference import CHUNK, DeltaWeights, StateRows
 
 
 def gated_delta(
-    inputs: DeltaInputs, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, rows: StateRows,
+    mixed: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, rows: StateRows,
     pending: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.gated_delta`. On a GPU nothing is read by the host: the launches may be captured, and replayed with other
     slots, starts and lengths."""
-    if inputs.qkv.is_cuda and has_triton():
-        return launched(inputs, heads, weights, conv, state, rows, pending)
-    return reference.gated_delta(inputs, heads, weights, conv, state, rows, pending)
+    if mixed.is_cuda and has_triton():
+        return launched(mixed, ba, heads, weights, conv, state, rows, pending)
+    return reference.gated_delta(mixed, ba, heads, weights, conv, state, rows, pending)
 
 
 def launched(
-    inputs: DeltaInputs, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, rows: StateRows,
+    mixed: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, rows: StateRows,
     pending: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The same by the kernels, on a GPU or in Triton's interpreter. Tokens of no row have no output."""
@@ -32,25 +32,25 @@ def launched(
     from phalanx.kernels.gated_delta.chunked import delta_prefill
     from phalanx.kernels.gated_delta.recurrent import delta_decode
 
-    qkv = inputs.qkv
-    out = qkv.new_empty((len(qkv), heads.value_heads * heads.value_dim))
+    qkv, z = torch.split(mixed, [sum(heads.sections), heads.sections[2]], dim=1)
+    out = mixed.new_empty((len(mixed), heads.value_heads * heads.value_dim))
     if pending is not None:
         from phalanx.kernels.gated_delta.verified import flush, verify
 
         convolved = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-        arguments = inputs, heads, weights, conv, state, pending, rows, convolved, out
+        arguments = qkv, z, ba, heads, weights, conv, state, pending, rows, convolved, out
         if rows.decodes:
             verify(*arguments)
         if rows.chunks:
             flush(*arguments)
             conv_prefill(qkv, weights.conv, conv, convolved, rows)
-            delta_prefill(inputs._replace(qkv=convolved), heads, weights, state, rows, out)
+            delta_prefill(convolved, z, ba, heads, weights, state, rows, out)
         return out
     convolved = causal_conv(qkv, weights.conv, conv, rows)
     if rows.decodes:
-        delta_decode(inputs._replace(qkv=convolved), heads, weights, state, rows, out)
+        delta_decode(convolved, z, ba, heads, weights, state, rows, out)
     if rows.chunks:
-        delta_prefill(inputs._replace(qkv=convolved), heads, weights, state, rows, out)
+        delta_prefill(convolved, z, ba, heads, weights, state, rows, out)
     return out
 
 

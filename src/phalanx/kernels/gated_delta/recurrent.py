@@ -15,8 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.gated_delta.chunks import by_decay, log_decay, norm_and_gate, sigmoid
-from phalanx.kernels.gated_delta.reference import NORM_EPS, DeltaInputs, DeltaWeights, StateRows
+from phalanx.kernels.gated_delta.chunks import log_decay, sigmoid
+from phalanx.kernels.gated_delta.reference import NORM_EPS, DeltaWeights, StateRows
 from phalanx.kernels.vectors import nearest
 
 
@@ -36,12 +36,11 @@ TILING = DeltaTiling(64, 2, 4)
 
 @triton.jit
 def _delta_decode(
-    qkv, z, b, a, a_log, dt_bias, norm, state, out, slots, starts, lengths, kv_slots, z_pitch, b_pitch, a_pitch, eps, scale,
+    qkv, z, ba, a_log, dt_bias, norm, state, out, slots, starts, lengths, kv_slots, z_pitch, ba_pitch, eps, scale,
     HEADS: tl.constexpr, RATIO: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, WIDE_KEYS: tl.constexpr,
-    WIDE_VALUES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, BY_CHANNEL: tl.constexpr, EPS: tl.constexpr,
-    SM: tl.constexpr,
+    WIDE_VALUES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """qkv [T, channels], contiguous; z, b and a with pitches. The state is read and written in tiles of TILE values, of which up to
+    """qkv [T, channels], contiguous; z and ba with pitches. The state is read and written in tiles of TILE values, of which up to
     STAGES - 1 are loaded ahead. One pass over S, the decayed state before the token, gives both sums: S^T k, and for the output
     S^T q + (k . q) delta. The first tiles are under way before the norms of q and k are computed."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -50,9 +49,7 @@ def _delta_decode(
     key, tile_value = tl.arange(0, WIDE_KEYS), tl.arange(0, TILE)[None, :]
     each = tl.arange(0, TILES)[:, None]
     value = each * TILE + tile_value
-    decay, weight = tl.load(a_log + head), tl.load(norm + value, value < VALUES, 0.0)
-    DECAYS: tl.constexpr = KEYS if BY_CHANNEL else 1
-    bias = by_decay(dt_bias + head * DECAYS, key[:, None], (key < KEYS)[:, None], BY_CHANNEL)
+    decay, bias, weight = tl.load(a_log + head), tl.load(dt_bias + head), tl.load(norm + value, value < VALUES, 0.0)
     if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
@@ -66,19 +63,15 @@ def _delta_decode(
     place = state + (slot * HEADS + head) * (KEYS * VALUES) + key[:, None] * VALUES + tile_value
     gate = tl.load(z + token * z_pitch + head * VALUES + value, (value < VALUES) & exists, 0.0)
     q, k = tl.zeros([WIDE_KEYS], tl.float32), tl.zeros([WIDE_KEYS], tl.float32)
-    beta, both = 0.0, 0.0
-    kept = bias
+    kept, beta, both = 0.0, 0.0, 0.0
     result = tl.zeros([TILES, TILE], tl.float32)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         if tile == 0:
             q = tl.load(own + head // RATIO * KEYS + key, (key < KEYS) & exists, 0.0).to(tl.float32)
             k = tl.load(own + WIDTH + head // RATIO * KEYS + key, (key < KEYS) & exists, 0.0).to(tl.float32)
-            own_a = a + tl.where(exists, token, 0) * a_pitch + head * DECAYS
-            raw = by_decay(own_a, key[:, None], (key < KEYS)[:, None], BY_CHANNEL).to(tl.float32)
-            kept, beta = (
-                tl.exp(log_decay(raw, decay, bias)),
-                sigmoid(tl.load(b + token * b_pitch + head, exists, 0.0).to(tl.float32)),
-            )
+            b = tl.load(ba + token * ba_pitch + head, exists, 0.0).to(tl.float32)
+            a = tl.load(ba + token * ba_pitch + HEADS + head, exists, 0.0).to(tl.float32)
+            kept, beta = tl.exp(log_decay(a, decay, bias)), sigmoid(b)
             q = q * (tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale)
             k = k * tl.rsqrt(tl.sum(k * k, 0) + EPS)
             both = tl.sum(q * k, 0)
@@ -93,22 +86,21 @@ def _delta_decode(
         tl.store(place + tile * TILE, matrix + k[:, None] * delta, cell & is_stored, eviction_policy="evict_first")
         result = tl.where(each == tile, by_query + both * delta, result)
     inverse = tl.rsqrt(tl.sum(tl.sum(result * result, 1, keep_dims=True), 0, keep_dims=True) / VALUES + eps)
-    result = norm_and_gate(result, inverse, weight, gate, BY_CHANNEL, SM)
+    result = nearest(nearest(result * inverse, gate, SM).to(tl.float32) * weight.to(tl.float32), gate, SM).to(tl.float32)
+    result *= gate.to(tl.float32) * sigmoid(gate.to(tl.float32))
     tl.store(out + token * (HEADS * VALUES) + head * VALUES + value, nearest(result, gate, SM), (value < VALUES) & is_stored)
 
 
 def delta_decode(
-    inputs: DeltaInputs, heads: GatedDelta, weights: DeltaWeights, state: Tensor, rows: StateRows, out: Tensor,
+    qkv: Tensor, z: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, state: Tensor, rows: StateRows, out: Tensor,
     tiling: DeltaTiling | None = None,
 ) -> None:  # fmt: skip
     """The decode rows' part of `reference.gated_delta`, behind the convolution, written into `out`."""
-    qkv, z, b, a = inputs
     sm, tiling, wide_values = sm_arch(qkv.device), tiling or TILING, triton.next_power_of_2(heads.value_dim)
     _delta_decode[(rows.decodes, heads.value_heads)](
-        qkv, z, b, a, weights.a_log, weights.dt_bias, weights.norm, state, out, rows.slots, rows.starts, rows.lengths,
-        rows.kv_slots, z.stride(0), b.stride(0), a.stride(0), weights.eps, heads.key_dim**-0.5,
+        qkv, z, ba, weights.a_log, weights.dt_bias, weights.norm, state, out, rows.slots, rows.starts, rows.lengths, rows.kv_slots,
+        z.stride(0), ba.stride(0), weights.eps, heads.key_dim**-0.5,
         HEADS=heads.value_heads, RATIO=heads.ratio, KEYS=heads.key_dim, VALUES=heads.value_dim,
         WIDE_KEYS=triton.next_power_of_2(heads.key_dim), WIDE_VALUES=wide_values, TILE=min(tiling.values, wide_values),
-        STAGES=tiling.stages, BY_CHANNEL=heads.by_channel, EPS=NORM_EPS, SM=sm,
-        num_warps=tiling.warps, maxnreg=tiling.registers, launch_pdl=sm >= 90,
+        STAGES=tiling.stages, EPS=NORM_EPS, SM=sm, num_warps=tiling.warps, maxnreg=tiling.registers, launch_pdl=sm >= 90,
     )  # fmt: skip

@@ -6,9 +6,6 @@ Of one value head, with a state S [key_dim, value_dim], for each token of a requ
     q, k, v = silu(causal convolution of each channel); q, k divided by their lengths, q also by sqrt(key_dim)
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q        beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias)
     out = round(o / rms(o)) weight silu(z)
-
-With a decay by channel (KDA, arXiv 2510.26692) a and dt_bias, and so g, have a value for each channel of a key: exp(g) multiplies
-the rows of S. The output's gate is sigmoid(z) then, and only the output is rounded.
 """
 
 from __future__ import annotations
@@ -23,37 +20,18 @@ from torch import Tensor
 from phalanx.config.gated_delta import CHUNK as CHUNK
 from phalanx.config.gated_delta import GatedDelta
 
-CHANNEL_CHUNK = 16
-"""Tokens of a chunk whose products have a factor for each channel."""
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys."""
 
 
 class DeltaWeights(NamedTuple):
-    """conv [channels, 1, taps] and norm [value_dim] in the model's dtype; a_log [value_heads] and dt_bias [value_heads * decays]
-    fp32. eps: of the norm."""
+    """conv [channels, 1, taps] and norm [value_dim] in the model's dtype; a_log, dt_bias [value_heads] fp32. eps: of the norm."""
 
     conv: Tensor
     a_log: Tensor
     dt_bias: Tensor
     norm: Tensor
     eps: float
-
-
-class DeltaInputs(NamedTuple):
-    """Of each token, of one dtype, with contiguous rows: qkv [T, channels], before the convolution; z [T, value_heads * value_dim];
-    b [T, value_heads]; a [T, value_heads * decays]."""
-
-    qkv: Tensor
-    z: Tensor
-    b: Tensor
-    a: Tensor
-
-    @classmethod
-    def of(cls, mixed: Tensor, ba: Tensor, heads: GatedDelta) -> DeltaInputs:
-        """mixed: qkv, then z; ba: b, then a."""
-        qkv, z = torch.split(mixed, [sum(heads.sections), heads.sections[2]], dim=1)
-        return cls(qkv, z, *torch.split(ba, [heads.value_heads, heads.value_heads * heads.decays], dim=1))
 
 
 class StateRows(NamedTuple):
@@ -80,14 +58,13 @@ def max_chunk_rows(rows: int) -> int:
 
 
 def gated_delta(
-    inputs: DeltaInputs, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, rows: StateRows,
+    mixed: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, rows: StateRows,
     pending: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """conv [slots, conv_rows, channels] and state [slots, value_heads, key_dim, value_dim], fp32, are brought up to date.
-    Returns the gated outputs [T, value_heads * value_dim]. pending [slots, value_heads, (1 + decays) * kept + 1], fp32: see
-    `with_drafts`."""
-    qkv, z, b, a = inputs
-    ba = torch.cat((b, a), dim=1)
+    """mixed [T, channels + values]: queries, keys, values and gates z of all heads; ba [T, 2 * value_heads]: b, then a; both of one
+    dtype. conv [slots, conv_rows, channels] and state [slots, value_heads, key_dim, value_dim], fp32, are brought up to date.
+    Returns the gated outputs [T, value_heads * value_dim]. pending [slots, value_heads, 2 * kept + 1], fp32: see `with_drafts`."""
+    qkv, z = torch.split(mixed, [sum(heads.sections), heads.sections[2]], dim=1)
     if pending is not None:
         out = with_drafts(qkv, ba, heads, weights, conv, state, rows, pending)
     else:
@@ -102,13 +79,9 @@ def gated_delta(
             else:
                 out[begin:end], states[0] = many_tokens(q, k, v, g, b, states[0])
             state[rows.slots[index]] = states
-    gates, normed = (
-        z.float().view(len(z), heads.value_heads, -1),
-        out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + weights.eps),
-    )
-    if heads.by_channel:
-        return (weights.norm.float() * normed * gates.sigmoid()).to(z.dtype).flatten(1)
-    return ((weights.norm * normed.to(z.dtype)).float() * F.silu(gates)).to(z.dtype).flatten(1)
+    gates = F.silu(z.float()).view(len(mixed), heads.value_heads, -1)
+    normed = (out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + weights.eps)).to(mixed.dtype)
+    return ((weights.norm * normed).float() * gates).to(mixed.dtype).flatten(1)
 
 
 RuleInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -120,13 +93,12 @@ def _tokens(each: RuleInputs, begin: int, end: int) -> RuleInputs:
 
 
 def rule_inputs(convolved: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights) -> RuleInputs:
-    """convolved [T, channels], ba [T, (1 + decays) * value_heads] fp32 -> query, key, value [T, H, ...], decay [T, H, decays] and
-    beta [T, H]."""
+    """convolved [T, channels], ba [T, 2 * value_heads] fp32 -> query, key, value [T, H, ...], decay and beta [T, H]."""
     tokens = len(convolved)
     query, key, value = torch.split(convolved.float(), list(heads.sections), dim=1)
     query, key = (normed_heads(each.view(tokens, heads.key_heads, -1), heads.ratio) for each in (query, key))
-    b, a = ba[:, : heads.value_heads], ba[:, heads.value_heads :]
-    decay = -weights.a_log.exp().unsqueeze(-1) * F.softplus(a + weights.dt_bias).view(tokens, heads.value_heads, -1)
+    b, a = torch.split(ba, heads.value_heads, dim=1)
+    decay = -weights.a_log.exp() * F.softplus(a + weights.dt_bias)
     return query * heads.key_dim**-0.5, key, value.view(tokens, heads.value_heads, -1), decay, b.sigmoid()
 
 
@@ -143,9 +115,8 @@ def with_drafts(
     for begin, count, slot, start, decodes in runs_of_slots(rows):
         taken = count_taken(start, pending[slot, 0, -1], heads.kept)
         convolved = conv_behind_state(qkv[begin : begin + count], weights.conv, conv[slot], start, taken, decodes=decodes)
-        kept = torch.split(pending[slot, :, :-1], [heads.kept, heads.kept * heads.decays], dim=1)
-        kept_b, kept_a = kept[0].unsqueeze(-1), kept[1].view(heads.value_heads, heads.kept, -1)
-        earlier = torch.cat([each[:, :taken].transpose(0, 1).flatten(1) for each in (kept_b, kept_a)], dim=1)
+        kept = pending[slot, :, :-1].view(heads.value_heads, 2, -1)
+        earlier = kept[:, :, :taken].permute(2, 1, 0).flatten(1)
         new = ba[begin : begin + count].float()
         each = rule_inputs(convolved, torch.cat([earlier, new]), heads, weights)
         states = state[slot].unsqueeze(0) if start else torch.zeros_like(state[:1])
@@ -155,10 +126,7 @@ def with_drafts(
             state[slot] = states[0]
             for token in range(taken, taken + count):
                 out[begin + token - taken], states = one_token(*_tokens(each, token, token + 1), states)
-            for part, values in zip(
-                (kept_b, kept_a), torch.split(new, [heads.value_heads, heads.value_heads * heads.decays], dim=1), strict=True
-            ):
-                part[:, :count] = values.reshape(count, heads.value_heads, -1).transpose(0, 1)
+            kept[:, :, :count] = new.view(count, 2, -1).permute(2, 1, 0)
         else:
             out[begin : begin + count], state[slot] = many_tokens(*_tokens(each, taken, taken + count), states[0])
         pending[slot, :, -1] = start if decodes else start + count
@@ -243,9 +211,9 @@ def normed_heads(x: Tensor, ratio: int) -> Tensor:
 
 
 def one_token(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows with one token each: query, key [R, H, K], value [R, H, V], decay [R, H, 1 or K], beta [R, H], state [R, H, K, V] ->
-    (outputs [R, H, V], states behind the token)."""
-    state = state * decay.exp().unsqueeze(-1)
+    """Of rows with one token each: query, key [R, H, K], value [R, H, V], decay, beta [R, H], state [R, H, K, V] -> (outputs
+    [R, H, V], states behind the token)."""
+    state = state * decay.exp()[..., None, None]
     delta = beta.unsqueeze(-1) * (value - torch.einsum("rhkv,rhk->rhv", state, key))
     state = state + key.unsqueeze(-1) * delta.unsqueeze(-2)
     return torch.einsum("rhkv,rhk->rhv", state, query), state
@@ -254,35 +222,23 @@ def one_token(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Te
 def many_tokens(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of one row: query, key [T, H, K], value [T, H, V], decay [T, H, 1 or K], beta [T, H], state [H, K, V] -> (outputs [T, H, V],
-    state behind the last token). With G the sums of decays in a chunk, and A_ij = beta_i exp(G_i - G_j) k_i . k_j for tokens j < i
-    of it:
+    """Of one row: query, key [T, H, K], value [T, H, V], decay, beta [T, H], state [H, K, V] -> (outputs [T, H, V], state behind
+    the last token). With G the sums of decays in a chunk, and A_ij = beta_i exp(G_i - G_j) k_i . k_j for tokens j < i of it:
 
         u, w = (1 + A)^-1 (beta v, beta exp(G) k)                  the WY form of arXiv 2406.06484
         v' = u - w S;  o = exp(G) q S + (q_i . k_j exp(G_i - G_j) for j <= i) v';  S = exp(G_last) S + (exp(G_last - G) k)^T v'
-
-    With a decay by channel, exp(G_i - G_j) is a factor of each term of the products k_i . k_j and q_i . k_j (arXiv 2510.26692).
     """
-    outputs, chunk = [], min(chunk, CHANNEL_CHUNK) if decay.shape[-1] > 1 else chunk
+    outputs = []
     for begin in range(0, len(query), chunk):
         q, k, v, g, b = (each[begin : begin + chunk].transpose(0, 1).contiguous() for each in (query, key, value, decay, beta))
         total = g.cumsum(1)
+        between = (total.unsqueeze(2) - total.unsqueeze(1)).tril().exp().tril()
         scaled = k * b.unsqueeze(-1)
-        system = faded_products(scaled, k, total).tril(-1)
-        sides = torch.cat((v * b.unsqueeze(-1), scaled * total.exp()), dim=-1)
+        system = (scaled @ k.transpose(1, 2) * between).tril(-1)
+        sides = torch.cat((v * b.unsqueeze(-1), scaled * total.exp().unsqueeze(-1)), dim=-1)
         u, w = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True).split([v.shape[-1], k.shape[-1]], -1)
         new = u - w @ state
-        outputs.append((q * total.exp()) @ state + faded_products(q, k, total) @ new)
-        rest = (total[:, -1:] - total).exp()
-        state = state * total[:, -1].exp().unsqueeze(-1) + (k * rest).transpose(1, 2) @ new
+        outputs.append((q * total.exp().unsqueeze(-1)) @ state + (q @ k.transpose(1, 2) * between) @ new)
+        rest = (total[:, -1:] - total).exp().unsqueeze(-1)
+        state = state * total[:, -1].exp()[:, None, None] + (k * rest).transpose(1, 2) @ new
     return torch.cat(outputs, dim=1).transpose(0, 1), state
-
-
-def faded_products(left: Tensor, key: Tensor, total: Tensor) -> Tensor:
-    """left, key [H, C, K], total [H, C, 1 or K]: sums of decays -> left_i . exp(G_i - G_j) key_j for j <= i, else 0: [H, C, C].
-    No exponent is above 0, however strong the decays are."""
-    if total.shape[-1] == 1:
-        between = total - total.transpose(1, 2)
-        return left @ key.transpose(1, 2) * between.tril().exp().tril()
-    between = total.unsqueeze(2) - total.unsqueeze(1)
-    return torch.einsum("hik,hjk,hijk->hij", left, key, between.clamp(max=0.0).exp()).tril()

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from phalanx.config.gated_delta import GatedDelta
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.gated_delta.chunks import by_decay, gated_norm, log_decay, row_at, sigmoid
-from phalanx.kernels.gated_delta.reference import NORM_EPS, DeltaInputs, DeltaWeights, StateRows
+from phalanx.kernels.gated_delta.chunks import gated_norm, log_decay, row_at, sigmoid
+from phalanx.kernels.gated_delta.reference import NORM_EPS, DeltaWeights, StateRows
 from phalanx.kernels.vectors import nearest
 
 BLOCK = 256
@@ -96,7 +96,7 @@ def _conv_verify(
 
 @triton.jit
 def delta_token(
-    matrix, own, b, a, log, bias, head, key, value, is_key, is_value, scale,  # a, bias: of the head, or [keys, 1]
+    matrix, own, b, a, log, bias, head, key, value, is_key, is_value, scale,
     HEADS: tl.constexpr, RATIO: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """own: a token's convolved channels. Returns the state behind it, and the query."""
@@ -112,70 +112,40 @@ def delta_token(
 
 
 @triton.jit
-def keep(place, b, a, i, key, is_key, KEPT: tl.constexpr, DECAYS: tl.constexpr):
-    """Leave b and a of token i behind the state."""
-    tl.store(place + i, b)
-    if DECAYS > 1:
-        tl.store(place + KEPT + i * DECAYS + key, a, is_key)
-    else:
-        tl.store(place + KEPT + i, a)
-
-
-@triton.jit
 def store_output(
-    matrix, q, z, norm, out, token, head, value, is_value, z_pitch, eps,
-    HEADS: tl.constexpr, VALUES: tl.constexpr, BY_CHANNEL: tl.constexpr, SM: tl.constexpr,
-):  # fmt: skip  # fmt: skip
+    matrix, q, z, norm, out, token, head, value, is_value, z_pitch, eps, HEADS: tl.constexpr, VALUES: tl.constexpr, SM: tl.constexpr
+):  # fmt: skip
     """The gated norm of what a token's query reads of the state behind it."""
     gate = tl.load(z + token * z_pitch + head * VALUES + value, is_value, 0.0)
     weight = tl.load(norm + value, is_value, 0.0)
-    result = gated_norm(tl.sum(matrix * q, 0, keep_dims=True), weight, gate, eps, VALUES, BY_CHANNEL, SM)
+    result = gated_norm(tl.sum(matrix * q, 0, keep_dims=True), weight, gate, eps, VALUES, SM)
     tl.store(out + token * (HEADS * VALUES) + head * VALUES + value, nearest(result, gate, SM), is_value)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "lengths"])
 def _delta_verify(
-    qkv, accepted, z, b, a, a_log, dt_bias, norm, state, pending, out, slots, starts, lengths, kv_slots, rows, z_pitch, b_pitch,
-    a_pitch, eps, scale, HEADS: tl.constexpr, RATIO: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    WIDE_KEYS: tl.constexpr, WIDE_VALUES: tl.constexpr, KEPT: tl.constexpr, NEW: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    EPS: tl.constexpr, SM: tl.constexpr,
+    qkv, accepted, z, ba, a_log, dt_bias, norm, state, pending, out, slots, starts, lengths, kv_slots, rows, z_pitch, ba_pitch, eps,
+    scale, HEADS: tl.constexpr, RATIO: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, WIDE_KEYS: tl.constexpr,
+    WIDE_VALUES: tl.constexpr, KEPT: tl.constexpr, NEW: tl.constexpr, EPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """pending [slots, HEADS, (1 + decays) * KEPT + 1]: b, then a of the tokens that a slot has kept, then that of its state."""
+    """pending [slots, HEADS, 2 * KEPT + 1]: b, then a of the tokens that a slot has kept, then the position of its state."""
     row, head = tl.program_id(0), tl.program_id(1)
     key, value = tl.arange(0, WIDE_KEYS)[:, None], tl.arange(0, WIDE_VALUES)[None, :]
     is_key, is_value = key < KEYS, value < VALUES
     token, count, slot, start = row_at(slots, starts, lengths, row, SM)
     if first_of_slot(slots, kv_slots, row, token, count, NEW):
         CHANNELS: tl.constexpr = 2 * (HEADS // RATIO * KEYS) + HEADS * VALUES
-        DECAYS: tl.constexpr = KEYS if BY_CHANNEL else 1
-        kept = pending + (slot * HEADS + head) * ((1 + DECAYS) * KEPT + 1)
-        origin = kept + (1 + DECAYS) * KEPT
-        at = tl.load(origin, start > 0, 0.0).to(tl.int64)
+        kept = pending + (slot * HEADS + head) * (2 * KEPT + 1)
+        at = tl.load(kept + 2 * KEPT, start > 0, 0.0).to(tl.int64)
         taken = tl.where(start > 0, tl.minimum(tl.maximum(start - at, 0), KEPT), 0)  # steps that measure memory begin anywhere
         place = (slot * HEADS + head) * (KEYS * VALUES) + key * VALUES + value
         matrix = tl.load(state + place, is_key & is_value & (start > 0), 0.0)
-        log, bias = tl.load(a_log + head), by_decay(dt_bias + head * DECAYS, key, is_key, BY_CHANNEL)
+        log, bias = tl.load(a_log + head), tl.load(dt_bias + head)
         for j in range(0, taken):
             own = accepted + (row * KEPT + j).to(tl.int64) * CHANNELS
-            earlier = by_decay(kept + KEPT + j * DECAYS, key, is_key, BY_CHANNEL)
+            b, a = tl.load(kept + j), tl.load(kept + KEPT + j)
             matrix, _ = delta_token(
-                matrix,
-                own,
-                tl.load(kept + j),
-                earlier,
-                log,
-                bias,
-                head,
-                key,
-                value,
-                is_key,
-                is_value,
-                scale,
-                HEADS,
-                RATIO,
-                KEYS,
-                VALUES,
-                EPS,
+                matrix, own, b, a, log, bias, head, key, value, is_key, is_value, scale, HEADS, RATIO, KEYS, VALUES, EPS
             )
         tl.store(state + place, matrix, is_key & is_value & ((taken > 0) | (start == 0)))
         tl.debug_barrier()  # a warp may store what another one still loads
@@ -183,17 +153,18 @@ def _delta_verify(
             for i in range(0, KEPT):
                 if is_next(slots, starts, kv_slots, row, token, i, rows):
                     now = token + i
-                    strength = tl.load(b + now * b_pitch + head).to(tl.float32)
-                    raw = by_decay(a + now * a_pitch + head * DECAYS, key, is_key, BY_CHANNEL).to(tl.float32)
-                    keep(kept, strength, raw, i, key, is_key, KEPT, DECAYS)
+                    b = tl.load(ba + now * ba_pitch + head).to(tl.float32)
+                    a = tl.load(ba + now * ba_pitch + HEADS + head).to(tl.float32)
+                    tl.store(kept + i, b)
+                    tl.store(kept + KEPT + i, a)
                     matrix, q = delta_token(
-                        matrix, qkv + now * CHANNELS, strength, raw, log, bias, head, key, value, is_key, is_value, scale,
+                        matrix, qkv + now * CHANNELS, b, a, log, bias, head, key, value, is_key, is_value, scale,
                         HEADS, RATIO, KEYS, VALUES, EPS,
                     )  # fmt: skip
-                    store_output(matrix, q, z, norm, out, now, head, value, is_value, z_pitch, eps, HEADS, VALUES, BY_CHANNEL, SM)
-            tl.store(origin, start.to(tl.float32))
+                    store_output(matrix, q, z, norm, out, now, head, value, is_value, z_pitch, eps, HEADS, VALUES, SM)
+            tl.store(kept + 2 * KEPT, start.to(tl.float32))
         else:
-            tl.store(origin, (start + count).to(tl.float32))
+            tl.store(kept + 2 * KEPT, (start + count).to(tl.float32))
 
 
 def conv_verify(
@@ -213,33 +184,33 @@ def conv_verify(
 
 
 def verify(
-    inputs: DeltaInputs, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, pending: Tensor,
+    qkv: Tensor, z: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, pending: Tensor,
     rows: StateRows, convolved: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
     """The decode rows of `reference.with_drafts`: their outputs are written into `out`."""
-    _launch(inputs, heads, weights, conv, state, pending, rows, convolved, out, slice(0, rows.decodes), new=True)
+    _launch(qkv, z, ba, heads, weights, conv, state, pending, rows, convolved, out, slice(0, rows.decodes), new=True)
 
 
 def flush(
-    inputs: DeltaInputs, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, pending: Tensor,
+    qkv: Tensor, z: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, pending: Tensor,
     rows: StateRows, convolved: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
     """Bring the states of prefill rows to where these begin, before they are computed; the position becomes that of their end."""
-    _launch(inputs, heads, weights, conv, state, pending, rows, convolved, out, slice(rows.decodes, None), new=False)
+    _launch(qkv, z, ba, heads, weights, conv, state, pending, rows, convolved, out, slice(rows.decodes, None), new=False)
 
 
 def _launch(
-    inputs: DeltaInputs, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, pending: Tensor,
+    qkv: Tensor, z: Tensor, ba: Tensor, heads: GatedDelta, weights: DeltaWeights, conv: Tensor, state: Tensor, pending: Tensor,
     rows: StateRows, convolved: Tensor, out: Tensor, part: slice, *, new: bool,
 ) -> None:  # fmt: skip
     slots, lengths, starts = rows.slots[part], rows.lengths[part], rows.starts[part.start :]
-    (qkv, z, b, a), count, sm = inputs, len(slots), sm_arch(inputs.qkv.device)
+    count, sm = len(slots), sm_arch(qkv.device)
     accepted = conv_verify(qkv, weights.conv, conv, convolved, rows, part, heads.kept, new=new)
     common = {"KEPT": heads.kept, "NEW": new, "SM": sm, "launch_pdl": sm >= 90}
     _delta_verify[(count, heads.value_heads)](
-        convolved, accepted, z, b, a, weights.a_log, weights.dt_bias, weights.norm, state, pending, out, slots, starts, lengths,
-        rows.kv_slots, count, z.stride(0), b.stride(0), a.stride(0), weights.eps, heads.key_dim**-0.5,
+        convolved, accepted, z, ba, weights.a_log, weights.dt_bias, weights.norm, state, pending, out, slots, starts, lengths,
+        rows.kv_slots, count, z.stride(0), ba.stride(0), weights.eps, heads.key_dim**-0.5,
         HEADS=heads.value_heads, RATIO=heads.ratio, KEYS=heads.key_dim, VALUES=heads.value_dim,
         WIDE_KEYS=triton.next_power_of_2(heads.key_dim), WIDE_VALUES=triton.next_power_of_2(heads.value_dim), EPS=NORM_EPS,
-        BY_CHANNEL=heads.by_channel, num_warps=8, **common,
+        num_warps=8, **common,
     )  # fmt: skip

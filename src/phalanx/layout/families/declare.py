@@ -86,21 +86,13 @@ class WeightTensor:
         rows = self.fused.rows, *self.shape[1:]
         return (*((self.experts,) if self.experts else ()), *(rows[::-1] if self.fused.transposed else rows))
 
-    @property
-    def split_dim(self) -> int:
-        """The dim that ranks split: the first, or that of the inputs. One element cannot be split by heads: the next dim is (A_log
-        [1, 1, heads, 1] of Kimi Linear)."""
-        if self.split == "row":
-            return 1
-        return next(dim for dim, size in enumerate(self.shape) if size > 1) if self.heads > 1 == self.shape[0] else 0
-
     def parts(self, tp: int, index: int) -> tuple[tuple[range, ...], ...]:
         """What rank `index` of tp ranks holds, one below the other: of each part a range for each dim. Without the padding of the
         vocabulary. Raises LayoutError where tp does not divide."""
         every = tuple(map(range, self.shape))
         if self.split == "replicated":
             return (every,)
-        dim = self.split_dim
+        dim = 1 if self.split == "row" else 0
         return tuple((*every[:dim], own, *every[dim + 1 :]) for own in self._ranges(dim, tp, index))
 
     def _ranges(self, dim: int, tp: int, index: int) -> list[range]:
@@ -138,7 +130,4 @@ class WeightTensor:
         if self.split == "vocabulary":
             return (len(shard.vocabulary(self.shape[0], tp, 0)), *self.shape[1:])
         parts = self.parts(tp, 0)
-        sizes = list(map(len, parts[0]))
-        if self.split != "row":
-            sizes[self.split_dim] = sum(len(part[self.split_dim]) for part in parts)
-        return tuple(sizes)
+        return (sum(len(part[0]) for part in parts), *map(len, parts[0][1:]))

@@ -18,7 +18,7 @@ from phalanx.layout.families.declare import Fused, WeightTensor
 def layer(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
     """The tensors of one decoder layer, by the names that checkpoints have on disk."""
     prefix = f"model.layers.{index}"
-    yield from attention(shape, f"{prefix}.self_attn", index)
+    yield from _attention(shape, f"{prefix}.self_attn", index)
     yield from dense.norms(shape, prefix)
     yield from feed_forward(shape, prefix, index)
 
@@ -104,10 +104,8 @@ def cache(shape: ModelShape, index: int, dtype: str) -> Iterator[CacheTensor]:
         yield CacheTensor("index_scale", (1, 1), "fp32")
 
 
-def attention(shape: ModelShape, name: str, index: int) -> Iterator[WeightTensor]:
-    """Latent attention.
-
-    Down-projections are replicated over tensor-parallel ranks, up-projections are split by heads. What reads the layer's input
+def _attention(shape: ModelShape, name: str, index: int) -> Iterator[WeightTensor]:
+    """Down-projections are replicated over tensor-parallel ranks, up-projections are split by heads. What reads the layer's input
     is one GEMM. kv_b_proj is multiplied by parts of each head, and so it is dequantized. The indexer is replicated: split by heads,
     its scores of all tokens before a query would have to be summed over ranks."""
     latent, hidden, heads = shape.latent, shape.hidden_size, shape.num_heads

@@ -27,20 +27,18 @@ def qwen3_5(shape: ModelShape, index: int) -> Iterator[WeightTensor]:
 
 
 def cache(shape: ModelShape, index: int, dtype: str) -> Iterator[CacheTensor]:
-    """A state of each request, or keys and values of each token."""
-    gated = shape.gated_delta
-    assert gated is not None
-    yield from states(gated) if index in gated.layers else dense.cache(shape, index, dtype)
-
-
-def states(gated: GatedDelta) -> Iterator[CacheTensor]:
     """Of the gated delta rule: the inputs that the convolution still covers, by key heads with their value heads, and a matrix for
     each value head. Where rows verify drafts also what takes in the tokens behind the state: see `GatedDelta.conv_rows`, and of
     each value head b and a of these tokens, and the position of the state."""
+    gated = shape.gated_delta
+    assert gated is not None
+    if index not in gated.layers:
+        yield from dense.cache(shape, index, dtype)
+        return
     width, kept = sum(gated.sections) // gated.key_heads, gated.kept
     sizes = {"conv": (gated.key_heads, gated.conv_rows * width), "state": (gated.value_heads, gated.key_dim, gated.value_dim)}
     if kept:
-        sizes["pending"] = gated.value_heads, (1 + gated.decays) * kept + 1
+        sizes["pending"] = gated.value_heads, 2 * kept + 1
     for name, size in sizes.items():
         yield CacheTensor(name, size, "fp32", "request", heads=size[0], revocable=kept > 0)
 

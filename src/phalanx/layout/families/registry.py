@@ -18,7 +18,6 @@ import phalanx.layout.families.deepseek as deepseek
 import phalanx.layout.families.dense as dense
 import phalanx.layout.families.gemma4 as gemma4
 import phalanx.layout.families.gpt_oss as gpt_oss
-import phalanx.layout.families.kimi_linear as kimi_linear
 import phalanx.layout.families.llama4 as llama4
 import phalanx.layout.families.mamba2 as mamba2
 import phalanx.layout.families.mixtral as mixtral
@@ -67,7 +66,6 @@ DECLARATIONS = {
     "NemotronHForCausalLM": LayerDeclaration(mamba2.nemotron_h, mamba2.cache, spellings=mamba2.NEMOTRON_SPELLINGS),
     "Gemma4ForCausalLM": LayerDeclaration(gemma4.layer, outer=gemma4.outer, unread=gemma4.unread),
     "GptOssForCausalLM": LayerDeclaration(gpt_oss.layer),
-    "KimiLinearForCausalLM": LayerDeclaration(kimi_linear.layer, kimi_linear.cache, spellings=kimi_linear.SPELLINGS),
     "Qwen3NextForCausalLM": LayerDeclaration(qwen3_next.layer, qwen3_next.cache),
     "Qwen3_5ForCausalLM": LayerDeclaration(qwen3_next.qwen3_5, qwen3_next.cache),
     "Qwen3_5MoeForCausalLM": LayerDeclaration(qwen3_next.qwen3_5, qwen3_next.cache),

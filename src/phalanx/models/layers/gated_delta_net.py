@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import ModelShape
 from phalanx.kernels.gated_delta.dispatch import count_chunks, gated_delta, max_chunks
-from phalanx.kernels.gated_delta.reference import DeltaInputs, DeltaWeights, StateRows
+from phalanx.kernels.gated_delta.reference import DeltaWeights, StateRows
 from phalanx.models.batch import Batch, count_leading_decodes
 from phalanx.models.cache import LayerCache
 from phalanx.models.layers.activation import NormOutput
@@ -49,8 +49,7 @@ class GatedDeltaNet(nn.Module):
         mixed, ba, conv = self.in_proj_qkvz(x), self.in_proj_ba(x), cache["conv"]
         tails = conv.view(len(conv), -1, sum(self.heads.sections))
         pending = cache["pending"] if self.heads.kept else None
-        inputs = DeltaInputs.of(mixed, ba, self.heads)
-        out = gated_delta(inputs, self.heads, weights, tails, cache["state"], state_rows(batch), pending)
+        out = gated_delta(mixed, ba, self.heads, weights, tails, cache["state"], state_rows(batch), pending)
         output: tuple[NormOutput, Tensor] = self.o_proj(out, residual, norm)
         return output
 
