@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from phalanx.comm.group import Group, Solo
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
+from phalanx.errors import WeightError
 from phalanx.kernels.reference import quantize_fp8
 from phalanx.layout import Layout
 from phalanx.layout.families import layer_tensors
@@ -87,6 +90,24 @@ def test_over_ranks_and_what_the_planner_counts(tmp_path: Path) -> None:
     formation = Formation(stored, quantization=ON_LOAD)
     formation.randomize(3)
     assert bool(torch.isfinite(formation.step([(0, IDS)])[0]).all())
+
+
+@pytest.mark.parametrize("form", ["awq", "modelopt"])
+def test_a_read_behind_one_that_failed(form: str, tmp_path: Path) -> None:
+    """New weights of a running engine, where the first folder has a bad tensor in a layer."""
+    plain = write_checkpoint(tmp_path / "plain", "llama", dtype=torch.bfloat16, **SIZES)
+    stored, _ = int4_checkpoints.rewrite(plain, tmp_path, FORMS[form])
+    expected, model = build(stored).state_dict(), build(stored)
+    broken = shutil.copytree(stored, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj." + {"awq": "scales", "modelopt": "weight_scale"}[form]
+    tensors[name] = torch.full(tensors[name].shape, math.nan).to(tensors[name].dtype)
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(WeightError, match="NaN"):
+        weights.load(model, broken)
+    weights.load(model, stored)
+    for name, values in model.state_dict().items():
+        assert torch.equal(values.float(), expected[name].float()), name
 
 
 def _norms(layer: torch.nn.Module) -> int:

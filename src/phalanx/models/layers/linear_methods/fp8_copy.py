@@ -51,6 +51,10 @@ class Fp8Copy(Fp8):
         for number, each in enumerate(self._stored(torch.device("meta")).scales()):
             yield replace(each, store=partial(self._act, number, of_scales=True))
 
+    def reading(self) -> None:
+        super().reading()
+        self._source = None  # of a read that failed
+
     def dummy_slices(self) -> Iterator[Slice]:
         for part, here in self._placed():
             yield weight_slice(part, self.weight[here], self.weight_scale[here])
