@@ -309,6 +309,19 @@ def test_layers_that_no_list_names_stay_in_16_bit_where_the_files_have_them_so(
         build(stored)
 
 
+def test_layers_in_16_bit_keep_their_memory_where_weights_are_read_anew(plain: Path, tmp_path: Path) -> None:
+    """Captured graphs read it, and to check a folder changes nothing."""
+    stored, _ = rewrite(plain, tmp_path, FORMS["awq"])
+    declare(stored, {**FORMS["awq"].config, "modules_to_not_convert": None})
+    model = build(stored)
+    before = {name: (each.data_ptr(), each.clone()) for name, each in model.named_parameters()}
+    assert any(isinstance(each, Unquantized) for each in model.modules())
+    weights.require_complete(model, stored)
+    for name, each in model.named_parameters():
+        assert each.data_ptr() == before[name][0], name
+        assert torch.equal(each, before[name][1]), name
+
+
 def test_zero_points_of_symmetric_layers(plain: Path, tmp_path: Path) -> None:
     """Old versions of compressed-tensors write them, of zeros; others would be of another model."""
     stored, _ = rewrite(plain, tmp_path, FORMS["packed 32"])

@@ -35,7 +35,7 @@ from phalanx.models.checkpoint import (
     text_tensors,
 )
 from phalanx.models.decoder import Decoder
-from phalanx.models.layers.embedding import ParallelLMHead
+from phalanx.models.layers.embedding import ParallelLMHead, QuantizedVocabulary
 from phalanx.models.layers.kv_store import KvStore
 from phalanx.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from phalanx.models.slices import LayerContext, Scale, Slice, Sliced
@@ -228,16 +228,19 @@ def _without_mtp(files: Located, shape: ModelShape) -> Located:
 
 
 def _take_plain_layers(model: Decoder, files: Located, folder: Path) -> None:
-    """Dense layers and a head in 16 bit stay so, also where the configuration forgets to except them: files tell."""
+    """Dense layers and a head in 16 bit stay so, also where the configuration forgets to except them: files tell. Those that are so
+    from an earlier read keep their memory: captured graphs read it."""
     quantization = model.context.quantization
     if quantization is None:
         return
     layers: list[tuple[ColumnParallelLinear | RowParallelLinear | ParallelLMHead, list[str]]] = [
         (layer, [part.name for part in layer.parts])
         for layer in model.modules()
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and layer.method.input_quantizer is None
-    ]
-    layers += [] if model.lm_head is None or quantization.head is None else [(model.lm_head, ["lm_head"])]
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+        and layer.context.quantization is not None and layer.method.input_quantizer is None
+    ]  # fmt: skip
+    if model.lm_head is not None and isinstance(model.lm_head.table, QuantizedVocabulary):
+        layers.append((model.lm_head, ["lm_head"]))
     plain = []
     for layer, names in layers:
         scheme = quantization.of(names[0])

@@ -21,6 +21,7 @@ from phalanx.config.quantization import INT4_ON_LOAD, ON_LOAD
 from phalanx.errors import WeightError
 from phalanx.layout import Layout
 from phalanx.layout.weights import weight_bytes
+from phalanx.models import weights
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers.embedding import QuantizedVocabulary, VocabParallelEmbedding
 from phalanx.worker.self_check import quantized_kernels
@@ -134,7 +135,11 @@ def test_a_plain_head_stays_plain_whatever_the_configuration_says(
 ) -> None:
     stored, meant = rewrite(plain, tmp_path, QUANTIZED[kind])
     with caplog.at_level(logging.WARNING):
-        assert isinstance(Formation(stored).models[0][0].lm_head.table, VocabParallelEmbedding)
+        model = Formation(stored).models[0][0]
+    head = model.lm_head.table
+    assert isinstance(head, VocabParallelEmbedding)
+    weights.require_complete(model, stored)
+    assert model.lm_head.table is head, "to check a folder changes nothing"
     assert "1 weights in 16 bit that its quantization does not except, lm_head.weight among them" in caplog.text
     torch.testing.assert_close(logits(stored, tp=2), logits(meant), rtol=1e-4, atol=1e-4)
 

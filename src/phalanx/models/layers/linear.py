@@ -55,7 +55,8 @@ class ColumnParallelLinear(Sliced):
 
     def take_plain(self) -> None:
         """As `ParallelLMHead.take_plain`."""
-        self.method = _method(self.parts, replace(self.context, quantization=None))
+        self.context = replace(self.context, quantization=None)
+        self.method = _method(self.parts, self.context)
 
     def loaded(self) -> None:
         if self.row_order:
@@ -120,7 +121,8 @@ class RowParallelLinear(Sliced):
 
     def take_plain(self) -> None:
         """As `ParallelLMHead.take_plain`."""
-        self.method = _method(self.parts, replace(self.context, quantization=None))
+        self.context = replace(self.context, quantization=None)
+        self.method = _method(self.parts, self.context)
 
     def partial_sum(self, x: Activation) -> Tensor:
         """x [T, in / tp] -> what this rank adds to the sum, [T, out]: for a block that adds other parts before the all-reduce."""
