@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -15,10 +16,12 @@ from phalanx.config.model import ModelShape
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.health import topology
 from phalanx.health.pairs import Measured, Measurements
+from phalanx.layout import Layout
+from phalanx.layout.weights import weight_bytes
 from phalanx.tables.message import Fusion
 from phalanx.tables.shipped import find
 from tests.support.health_nvml import failing, machine
-from tests.support.health_subject import subject
+from tests.support.health_subject import findings, subject
 
 MEASURED = Measurements((Measured(0, 1, 393.4e9, 8.7e-6, True), Measured(1, 0, 391.2e9, 8.9e-6, True)))
 SHAPE_70B = ModelShape.from_config(SHAPES["llama-3-70b"])
@@ -86,6 +89,17 @@ def test_what_nvml_does_not_answer_is_no_zero():
 def test_a_model_for_more_gpus_than_a_rack_has():
     text = page(subject("llama-3.1-405b", nvml=machine(2, memory=16 << 30)))
     assert "GB of weights need more than 32 GPUs of 16.0 GiB" in text
+
+
+def test_a_checkpoint_in_4_bits_counts_as_it_is():
+    """No copy in FP8 is made unless the engine's option says so."""
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    examined = subject("llama-3-70b", nvml=machine(2, memory=80 << 30), start_timeout=60)
+    examined = replace(examined, config={**SHAPES["llama-3-70b"], "quantization_config": awq})
+    (stored,) = weight_bytes(examined.model_shape, "bf16", Layout())
+    assert stored < 0.3 * weight_bytes(SHAPE_70B, "bf16", Layout())[0]
+    assert f"{stored / 1e9:.1f} GB of weights need at least 1 GPUs" in page(examined)
+    assert any(f"{stored / 1e9:.0f} GB of weights take" in finding.summary for finding in findings("timeouts", examined))
 
 
 def test_a_gpu_that_ails_is_named():

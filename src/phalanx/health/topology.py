@@ -231,7 +231,7 @@ def _advice_on_links(devices: Devices, measurements: Measurements | None) -> lis
 
 
 def _advice_on_size(shape: ModelShape, model: str, gpus: tuple[Device, ...]) -> str:
-    (total,) = weight_bytes(shape, "fp8" if shape.quantization is not None else "bf16", Layout())
+    (total,) = weight_bytes(shape, "bf16", Layout())
     if not gpus:
         return (
             f"{model}: {total / 1e9:.1f} GB of weights; `phalanx doctor {model} --tp_size N` says whether they fit on the machine"

@@ -175,7 +175,7 @@ def timeouts(subject: Subject) -> list[Finding]:
         )
     shape = subject.model_shape
     if shape is not None and options.load_format != "dummy":
-        (total,) = weight_bytes(shape, "fp8" if shape.quantization is not None else "bf16", Layout())
+        (total,) = weight_bytes(shape, "bf16", Layout())
         seconds = total / SLOW_DISK
         if seconds > options.start_timeout:
             findings.append(
