@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.errors import EngineError, ModelError, WeightError
+from phalanx.hardware import probe
+from phalanx.hardware.cgroup import GroupLimits
 from phalanx.kernels.adapters.rows import AdapterBatch, AdapterRows
 from phalanx.layout.adapter import AdapterFile, read_adapter, slot_bytes, takes_adapters
 from phalanx.layout.families import layer_tensors
 from phalanx.layout.layout import Layout
-from phalanx.models import adapters
 from phalanx.models.adapters import HostFactors, HostMemory, ModelAdapters
 from phalanx.models.layers.linear_methods import adapted
 from phalanx.models.layers.linear_methods.adapted import Adapted
@@ -200,9 +200,10 @@ def test_a_layer_that_sees_one_token_of_a_batch_of_more_has_no_delta_from_the_ge
 
 
 def test_a_host_without_memory_refuses_another_adapter(monkeypatch):
+    """Of a container that is smaller than its host."""
     memory = HostMemory(torch.device("cpu"))
     free = HostMemory.SPARE + HostMemory.BLOCK
-    monkeypatch.setattr(adapters.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    monkeypatch.setattr(probe, "read_limits", lambda: GroupLimits(None, free, None, None))
     assert memory.take(torch.Size([8]), torch.float32).shape == (8,)
     with pytest.raises(WeightError, match=r"no memory for another adapter; 285,212,672 bytes are free, and 268,435,456 stay so"):
         memory.take(torch.Size([HostMemory.BLOCK]), torch.float32)

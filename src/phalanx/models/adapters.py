@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from phalanx.errors import EngineError, WeightError
+from phalanx.hardware.probe import free_host_memory
 from phalanx.kernels.adapters.rows import FEW_ROWS, AdapterBatch, AdapterRows
 from phalanx.layout.adapter import WEIGHTS, AdapterPart, file_digest
 from phalanx.models.checkpoint import opened
@@ -117,7 +117,8 @@ class ModelAdapters:
 
 class HostMemory:
     """Host memory for tensors that come one after the other, page-locked where they go to a GPU. It is taken in blocks, since to
-    page-lock memory takes long, however little it is. The last SPARE bytes of a host stay free: what takes them ends processes."""
+    page-lock memory takes long, however little it is. The last SPARE bytes of a host, or of the container, stay free: what
+    takes them ends processes."""
 
     BLOCK, UNIT, SPARE = 16 << 20, 64, 256 << 20
 
@@ -129,7 +130,7 @@ class HostMemory:
         size = shape.numel() * dtype.itemsize
         room = -(-size // self.UNIT) * self.UNIT
         if room > len(self._block):
-            free = psutil.virtual_memory().available
+            free = free_host_memory()
             if free - max(room, self.BLOCK) < self.SPARE:
                 raise WeightError(
                     "the host has no memory for another adapter", held=f"{free:,} bytes are free, and {self.SPARE:,} stay so",
