@@ -59,6 +59,16 @@ def test_cases(text, expected):
     assert read_all_ways(make, text) == expected
 
 
+@pytest.mark.parametrize("markers", [LETTERS, special(*KIMI_MARKERS)], ids=["letters", "tokens"])
+def test_singular_tags_of_the_section(markers):
+    """As a quantized model writes them; they are no tokens of the vocabulary."""
+    singular = ("<|tool_call_section_begin|>", "<|tool_call_section_end|>")
+    text = markers.encode(RECORDED.replace(BEGIN, singular[0]).replace(END, singular[1] + " Done."))
+    assert read_all_ways(lambda: KimiParser(NAMES, markers), text) == CALLED._replace(content="I look. Done.")
+    for tag in singular:
+        assert read_all_ways(lambda: KimiParser(NAMES, markers), f"{tag} is a tag.") == Read(f"{tag} is a tag.", [])
+
+
 @pytest.mark.parametrize("head", ["functions_add_2:7", "functions_add_2_7", "functions.add_2_7", "functionsadd_2:7", "add_2:7"])
 def test_ids_with_other_separators(head):
     """As the model writes them once a client has sent an id back with other characters."""

@@ -6,7 +6,8 @@ fenced block of JSON and `<｜tool▁call▁end｜>`, then `<｜tool▁calls▁e
 V3.1: each call is `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
 Kimi-K2: `<|tool_calls_section_begin|>`, then for each call `<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>`,
 the arguments and `<|tool_call_end|>`, then `<|tool_calls_section_end|>`. What stands before the arguments is the call's id, which
-the template writes back. Clients that write it back with other separators make the model do so, too (`functions_NAME_INDEX`).
+the template writes back. Clients that write it back with other separators make the model do so, too (`functions_NAME_INDEX`). A
+model may write singular tags of the section (`<|tool_call_section_begin|>`), which are no tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ class SectionParser(CallParser):
     """The parser of these calls.
 
     tags: of all calls, of one, and the separator before the arguments. head: a pattern for what stands before the arguments of a
-    call, with SEPARATOR; of its groups "name" and "bare" one is the function; "index" is in the call's id.
+    call, with SEPARATOR; of its groups "name" and "bare" one is the function; "index" is in the call's id. other_tags: pairs that
+    stand around all calls, too.
     """
 
-    def __init__(self, functions: Functions, markers: Markers, tags: tuple[str, ...], head: str) -> None:
+    def __init__(
+        self, functions: Functions, markers: Markers, tags: tuple[str, ...], head: str, *other_tags: tuple[str, str]
+    ) -> None:
         super().__init__(functions)
-        self._begin_all, self._end_all, self._begin_one, self._end_one, separator = map(markers.encode, tags)
+        begin_all, end_all, self._begin_one, self._end_one, separator = map(markers.encode, tags)
+        self._begin_all = (begin_all, *(begin for begin, _ in other_tags))
+        self._end_all = (end_all, *(end for _, end in other_tags))
         self._head = re.compile(rf"\s*(?:{head.replace('SEPARATOR', re.escape(separator))})(?=\{{|null)")
         self._state = self._content_before
         self._object = ArgumentsObject()
@@ -52,7 +58,7 @@ class SectionParser(CallParser):
         return progress if progress or not final else (yield from self._last_blank())
 
     def _content_before(self, *, final: bool) -> Events:
-        marker = yield from self._content_until(self._begin_all, self._begin_one, final=final)
+        marker = yield from self._content_until(*self._begin_all, self._begin_one, final=final)
         if marker is None:
             return False
         self._text = self._text[len(marker) :]
@@ -62,14 +68,15 @@ class SectionParser(CallParser):
     def _between_calls(self, *, final: bool) -> Events:
         rest = self._text.lstrip()
         blank = self._text[: len(self._text) - len(rest)]
-        for marker, state in ((self._begin_one, self._in_head), (self._end_all, self._content_before)):
+        for marker in (self._begin_one, *self._end_all):
             if rest.startswith(marker):
-                self._text, self._state = rest[len(marker) :], state
+                self._text = rest[len(marker) :]
+                self._state = self._in_head if marker == self._begin_one else self._content_before
                 self._skipped += blank + marker if self._skipped else ""
-                if state == self._content_before:
+                if marker != self._begin_one:
                     yield from self._content(self._skipped)
                 return True
-        if not final and (self._begin_one.startswith(rest) or self._end_all.startswith(rest)):
+        if not final and any(marker.startswith(rest) for marker in (self._begin_one, *self._end_all)):
             return False
         self._state = self._content_before
         yield from self._content(self._skipped)
@@ -103,7 +110,7 @@ class SectionParser(CallParser):
 
     def _after_arguments(self, *, final: bool) -> Events:
         """Drop the end of the fence and of the call. Longer text without a marker is content."""
-        markers = (self._end_one, self._begin_one, self._end_all)
+        markers = (self._end_one, self._begin_one, *self._end_all)
         match = first_of(self._text, *markers)
         if match is not None and match[0] <= MAX_TAIL:
             at, marker = match
@@ -130,5 +137,6 @@ class KimiParser(SectionParser):
 
     def __init__(self, functions: Functions, markers: Markers) -> None:
         super().__init__(
-            functions, markers, KIMI_MARKERS, r"(?:functions[._]?)?(?P<name>[\w.-]+?)[:_]?(?P<index>\d+)\s*SEPARATOR\s*"
-        )
+            functions, markers, KIMI_MARKERS, r"(?:functions[._]?)?(?P<name>[\w.-]+?)[:_]?(?P<index>\d+)\s*SEPARATOR\s*",
+            ("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),
+        )  # fmt: skip
