@@ -47,6 +47,17 @@ def make(markers=LETTERS):
             '<|tool_call> call: add { <|"|>a:b<|"|> : <|"|><|"|> , c d : [ 1 , x y , ] , e : 007 , } <tool_call|> Done.',
             Read(" Done.", [("add", '{"a:b": "", "c d": [1, "x y"], "e": "007"}')]),
         ),
+        # Strings in the quotes of Python and JSON, as models write them within arrays and objects.
+        (
+            "<|tool_call>call:add{a:'it's, {so}: é',b:['x', \"y\" ],'c':'',\"d\":{\"e\": \"f\"}}<tool_call|>",
+            Read("", [("add", '{"a": "it\'s, {so}: é", "b": ["x", "y"], "c": "", "d": {"e": "f"}}')]),
+        ),
+        (
+            r"""<|tool_call>call:add{a:'it\'s\n "\d" \u00e9',b:"\"\\",c='\u00',d:1}<tool_call|>""",
+            Read("", [("add", r"""{"a": "it's\n \"\\d\" \u00e9", "b": "\"\\", "c": "\\u00", "d": 1}""")]),
+        ),
+        ("<|tool_call>call:add{a:'Os", Read("", [("add", '{"a": "Os')])),
+        (f"<|tool_call>call:add{{a:'tis}}<tool_call|>{NOON}", Read("", [("add", '{"a": "tis}'), ("noon", "{}")])),
         # The first tag is missing, as behind reasoning; elsewhere that is text.
         ("call:noon{}<tool_call|>" + OSLO, Read("", [("noon", "{}"), ("weather", '{"city": "Oslo", "days": 3}')])),
         ("Write call:noon{}", Read("Write call:noon{}", [])),
@@ -99,7 +110,11 @@ def test_what_is_written_comes_back(calls, sizes, markers):
 
 
 @settings(max_examples=150, deadline=None)
-@given(shreds(OSLO, NOON, "<|tool_call>call:add{", QUOTE, "a:", "[", "1}"), SIZES, st.sampled_from([LETTERS, TOKENS]))
+@given(
+    shreds("a:'", "\\'", "'", "\\u00", OSLO, NOON, "<|tool_call>call:add{", QUOTE, "a:", "[", "1}"),
+    SIZES,
+    st.sampled_from([LETTERS, TOKENS]),
+)
 def test_how_a_text_is_cut_changes_nothing(text, sizes, markers):
     encoded = markers.encode(text)
     assert read(make(markers), cut(encoded, sizes)) == read_all_ways(lambda: make(markers), encoded)

@@ -22,8 +22,11 @@ _HEAD_BEGUN = re.compile(r"\s*(?:c(?:a(?:l(?:l(?::\s*[^\s{]*\s*)?)?)?)?)?")
 _MAX_HEAD = 160
 """Characters between the tag and the arguments."""
 _KEY_CHARACTER = r"[^:{}\[\],<\ufdd0-\ufdef]"
-_BARE_KEY = re.compile(rf"({_KEY_CHARACTER}*?)\s*:")
+_BARE_KEY = re.compile(rf"({_KEY_CHARACTER}*?)\s*(?::|=(?=\s*['\"]))")
+_QUOTED_KEY = re.compile(r"""\A(['"])(.*)\1\Z""", re.DOTALL)
 _KEY_BEGUN = re.compile(rf"{_KEY_CHARACTER}*")
+_ESCAPE = r"\\(?P<escaped>u[0-9a-fA-F]{4}|.)"
+_ESCAPE_BEGUN = r"\\(?:u[0-9a-fA-F]{0,3})?"
 _WORDS = {"none": "null", "nil": "null", "null": "null", "true": "true", "false": "false"}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
@@ -31,8 +34,9 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 class GemmaParser(CallParser):
     """The parser of these calls. Arguments become JSON: a string in parts while it is written, another value at its end.
 
-    A key may have quotes. A value without quotes that is neither a number nor a word is a string. Arguments that break the format
-    stay incomplete, and what follows is content.
+    A key may have quotes. A value without quotes that is neither a number nor a word is a string. A string may have the quotes of
+    JSON or Python and their escapes; it ends at a quote before what may follow a value. Arguments that break the format stay
+    incomplete, and what follows is content.
     """
 
     def __init__(self, functions: Functions, markers: Markers, syntax: CallSyntax) -> None:
@@ -41,6 +45,9 @@ class GemmaParser(CallParser):
         # A special token is no text, so the end of the call also ends a string whose quote the model forgot.
         self._end_of_word = re.compile(rf"[,}}\]]|{re.escape(self._closing)}")
         self._ends_of_string = (self._quote, self._closing) if len(self._closing) == 1 else (self._quote,)
+        ends = {quote: rf"(?P<quote>{quote})(?=\s*[,}}\]])|(?P<end>{re.escape(self._closing)})" for quote in "'\""}
+        self._steps_of_literal = {quote: re.compile(f"{_ESCAPE}|{end}", re.DOTALL) for quote, end in ends.items()}
+        self._literal = ""  # the quote of JSON or Python around the string that is read
         self._state = self._at_the_beginning
         self._open: list[str] = []  # what closes the objects and arrays that are open
         self._comma = False  # the innermost of them has a value
@@ -89,6 +96,8 @@ class GemmaParser(CallParser):
             self._state = self._before_key if first == "{" else self._before_value
         elif self._text.startswith(self._quote):
             self._text, value, self._state = self._text[len(self._quote) :], '"', self._in_string
+        elif first in self._steps_of_literal:
+            self._literal, self._text, value, self._state = first, self._text[1:], '"', self._in_literal
         else:
             end = self._end_of_word.search(self._text)
             if end is None:
@@ -102,7 +111,7 @@ class GemmaParser(CallParser):
     def _in_string(self, *, final: bool) -> Events:
         end = first_of(self._text, *self._ends_of_string)
         at = end[0] if end is not None else len(self._text) - overlap(self._text, *self._ends_of_string)
-        yield self._arguments(json.dumps(self._text[:at], ensure_ascii=False)[1:-1])
+        yield self._arguments(_in_json(self._text[:at]))
         self._text = self._text[at:]
         if end is None:
             return False
@@ -111,6 +120,27 @@ class GemmaParser(CallParser):
             yield self._arguments('"')
         else:
             self._broken()
+        return True
+
+    def _in_literal(self, *, final: bool) -> Events:
+        step = self._steps_of_literal[self._literal].search(self._text)
+        if step is not None and step["escaped"] and re.fullmatch(_ESCAPE_BEGUN, self._text[step.start() :]):
+            step = None
+        if step is None:
+            begun = re.search(rf"(?:{_ESCAPE_BEGUN}|{self._literal}\s*)\Z", self._text)
+            at = len(self._text) - overlap(self._text, self._closing) if begun is None else begun.start()
+            yield self._arguments(_in_json(self._text[:at]))
+            self._text = self._text[at:]
+            return False
+        value, escaped = _in_json(self._text[: step.start()]), step["escaped"]
+        self._text = self._text[step.start() if step["end"] else step.end() :]
+        if escaped:
+            value += _json_of_escape(escaped)
+        elif step["quote"]:
+            value, self._state = value + '"', self._after_value
+        else:
+            self._broken()
+        yield self._arguments(value)
         return True
 
     def _after_value(self, *, final: bool) -> Events:
@@ -148,7 +178,7 @@ class GemmaParser(CallParser):
             bare = _BARE_KEY.match(self._text)
             if bare is None and _KEY_BEGUN.fullmatch(self._text):
                 return False
-            name, rest = ("", None) if bare is None else (bare[1], self._text[bare.end() :])
+            name, rest = ("", None) if bare is None else (_QUOTED_KEY.sub(r"\2", bare[1]), self._text[bare.end() :])
         if rest is None:
             self._broken()
             return True
@@ -168,6 +198,17 @@ class GemmaParser(CallParser):
     def _broken(self) -> None:
         self._open.clear()
         self._comma, self._state = False, self._after_call
+
+
+def _in_json(text: str) -> str:
+    """The text as it stands within a string of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _json_of_escape(escaped: str) -> str:
+    """What stands behind a backslash, within a string of JSON. Before any other character a backslash is text."""
+    known = len(escaped) > 1 or escaped in '"\\/bfnrt'
+    return f"\\{escaped}" if known else _in_json(escaped if escaped == "'" else f"\\{escaped}")
 
 
 def _json_of(word: str) -> str:
