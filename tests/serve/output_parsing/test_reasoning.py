@@ -56,9 +56,51 @@ def test_a_special_token_that_begins_calls_ends_the_reasoning():
     text = f"<think>Hm.\n{begin}{call}functions.add:0{arguments}{{}}{call_end}{end}"
 
     def parser():
-        return ReasoningParser("<think>", "</think>", KimiParser(NAMES, markers), Begin.OPEN, begin)
+        return ReasoningParser(
+            "<think>", "</think>", KimiParser(NAMES, markers), Begin.OPEN, (begin, lambda: KimiParser(NAMES, markers))
+        )
 
     assert read_all_ways(parser, text) == Read("", [("add", "{}")], "Hm.")
+
+
+MINIMAX_CALL = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n</invoke>\n</minimax:tool_call>'
+)
+
+
+def unclosed(name):
+    format_ = CALLS[name]
+
+    def calls():
+        return format_.parser(NAMES, LETTERS, format_.syntax)
+
+    return ReasoningParser("<think>", "</think>", calls(), Begin.INSIDE, (format_.syntax.trigger, calls))
+
+
+@pytest.mark.parametrize(("name", "call"), [("minimax_m2", MINIMAX_CALL), ("hermes", CALL)])
+def test_calls_end_a_reasoning_without_closing_tag(name, call):
+    called = [("weather", '{"city": "Oslo"}')] if name == "minimax_m2" else [("add", '{"a": 1}')]
+    tag = CALLS[name].syntax.trigger
+    for text, expected in (
+        (f"Hm.\n{call}\n", Read("", called, "Hm.")),
+        (call, Read("", called)),
+        (f"The tag {tag} begins it.\n{call}", Read("", called, f"The tag {tag} begins it.")),
+        # The reasoning goes on behind them, is closed, or ends within them.
+        (f"Say {call} or so.", Read("", [], f"Say {call} or so.")),
+        (f"Say {call}\n</think>\nNo.", Read("No.", [], f"Say {call}")),
+        (f"Say {call}\n</think>\n{call}", Read("", called, f"Say {call}")),
+        (f"Say {call[:-30]}", Read("", [], f"Say {call[:-30]}")),
+        (f"Say {tag}", Read("", [], f"Say {tag}")),
+        (f"Say {call.replace('weather', 'other').replace('add', 'other')}",) * 2,
+    ):
+        wanted = expected if isinstance(expected, Read) else Read("", [], expected)
+        assert read_all_ways(lambda: unclosed(name), text) == wanted, text
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=shreds("<think>", "</think>", MINIMAX_CALL, "<minimax:tool_call>", "\n\n"), sizes=SIZES)
+def test_pieces_never_matter_without_closing_tag(text, sizes):
+    assert read(unclosed("minimax_m2"), cut(text, sizes)) == read(unclosed("minimax_m2"), [text])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import phalanx.serve.output_parsing.harmony as harmony
 from phalanx.config.serving import ReasoningParserName, ToolCallParserName
@@ -98,10 +99,11 @@ class OutputFormat:
             functions = functions if tools == "gpt_oss" else {}
             return harmony.HarmonyParser(functions, self.markers, reasoning=self.reasoning == "gpt_oss")
         answer: OutputParser | None = None
-        trigger = ""
+        calls = None
         if tools is not None and (make := CALLS[tools].parser) is not None:
             syntax = self.syntax(tools)
-            answer, trigger = make(functions, self.markers, syntax), self.markers.encode(syntax.trigger)
+            make_calls, trigger = partial(make, functions, self.markers, syntax), self.markers.encode(syntax.trigger)
+            answer, calls = make_calls(), None if CALLS[tools].ambiguous else (trigger, make_calls)
             if calls_or_answer:
                 answer = CallsOrContentParser(answer, trigger)
         if (tags := self.tags) is None:
@@ -111,7 +113,7 @@ class OutputFormat:
         if tags.answer is not None:
             before, after = map(self.markers.encode, tags.answer)
             answer = AnswerParser(before, after, answer)
-        return ReasoningParser(opening, closing, answer, begin, trigger if len(trigger) == 1 else "")
+        return ReasoningParser(opening, closing, answer, begin, calls)
 
     def token_counter(self, begin: Begin, *, calls: bool) -> TokenCounter | None:
         """A counter of the tokens of the reasoning; None for a model that has none, and if its end is not one token. calls: of a

@@ -3,11 +3,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Protocol
 
-from phalanx.serve.output_parsing.events import BLANK, BufferedParser, Events, OutputParser, ReasoningText, first_of, overlap
+from phalanx.serve.output_parsing.events import (
+    BLANK,
+    BufferedParser,
+    CallArguments,
+    CallBegin,
+    ContentParser,
+    ContentText,
+    Event,
+    Events,
+    OutputParser,
+    ReasoningText,
+    first_of,
+    overlap,
+)
 
 
 class Begin(Enum):
@@ -22,14 +36,26 @@ class ReasoningParser(BufferedParser):
     """Parses the reasoning, and gives what follows to the parser of the answer.
 
     White space around the reasoning and before the answer is dropped. An opening tag counts only at the beginning. Without a
-    closing tag, everything is reasoning. calls: a special token that begins calls, and so ends the reasoning of a model that forgot
-    the closing tag (Kimi-K2); "" for none.
+    closing tag, everything is reasoning but the calls of a model that forgot the tag: a special token that begins calls ends the
+    reasoning (Kimi-K2). Where letters begin them (MiniMax-M2), the reasoning may just speak of calls: those are calls that are
+    complete and that nothing follows, neither text nor the closing tag.
     """
 
-    def __init__(self, opening: str, closing: str, answer: OutputParser, begin: Begin, calls: str = "") -> None:
+    def __init__(
+        self,
+        opening: str,
+        closing: str,
+        answer: OutputParser,
+        begin: Begin,
+        calls: tuple[str, Callable[[], OutputParser]] | None = None,
+    ) -> None:
+        """calls: what begins calls, and a maker of their parser; None: there are none."""
         super().__init__()
         self._opening, self._closing, self._answer = opening, closing, answer
-        self._ends = (closing, calls) if calls else (closing,)
+        self._calls, self._make_calls = calls or ("", ContentParser)
+        self._ends = (closing, self._calls) if len(self._calls) == 1 else (closing,)
+        self._trial: OutputParser | None = None  # parses the text from `calls` on
+        self._tried, self._events = 0, list[Event]()  # characters of the text that it has, and what it read
         self._begin = begin
         self._step_of_state = self._before if begin is not Begin.AFTER else self._after
         self._started = False  # a part of the reasoning that is not blank has been emitted
@@ -60,13 +86,37 @@ class ReasoningParser(BufferedParser):
             self._text = self._text[at + len(tag) if tag == self._closing else at :]
             self._step_of_state, self._strip_answer = self._after, True
             return True
-        ready = self._text
-        if not final:
-            ready = ready[: len(ready) - overlap(ready, self._closing)].rstrip(BLANK)
-        self._text = self._text[len(ready) :]
-        self._started = self._started or bool(ready)
-        yield ReasoningText(ready)
-        return False
+        if self._trial is None:
+            at = self._text.find(self._calls) if self._calls else -1
+            ready = self._text[:at] if at >= 0 else self._text
+            if at < 0 and not final:
+                ready = ready[: len(ready) - overlap(ready, *filter(None, (self._closing, self._calls)))]
+            ready = ready if final and at < 0 else ready.rstrip(BLANK)
+            self._text = self._text[len(ready) :]
+            self._started = self._started or bool(ready)
+            yield ReasoningText(ready)
+            if at < 0:
+                return False
+            self._trial, self._tried, self._events = self._make_calls(), at - len(ready), []
+        return (yield from self._in_trial(self._trial, final=final))
+
+    def _in_trial(self, trial: OutputParser, *, final: bool) -> Events:
+        """The text begins with `calls`, behind white space."""
+        text, self._tried = self._text[self._tried :], len(self._text)
+        events = trial.push(text) + (trial.finish() if final else [])
+        self._events += events
+        is_text = any(isinstance(event, ContentText) and event.text.strip(BLANK) for event in events)
+        if not is_text and not final:
+            return False
+        self._trial = None
+        if not is_text and _are_complete(self._events):
+            self._text = ""
+            yield from self._events
+            return False
+        end = self._text.find(self._calls) + len(self._calls)
+        yield ReasoningText(self._text[:end])
+        self._text, self._started = self._text[end:], True
+        return True
 
     def _after(self, *, final: bool) -> Events:
         text, self._text = self._text, ""
@@ -77,6 +127,18 @@ class ReasoningParser(BufferedParser):
             yield from self._answer.push(text)
         if final:
             yield from self._answer.finish()
+        return False
+
+
+def _are_complete(events: list[Event]) -> bool:
+    """Whether there are calls, and all their arguments are JSON."""
+    arguments: dict[int, str] = {event.index: "" for event in events if isinstance(event, CallBegin)}
+    for event in events:
+        if isinstance(event, CallArguments):
+            arguments[event.index] += event.text
+    try:
+        return bool([json.loads(text) for text in arguments.values()])
+    except ValueError:
         return False
 
 
