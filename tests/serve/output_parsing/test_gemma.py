@@ -56,6 +56,8 @@ def make(markers=LETTERS):
             r"""<|tool_call>call:add{a:'it\'s\n "\d" \u00e9',b:"\"\\",c='\u00',d:1}<tool_call|>""",
             Read("", [("add", r"""{"a": "it's\n \"\\d\" \u00e9", "b": "\"\\", "c": "\\u00", "d": 1}""")]),
         ),
+        # The first quote of a string is missing.
+        ('<|tool_call>call:add{a:in Oslo<|"|>,b:[7<|"|>]}<tool_call|>', Read("", [("add", '{"a": "in Oslo", "b": ["7"]}')])),
         ("<|tool_call>call:add{a:'Os", Read("", [("add", '{"a": "Os')])),
         (f"<|tool_call>call:add{{a:'tis}}<tool_call|>{NOON}", Read("", [("add", '{"a": "tis}'), ("noon", "{}")])),
         # The first tag is missing, as behind reasoning; elsewhere that is text.

@@ -43,7 +43,7 @@ class GemmaParser(CallParser):
         super().__init__(functions)
         self._opening, self._closing, self._quote = map(markers.encode, (syntax.trigger, syntax.end, syntax.quote))
         # A special token is no text, so the end of the call also ends a string whose quote the model forgot.
-        self._end_of_word = re.compile(rf"[,}}\]]|{re.escape(self._closing)}")
+        self._end_of_word = re.compile(rf"[,}}\]]|{re.escape(self._closing)}|{re.escape(self._quote)}")
         self._ends_of_string = (self._quote, self._closing) if len(self._closing) == 1 else (self._quote,)
         ends = {quote: rf"(?P<quote>{quote})(?=\s*[,}}\]])|(?P<end>{re.escape(self._closing)})" for quote in "'\""}
         self._steps_of_literal = {quote: re.compile(f"{_ESCAPE}|{end}", re.DOTALL) for quote, end in ends.items()}
@@ -102,8 +102,9 @@ class GemmaParser(CallParser):
             end = self._end_of_word.search(self._text)
             if end is None:
                 return False
-            value, self._state = _json_of(self._text[: end.start()].rstrip(BLANK)), self._after_value
-            self._text = self._text[end.start() :]
+            word, is_string = self._text[: end.start()], end[0] == self._quote  # a string whose first quote the model forgot
+            value = json.dumps(word, ensure_ascii=False) if is_string else _json_of(word.rstrip(BLANK))
+            self._text, self._state = self._text[end.end() if is_string else end.start() :], self._after_value
         self._comma = first not in "{["
         yield self._arguments(comma + value)
         return True
