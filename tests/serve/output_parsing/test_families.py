@@ -15,6 +15,7 @@ from phalanx.serve.output_parsing.formats import CALLS, REASONING, ReasoningName
 from phalanx.serve.output_parsing.reasoning import Begin
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_http_app import HERMES_TEMPLATE, LLAMA_TEMPLATE
+from tests.support.serve_output_parsing import NAMES, Read, read
 from tests.support.serve_small_tokenizers import byte_level, write
 
 TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
@@ -148,6 +149,13 @@ def test_the_prompt_tells_where_the_output_begins(tokenizer, reasoning, prompt, 
     loaded = tokenizer(TOOLS, "<|channel>", "<channel|>")
     output = OutputFormat.detect(loaded, reasoning=reasoning)
     assert output.begin(loaded.encode(prompt, add_special_tokens=False)) is begin
+
+
+def test_calls_in_letters_end_a_reasoning_that_is_never_closed(tokenizer):
+    output = OutputFormat.detect(tokenizer(TOOLS + '<minimax:tool_call>\n<invoke name="tool-name-1">' + THINK))
+    parser = output.parser(Begin.INSIDE, NAMES, tools=output.tools)
+    text = 'Hm.\n<minimax:tool_call>\n<invoke name="noon">\n</invoke>\n</minimax:tool_call>'
+    assert read(parser, [text]) == Read("", [("noon", "{}")], "Hm.")
 
 
 def test_tokens_are_counted_where_the_end_is_one_token(tokenizer):
