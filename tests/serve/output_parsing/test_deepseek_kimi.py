@@ -77,6 +77,12 @@ def test_ids_with_other_separators(head):
     assert [(event.name, event.id) for event in events if isinstance(event, CallBegin)] == [("add_2", "functions.add_2:7")]
 
 
+def test_ids_of_one_completion_differ():
+    events = make().push(BEGIN + written("add", "{}") * 2 + written("noon", "{}") + written("add", "{}", 1) + END)
+    ids = [event.id for event in events if isinstance(event, CallBegin)]
+    assert ids == ["functions.add:0", "functions.add:1", "functions.noon:0", "functions.add:2"]
+
+
 def test_special_tokens_are_not_letters():
     markers = special(*KIMI_MARKERS)
     assert read(KimiParser(NAMES, markers), [markers.encode(RECORDED)]) == CALLED

@@ -51,6 +51,7 @@ class SectionParser(CallParser):
         self._head = re.compile(rf"\s*(?:{head.replace('SEPARATOR', re.escape(separator))})(?=\{{|null)")
         self._state = self._content_before
         self._object = ArgumentsObject()
+        self._ids = set[str]()
         self._skipped = ""  # markers that are content if no call follows
 
     def _step(self, *, final: bool) -> Events:
@@ -89,7 +90,7 @@ class SectionParser(CallParser):
         if head is not None and name in self._functions and head.end() <= MAX_HEAD:
             self._text = self._text[head.end() :]
             self._object, self._skipped, self._state = ArgumentsObject(), "", self._in_arguments
-            yield self._begin(str(name), f"functions.{name}:{groups['index']}" if "index" in groups else None)
+            yield self._begin(str(name), self._id(str(name), int(groups["index"])) if "index" in groups else None)
             if self._text.startswith(NO_ARGUMENTS):
                 self._text, self._state = self._text[len(NO_ARGUMENTS) :], self._after_arguments
                 yield self._arguments("{}")
@@ -99,6 +100,13 @@ class SectionParser(CallParser):
         self._state = self._content_before
         yield from self._content(self._skipped or self._begin_one)
         return True
+
+    def _id(self, name: str, index: int) -> str:
+        """The id of a call, with the next index that no call of this completion has: results name calls by ids."""
+        while (id_ := f"functions.{name}:{index}") in self._ids:
+            index += 1
+        self._ids.add(id_)
+        return id_
 
     def _in_arguments(self, *, final: bool) -> Events:
         count = self._object.push(self._text)
