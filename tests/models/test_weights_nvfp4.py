@@ -18,7 +18,7 @@ from phalanx.errors import ModelError, WeightError
 from phalanx.kernels.moe.nvfp4_packing import dequantized
 from phalanx.layout import Layout
 from phalanx.layout.weights import layer_bytes
-from phalanx.models import registry
+from phalanx.models import registry, weights
 from phalanx.models.layers.linear_methods.nvfp4 import Nvfp4Linear
 from phalanx.models.layers.linear_methods.unquantized import Unquantized
 from phalanx.models.slices import LayerContext
@@ -132,6 +132,20 @@ def test_dummy_weights_and_the_planner(form: str, written: dict[str, tuple[Path,
 
         own = LocalWorld(tp).run(layer)[0]
         assert layer_bytes(shape, 0, "bf16", Layout(tp=tp)) == sum(parameter.nbytes for parameter in own.parameters())
+
+
+def test_a_read_that_failed_leaves_nothing(written: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    """Else tensors of it and of the next read would be packed together."""
+    folder, name = written["modelopt"][0], "model.layers.0.mlp.up_proj.weight_scale"
+    formation, tensors = Formation(folder), load_file(folder / "model.safetensors")
+    tensors[name] = torch.full(tensors[name].shape, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    method = formation.models[0][0].layers[0].mlp.gate_up_proj.method
+    with pytest.raises(WeightError, match="NaN"):
+        weights.load(formation.models[0][0], tmp_path)
+    assert method._stored
+    method.reading()
+    assert not method._stored
 
 
 def test_powers_of_two_that_are_far_apart(plain: Path, tmp_path: Path) -> None:

@@ -109,6 +109,10 @@ class Int4Linear(LinearMethod):
     def reorder_rows(self, rows: list[int]) -> None:
         reorder_rows(self.words, self.weight_scales, rows)
 
+    def reading(self) -> None:
+        super().reading()
+        self._stored.clear()  # of a read that failed
+
     def slices(self) -> Iterator[Slice]:
         if self.int4.form == "load":
             yield from self.dummy_slices()

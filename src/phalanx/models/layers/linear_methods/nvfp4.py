@@ -93,6 +93,10 @@ class Nvfp4Linear(LinearMethod):
     def reorder_rows(self, rows: list[int]) -> None:
         reorder_rows(self.words, self.weight_scales, self.row_scale, rows)
 
+    def reading(self) -> None:
+        super().reading()
+        self._stored.clear()  # of a read that failed
+
     def slices(self) -> Iterator[Slice]:
         codes = "weight_packed" if self.reciprocal else "weight"
         for number, part in enumerate(self.parts):
