@@ -42,16 +42,22 @@ VARIANTS = ("fp32", "fp8", "int8")
 """The dtypes of caches that stand beside bf16."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments_of(description: str | None, row: int) -> argparse.Namespace:
+    """The command line of an error against 16 bit. row: tokens by default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path, help="a checkpoint in one GGUF file")
     parser.add_argument("--model", type=Path, help="a folder with config.json, safetensors and tokenizer")
-    parser.add_argument("--row", type=int, default=768, help="tokens of a row; each page gives one")
+    parser.add_argument("--row", type=int, default=row, help="tokens of a row; each page gives one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
     if (arguments.gguf is None) == (arguments.model is None):
         parser.error("give --gguf or --model")
+    return arguments
+
+
+def main() -> int:
+    arguments = arguments_of(__doc__, 768)
     with tempfile.TemporaryDirectory() as converted:
         folder = arguments.model or from_gguf(arguments.gguf, Path(converted))
         rows = rows_of(folder, arguments.row)

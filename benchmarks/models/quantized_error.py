@@ -15,7 +15,6 @@ most likely token is the same (top-1).
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -31,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.models.kv_cache_error import divergence, from_gguf, loaded, logits, rows_of
+from benchmarks.models.kv_cache_error import arguments_of, divergence, from_gguf, loaded, logits, rows_of
 
 TOLERANCE = 1e-4
 """Nats between the two columns."""
@@ -52,15 +51,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gguf", type=Path, help="a checkpoint in one GGUF file")
-    parser.add_argument("--model", type=Path, help="a folder with config.json, safetensors and tokenizer")
-    parser.add_argument("--row", type=int, default=512, help="tokens of a row; each page gives one")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    arguments = parser.parse_args()
-    if (arguments.gguf is None) == (arguments.model is None):
-        parser.error("give --gguf or --model")
+    arguments = arguments_of(__doc__, 512)
     with tempfile.TemporaryDirectory() as scratch:
         plain = arguments.model or from_gguf(arguments.gguf, Path(scratch, "plain"))
         rows = rows_of(plain, arguments.row)

@@ -84,8 +84,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(http, path, params, body, wo
     assert http.get("/ready").status_code == 200
 
 
-@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
-def test_sleep_while_an_answer_streams(served, http, mode):
+def streaming(served, **fields):
+    """A completion that has begun -> the thread that reads it, its finish reasons and its errors so far."""
     chunks: list[str | None] = []
     errors: list[openai.APIError] = []
     begun = threading.Event()
@@ -93,7 +93,7 @@ def test_sleep_while_an_answer_streams(served, http, mode):
     def stream() -> None:
         with served.openai() as client:
             try:
-                for chunk in client.completions.create(stream=True, **{**LONG, "max_tokens": 300}):
+                for chunk in client.completions.create(stream=True, **{**LONG, **fields}):
                     chunks.append(chunk.choices[0].finish_reason)
                     begun.set()
             except openai.APIError as error:
@@ -102,6 +102,12 @@ def test_sleep_while_an_answer_streams(served, http, mode):
     reader = threading.Thread(target=stream)
     reader.start()
     assert begun.wait(30)
+    return reader, chunks, errors
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_sleep_while_an_answer_streams(served, http, mode):
+    reader, chunks, errors = streaming(served, max_tokens=300)
     state = http.post("/sleep", params={"mode": mode, "level": "2"}).json()
     assert (state["is_sleeping"], state["kept_requests"]) == (True, mode == "keep")
     http.post("/wake_up").raise_for_status()
@@ -113,20 +119,7 @@ def test_sleep_while_an_answer_streams(served, http, mode):
 
 
 def test_kept_requests_can_be_ended_so_that_weights_may_change(served, http, folder):
-    errors: list[openai.APIError] = []
-    begun = threading.Event()
-
-    def stream() -> None:
-        with served.openai() as client:
-            try:
-                for _ in client.completions.create(stream=True, **LONG):
-                    begun.set()
-            except openai.APIError as error:
-                errors.append(error)
-
-    reader = threading.Thread(target=stream)
-    reader.start()
-    assert begun.wait(30)
+    reader, _, errors = streaming(served)
     assert http.post("/sleep", params={"mode": "keep"}).json()["kept_requests"] == 1
     refused = http.post("/weights/update", json={"model_path": str(folder)})
     assert "end them with mode 'abort'" in refused.json()["error"]["message"]

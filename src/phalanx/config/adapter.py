@@ -69,8 +69,7 @@ class AdapterConfig:
     def from_folder(cls, folder: Path) -> AdapterConfig:
         """Of the adapter in a folder. Raises ModelError for a file that cannot be read, and for what Phalanx does not compute."""
         file = folder / CONFIG
-        values = json_object(file)
-        return cls.from_values(values, str(file))
+        return cls.from_values(json_object(file), str(file))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], file: str = CONFIG) -> AdapterConfig:

@@ -115,8 +115,9 @@ class Quantization:
         """The scheme of the linear layer of this name ("model.layers.0.mlp.up_proj"): that of the first group with the layer. None
         where it is not quantized. Experts and the output head are never copied."""
         scheme = next((group for group in (self, *self.others) if group._has(layer)), None)
-        stays = scheme is not None and (".experts." in layer or layer == "lm_head")
-        return scheme.copied or scheme if stays and scheme is not None else scheme
+        if scheme is not None and scheme.copied is not None and (".experts." in layer or layer == "lm_head"):
+            return scheme.copied
+        return scheme
 
     @property
     def in_fp8(self) -> Quantization:

@@ -209,11 +209,11 @@ def price(shape: ModelShape, machine: MachineModel, request: PlanRequest, plan: 
         lines += _beside("--deterministic", shape, machine, replace(request, deterministic=False), plan)
     if request.quantize_activations:
         lines += _beside("--quantize_activations", shape, machine, replace(request, quantize_activations=False), plan)
-    in_fp8 = replace(request, dtype="fp8", quantize_activations=False)
     if machine.gpu.fp8_flops and loaded_as(shape.quantization, on_load("fp8")) != shape.quantization and shape.quantization:
         if request.dtype == "fp8":
             return lines + _beside("--dtype fp8, a copy of 4 bits", shape, machine, replace(request, dtype="bf16"), plan)
-        copy = examine(shape, machine, replace(in_fp8, slo_ttft=None, slo_tpot=None), plan.layout)
+        in_fp8 = replace(request, dtype="fp8", quantize_activations=False, slo_ttft=None, slo_tpot=None)
+        copy = examine(shape, machine, in_fp8, plan.layout)
         if isinstance(copy, Rejected):
             return [*lines, f"note: a copy of the dense layers in FP8 (--dtype fp8) does not run so: {copy.reason}"]
         lines.append(
